@@ -264,10 +264,8 @@ class Plain:
         return core_schema.no_info_after_validator_function(self._required, handler(kind))
 
     def _required(self, value: str) -> str:
-        if any(character in value for character in '"\r\n\0'):
-            raise ValueError("a text between quotes has no quote, newline or NUL in it")
-        if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError("half of a surrogate pair is no text")
+        if '"' in value or not value.isprintable():
+            raise ValueError("a text between quotes has only characters that print, and no quote")
         return value
 
 

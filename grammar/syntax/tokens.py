@@ -50,9 +50,9 @@ def invisible(source: Source) -> list[Diagnostic]:
             continue
         places = [match.start() + at for at, c in enumerate(match.group()) if not c.isprintable()]
         span = Span(source, places[0], places[0] + 1)
-        message = f"U+{ord(source.text[places[0]]):04X} cannot be seen, and stands in no text"
-        fix = [Edit(Span(source, at, at + 1), " " if source.text[at] == "\t" else "") for at in places]
-        found.append(diagnose("MOE0102", span, message, help="leave it out", fix=fix))
+        message = f"U+{ord(source.text[places[0]]):04X} does not print, and a text has only characters that do"
+        fix = [Edit(Span(source, at, at + 1), " " if source.text[at].isspace() else "") for at in places]
+        found.append(diagnose("MOE0102", span, message, help="leave it out, or write a space for it", fix=fix))
     return found
 
 

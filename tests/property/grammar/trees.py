@@ -18,9 +18,8 @@ numbers = st.builds(
     st.from_regex(r"(0|[1-9][0-9]{0,3}(_[0-9]{3})?)(\.[0-9]{1,3})?(e-?[0-9])?(GB/s|us|k|MiB)?", fullmatch=True),
     st.just(HERE),
 )
-strings = st.builds(
-    t.String, st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\0'), max_size=6), st.just(HERE)
-)
+printing = st.characters(exclude_characters='"').filter(str.isprintable)
+strings = st.builds(t.String, st.text(printing, max_size=6), st.just(HERE))
 
 
 def sums(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

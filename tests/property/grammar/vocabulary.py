@@ -24,7 +24,8 @@ from moec.grammar.units import a_layer_holds
 
 LARGEST = 2**40
 SKIPPED = (s.Layer, s.ParallelLayers)  # drawn with the model, which has the number of layers
-label = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\0'), max_size=12)
+printing = st.characters(exclude_characters='"').filter(str.isprintable)
+label = st.text(printing, max_size=12)
 
 
 def numbers(kind: NumberKind) -> st.SearchStrategy[Any]:

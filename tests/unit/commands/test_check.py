@@ -86,9 +86,9 @@ def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:
 
 
 def test_fix_never_edits_the_library(moec: Run, tmp_path: Path) -> None:
-    (tmp_path / "a.moe").write_text('use "clusters/dgx_h10"\n')
+    (tmp_path / "a.moe").write_text('use "clusters/dgx_h10"\nuse "clusters/dxg_h100"\n')
     moec("check", "--fix", "a.moe")
-    assert (tmp_path / "a.moe").read_text() == 'use "clusters/dgx_h100"\n'
+    assert (tmp_path / "a.moe").read_text() == 'use "clusters/dgx_h10"\nuse "clusters/dgx_h100"\n'
 
 
 def test_fix_takes_away_marks_tabs_and_carriage_returns(moec: Run, starter: Path) -> None:
