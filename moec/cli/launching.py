@@ -22,9 +22,9 @@ WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8
     metavar="[SCRIPT [ARGS]...]",
 )
 @output_format
-@click.option("--torchrun", "way", flag_value="torchrun", default="torchrun", help="Print the command (default).")
-@click.option("--slurm", "way", flag_value="slurm", help="Print a batch script for Slurm.")
-@click.option("--k8s", "way", flag_value="k8s", help="Print a manifest for Kubernetes with Kubeflow's PyTorchJob.")
+@click.option("--torchrun", is_flag=True, help="Print the command (default).")
+@click.option("--slurm", is_flag=True, help="Print a batch script for Slurm.")
+@click.option("--k8s", is_flag=True, help="Print a manifest for Kubernetes with Kubeflow's PyTorchJob.")
 @click.option("--run", "starts", is_flag=True, help="Start the ranks, all on this machine.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes; default: as the plan's cluster has them.")
 @click.option(
@@ -46,7 +46,9 @@ def launch(
     plan: Path,
     script: tuple[str, ...],
     style: str,
-    way: str,
+    torchrun: bool,
+    slurm: bool,
+    k8s: bool,
     starts: bool,
     nodes: int | None,
     per_node: int | None,
@@ -60,6 +62,7 @@ def launch(
     """Print how to start a plan's ranks: the torchrun command, a Slurm script or a Kubernetes manifest."""
     if script and script[0].startswith("-"):
         raise click.UsageError(f"no option {script[0]}: options of the script go after its name")
+    way = _way(torchrun=torchrun, slurm=slurm, k8s=k8s)
     _require_fitting({"--run": starts, "--host": host, "--name": name, "--image": image}, way)
     if logs is not None and not starts:
         raise click.UsageError("--logs needs --run. An option of the script goes after `--`.")
@@ -69,7 +72,9 @@ def launch(
         )
     from moec.commands.launch import make_launch
     from moec.driver import load
+    from moec.subject import require_plan_folder
 
+    require_plan_folder(plan, "moec launch")
     made = make_launch(
         load(plan),
         plan,
@@ -92,6 +97,14 @@ def launch(
     from moec.commands.launch_print import print_launch
 
     print_launch(made, way, style)
+
+
+def _way(**given: bool) -> str:
+    """The one way that is given, or torchrun. Raises `UsageError` for two."""
+    ways = [way for way, is_given in given.items() if is_given]
+    if len(ways) > 1:
+        raise click.UsageError(f"--{ways[0]} and --{ways[1]} are two ways to start a plan: give one")
+    return ways[0] if ways else "torchrun"
 
 
 def _require_fitting(given: dict[str, object], way: str) -> None:

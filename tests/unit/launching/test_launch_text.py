@@ -79,6 +79,7 @@ def test_json_has_the_command_and_the_text(run, way):
         (("a plan", "--name", "x"), "--name is not for --torchrun"),
         (("a plan", "--slurm", "--image", "x"), "--image is not for --slurm"),
         (("a plan", "--k8s", "--run"), "--run is not for --k8s"),
+        (("a plan", "--slurm", "--k8s"), "--slurm and --k8s are two ways"),
         (("a plan", "--run", "--json"), "leave out --json"),
         (("a plan", "--logs", "x"), "--logs needs --run"),
         (("a plan", "--per-node", "8", "--port", "1234"), "--host and --port are for several nodes"),
@@ -89,6 +90,14 @@ def test_options_that_do_not_fit_are_usage_errors(run, arguments, words):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_a_file_in_place_of_a_plan_is_told_how_it_becomes_one(run):
+    Path("first.moe").write_text(moe_text(ranks=8, batch=8))
+    code, out, err = run("first.moe")
+    assert (code, out) == (1, "")
+    assert "`first.moe` is a `.moe` file, and `moec launch` wants a plan" in err
+    assert "`moec compile first.moe`, then `moec launch first.plan`" in err
 
 
 @pytest.mark.parametrize("sizes", [{"per_node": 3}, {"nodes": 3}, {"nodes": 2, "per_node": 2}, {"per_node": 16}])
