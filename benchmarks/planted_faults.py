@@ -6,14 +6,16 @@ The same corpus on every run and machine: it is drawn with a fixed seed from fil
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moec.commands.fixes import edited
 from moec.commands.init import STARTER
 from moec.grammar import load_text
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Edit, Severity
 from moec.grammar.supported import unsupported
 from moec.grammar.syntax.tokens import Token, lex
 from moec.passes.place.degrees import choose_degrees
@@ -122,10 +124,20 @@ def points_at(fault: Fault, found: Sequence[Diagnostic]) -> bool:
     return any(span and span.line == fault.line for span in spans)
 
 
+def mended(fault: Fault, found: Sequence[Diagnostic]) -> str:
+    """The text after the fixes, which a tool may apply by itself."""
+    return edited(fault.text, dict.fromkeys(one.fix for one in found))
+
+
+def _proposed(diagnostic: Diagnostic) -> tuple[Edit, ...]:
+    match = re.match(r"did you mean `([^`]+)`", diagnostic.help)
+    return (Edit(diagnostic.span, match[1]),) if match and diagnostic.span is not None else ()
+
+
 def restored(fault: Fault, found: Sequence[Diagnostic]) -> bool:
-    """Whether applying the diagnostics' suggestions restores the original."""
+    """Whether applying the diagnostics' suggestions restores the original: their fixes, else the names they propose."""
     text = fault.text
-    edits = {(edit.span.start, edit.span.end, edit.text) for one in found for edit in one.fix}
+    edits = {(edit.span.start, edit.span.end, edit.text) for one in found for edit in one.fix or _proposed(one)}
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
     return text == fault.original

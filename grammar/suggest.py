@@ -23,18 +23,51 @@ def nearest(word: str, allowed: Iterable[str]) -> str | None:
 
 
 def meant(word: str, allowed: Iterable[str]) -> str | None:
-    """The nearest name if only a slip can lie between it and `word`, so that a tool may put it there by itself.
+    """The one name of which `word` is a slip of the keyboard, so that a tool may put it there by itself."""
+    if word in (known := set(allowed)) or len(known) > MOST_COMPARED:
+        return None
+    candidates = [name for name in known if is_slip(word, name)]
+    return candidates[0] if len(candidates) == 1 else None
 
-    Numbers are the same in both (`h20` is no `h200`), and so is a letter of each part between `_` (`cv_loss` is no
-    `z_loss`).
+
+SHORT, LONG = 5, 8
+"""Words up to `SHORT` letters are near to other words of the field. Words from `LONG` letters on may have two slips."""
+
+
+def is_slip(word: str, name: str) -> bool:
+    """Whether `word` can only be `name` misspelt: never another word of the field, such as `sgdm` or `h20`.
+
+    Both have the same numbers and the same parts between `_`, but for a `_` left out. Letters are swapped, doubled,
+    left out, or wrong in the middle: real words differ by another first or last letter (`adamp`), or by one more
+    (`ubatch`, `adams`).
     """
-    best = nearest(word, allowed)
-    if best is None or re.findall(r"\d+", word) != re.findall(r"\d+", best):
-        return None
-    ours, theirs = (name.lower().strip("_").split("_") for name in (best, word))
-    if len(ours) == len(theirs) and any(not set(one) & set(other) for one, other in zip(ours, theirs, strict=True)):
-        return None
-    return best
+    one, other = word.lower(), name.lower()
+    if re.findall(r"\d+", one) != re.findall(r"\d+", other):
+        return False
+    if one.replace("_", "") == other.replace("_", ""):
+        return True
+    if one.count("_") != other.count("_"):
+        return False
+    if any(a != b and not _misspelt(a, b) for a, b in zip(one.split("_"), other.split("_"), strict=True)):
+        return False
+    limit = 2 if len(other) >= LONG else 1
+    return distance(one, other, limit) <= limit
+
+
+def _misspelt(part: str, right: str) -> bool:
+    """Whether letters of `right` are swapped, doubled, left out, or wrong between the first and the last.
+
+    In short words another letter is another word (`mqa`, `silu`), and so is one fewer at the end, but for an `s`.
+    """
+    if len(right) < 3:
+        return False
+    if sorted(part) == sorted(right) or part == right + right[-1] or part + "s" == right:
+        return True
+    if part[:1] != right[:1]:
+        return False
+    if part[-1:] == right[-1:]:
+        return len(part) != len(right) or len(right) > SHORT
+    return right.startswith(part) and len(right) > SHORT
 
 
 def distance(one: str, other: str, limit: int) -> int:

@@ -272,6 +272,13 @@ def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     return check_loaded(read(Path(path), **lets))
 
 
+def check_text(data: bytes | str, name: str, folder: Path, lets: Mapping[str, float | str]) -> tuple[Diagnostic, ...]:
+    """Every error in the text of the file `name`, which uses files beside `folder`. Needs no torch."""
+    from moec.grammar.load import load_bytes
+
+    return check_loaded(load_bytes(data.encode() if isinstance(data, str) else data, name, lets, folder))
+
+
 def check_loaded(loaded: Loaded) -> tuple[Diagnostic, ...]:
     """Every error in a loaded file, including those of its degrees. Needs no torch."""
     from moec.passes.place.degrees import choose_degrees

@@ -103,18 +103,31 @@ def _corrections(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str
 
 
 def _calls(kinds: Sequence[Kind], value: Expression, text: str) -> Iterator[tuple[str, str]]:
-    """`factor(1.25)` for 1.25, and `rope()` for true, where only one call can be meant."""
+    """`factor(1.25)` for 1.25, and `rope()` for true, where only one call can be meant.
+
+    A whole number in place of a factor or rate is none: `capacity = 64` may be meant as 64 places.
+    """
     classes = {word: cls for kind in kinds if isinstance(kind, CallKind) for word, cls in kind.classes.items()}
     if isinstance(value, Number | Negative):
         if times := _TIMES.fullmatch(text):
             text = times[1]
             yield text, f"write `{text}`"
         taking = [word for word, cls in classes.items() if positional(cls)]
-        if len(taking) == 1:
+        if len(taking) == 1 and not (text.isdecimal() and _takes_fraction(classes[taking[0]])):
             yield f"{taking[0]}({text})", f"write `{taking[0]}({text})`"
-    if isinstance(value, Name) and text.lower() in ("true", "yes", "on") and len(classes) == 1:
+    if (
+        isinstance(value, Name)
+        and text.lower() in ("true", "yes", "on")
+        and len(classes) == 1
+        and _plain_words(kinds) <= {"none"}
+    ):
         (word,) = classes
         yield f"{word}()", f"write `{word}()`, or leave it out for none"
+
+
+def _takes_fraction(cls: type[Node]) -> bool:
+    """Whether the first argument by position is a number that need not be whole."""
+    return any(isinstance(kind, NumberKind) and not kind.whole for kind in positional(cls)[0].kinds)
 
 
 def misfit(scope: Scope, known: Field, written: Written, value: Expression) -> Broken:

@@ -7,12 +7,12 @@ result, a field that is a fraction takes the result itself.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 from fractions import Fraction
 
+from moec.grammar.resolve.foreign_units import instead_of
 from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import NumberKind
-from moec.grammar.suggest import advice, meant, nearest
+from moec.grammar.suggest import advice, meant
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
 from moec.grammar.units import (
     EXAMPLES,
@@ -119,18 +119,8 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
         help = f"write `{plain}`, or what is missing between the two"
         return scope.error("MOE0108", literal.span, "is something missing after the `0`?", help=help)
     if unit and unit not in UNITS:
-        if bits := _of_bits(digits, unit):
-            rate = bits.endswith("/s")
-            help = f"moec counts bytes, of 8 bits each: write `{bits}`" + (
-                "" if rate else f"; as a bandwidth `{bits}/s`"
-            )
-            message = f"`{unit}` counts bits"
-            return scope.error("MOE0209", literal.span, message, help=help, instead=bits if rate else None)
-        best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
-        listed = ", ".join(name for name in UNITS if not name.endswith("/s"))
-        help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` after a size"
-        instead = f"{digits}{best}" if best else None
-        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
+        other = instead_of(digits, unit)
+        return scope.error("MOE0209", literal.span, other.message, help=other.help, instead=other.text)
     plain = digits.replace("_", "")
     value = exact(plain, unit) if len(plain) <= MOST_DIGITS else None
     if value is None:
@@ -138,19 +128,6 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
             return scope.error("MOE0107", literal.span, f"more than {MOST_DIGITS} digits")
         return scope.error("MOE0107", literal.span, "beyond what a float holds")
     return Quantity(value, UNITS[unit].dimension if unit else "")
-
-
-_BITS = re.compile(r"([KMGT]?)(?:b|bits?)(ps|/s|/sec)?")
-
-
-def _of_bits(digits: str, unit: str) -> str:
-    """`50GB/s` for 400 and `Gb/s` or `Gbps`; nothing where `unit` counts no bits."""
-    match = _BITS.fullmatch(unit)
-    if match is None or len(digits) > MOST_DIGITS:
-        return ""
-    size = f"{Decimal(digits.replace('_', '')) / 8:f}"
-    size = size.rstrip("0").rstrip(".") if "." in size else size
-    return f"{size}{match[1]}B" + "/s" * bool(match[2])
 
 
 def _operation(scope: Scope, operation: Operation) -> Quantity | Broken:

@@ -33,7 +33,7 @@ def layer_selectors(notations: Notations, tokens: list[Token]) -> list[Token]:
         if token.text != "layers" or not begins or end == at:
             continue
         selector = tokens[at:end]
-        reading = _read("".join(each.text for each in selector).replace("_", ""), depth)
+        reading = _read(_joined(selector), depth)
         if reading is None:
             continue
         text, message, help = reading
@@ -46,6 +46,15 @@ def layer_selectors(notations: Notations, tokens: list[Token]) -> list[Token]:
         kept += [each._replace(start=start, end=stop) for each in parsed]
         at = end
     return kept
+
+
+def _joined(selector: list[Token]) -> str:
+    """The selector without blanks and digits' `_`; two numbers stay two."""
+    text = ""
+    for token in selector:
+        apart = token.kind == "NUMBER" and text[-1:].isdigit()
+        text += " " * apart + token.text.replace("_", "")
+    return text
 
 
 _ALL = "a block of all layers names none"
@@ -63,6 +72,9 @@ def _read(text: str, depth: int | None) -> Reading | None:
         return f"{match[1]}..{match[2]}", "a range is written with `..`", ""
     if _COMMAS.fullmatch(text):
         return f"[{text.replace(',', ', ')}]", "several layers are a list", ""
+    if re.fullmatch(r"\d+:", text):
+        number, last = text[:-1], "LAST" if depth is None else depth - 1
+        return "", "is this layer alone, or all from it on?", f"write `layers {number}`, or `layers {number}..{last}`"
     if match := _SLICE.fullmatch(text):
         return _range(match, depth, "a range is not a slice", exclusive=True)
     match = _RANGE.fullmatch(text)
@@ -102,9 +114,17 @@ def _written(number: int | None) -> str:
 
 
 def _depth(tokens: list[Token]) -> int | None:
-    """The number of `depth = 32`."""
-    for at in range(len(tokens) - 2):
-        name, equal, number = tokens[at : at + 3]
-        if (name.text, equal.kind) == ("depth", "EQUAL") and number.text.replace("_", "").isdecimal():
-            return int(number.text.replace("_", ""))
-    return None
+    """The number of `depth = 32`; None where it is computed, or where a `let` has the name."""
+    found = None
+    for at, token in enumerate(tokens):
+        if token.text != "depth" or [each.kind for each in tokens[at + 1 : at + 2]] != ["EQUAL"]:
+            continue
+        number, behind = tokens[at + 2 : at + 3], tokens[at + 3 : at + 4]
+        if found is not None or (at and tokens[at - 1].kind not in ("SEPARATOR", "LBRACE")):
+            return None
+        if not number or not number[0].text.replace("_", "").isdecimal():
+            return None
+        if behind and behind[0].kind not in ("SEPARATOR", "RBRACE", "COMMA"):
+            return None
+        found = int(number[0].text.replace("_", ""))
+    return found

@@ -90,15 +90,13 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
         pair = text[token.start : token.start + 2] if token.kind == "SLASH" else ""
         if pair == "//":
             end = _line_end(text, token.start)
-            help = "a comment begins with `#`"
-            notations.add(
-                "MOE0109",
-                token.start,
-                token.start + 2,
-                "`//` begins no comment here",
-                help,
-                (token.start, token.start + 2, "#"),
-            )
+            place = token.start, token.start + 2
+            if _divides(tokens, at):
+                help = "write `/`, whose result is exact, or begin a comment with `#`"
+                notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
+            else:
+                help = "a comment begins with `#`"
+                notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
         elif pair == "/*":
             closed = text.find("*/", token.start + 2)
             end = closed + 2 if closed >= 0 else len(text)
@@ -112,6 +110,19 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             continue
         at = bisect_left(starts, end)
     return kept
+
+
+_OPERANDS = frozenset(("NUMBER", "NAME", "RPAR"))
+
+
+def _divides(tokens: list[Token], at: int) -> bool:
+    """Whether the two slashes at `at` may be a division: an operand on either side, which as a name is a `let`'s."""
+    before, behind = tokens[at - 1 : at], tokens[at + 2 : at + 4]
+    if not before or before[0].kind not in _OPERANDS or not behind:
+        return False
+    if behind[0].kind == "NAME":
+        return any(a.kind == "LET" and b.text == behind[0].text for a, b in pairwise(tokens))
+    return behind[0].kind in ("NUMBER", "LPAR") and [token.kind for token in behind[1:]] != ["NAME"]
 
 
 def _line_end(text: str, at: int) -> int:

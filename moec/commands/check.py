@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from moec.commands.terminal import colored, columns, failure, success
-from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
+from moec.grammar.diagnostics import Diagnostic, Severity, render
 
 STDIN = "<stdin>"
 ROUNDS = 10
@@ -22,7 +23,8 @@ def run(
     The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
     another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
-    from moec.driver import check
+    from moec.commands.fixes import apply_fixes
+    from moec.driver import check, check_text
 
     found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
     for file in files:
@@ -31,7 +33,7 @@ def run(
             continue
         diagnostics = check(file, **lets)
         for _ in range(ROUNDS if fix else 0):
-            fixed = apply_fixes(file, diagnostics)
+            fixed = apply_fixes(file, diagnostics, partial(check_text, name=file.name, folder=file.parent, lets=lets))
             again = check(file, **lets) if fixed else diagnostics
             if not fixed:
                 break
@@ -59,45 +61,10 @@ def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:
 
 def _check_stdin(name: str, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
     """The diagnostics of the text on stdin. Its `use` statements look beside the file `name`."""
-    from moec.driver import check_loaded
-    from moec.grammar.load import load_bytes
+    from moec.driver import check_text
 
     folder = Path() if name == STDIN else Path(name).parent
-    return check_loaded(load_bytes(sys.stdin.buffer.read(), name, lets, folder))
-
-
-def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
-    """Applies the fixes of `diagnostics` to `file` and to the files that it uses; returns their number.
-
-    Of two overlapping fixes only the first is applied. The library and the command line are not edited.
-    """
-    edits: dict[str, list[Edit]] = {}
-    texts: dict[str, str] = {}
-    count = 0
-    for diagnostic in diagnostics:
-        fix = diagnostic.fix
-        if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
-            continue
-        source = fix[0].span.source
-        chosen_edits = edits.setdefault(source.name, [])
-        texts[source.name] = source.text
-        if not any(_overlap(edit, other) for edit in fix for other in chosen_edits):
-            chosen_edits += fix
-            count += 1
-    for name, chosen in edits.items():
-        text = texts[name]
-        for edit in sorted(chosen, key=lambda edit: edit.span.start, reverse=True):
-            text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-        write(file.parent / name, text)
-    return count
-
-
-def write(file: Path, text: str) -> None:
-    """Replaces the content of `file` by `text`, atomically."""
-    fresh = file.with_name(f".{file.name}.fresh")
-    fresh.write_bytes(text.encode())
-    fresh.chmod(file.stat().st_mode)
-    fresh.replace(file)
+    return check_text(sys.stdin.buffer.read(), name, folder, lets)
 
 
 def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
@@ -106,8 +73,3 @@ def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
     if shown:
         color = style == "full" and colored(sys.stderr)
         print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)
-
-
-def _overlap(one: Edit, other: Edit) -> bool:
-    a, b = one.span, other.span
-    return (a.start < b.end and b.start < a.end) or a.start == b.start

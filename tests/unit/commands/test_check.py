@@ -16,7 +16,7 @@ SLIPS = {
     "let experts": "lett experts",
     "attention = gqa(heads": "atention = gqaa(heds",
     "normalize = true": 'normalize = "true"',
-    "topk(2": "topq(2",
+    "topk(2": "tokp(2",
     "experts * swiglu": "expers * swigl",
     "batch     =": "batch     :",
     "device = cpu": "device = cpuu",
@@ -32,7 +32,7 @@ def test_a_good_file_says_nothing(moec: Run, starter: Path) -> None:
 def test_a_terminal_gets_a_verdict_for_each_file(starter: Path) -> None:
     """Pipes get none: `test_a_good_file_says_nothing`."""
     text = starter.read_text()
-    starter.with_name("bad.moe").write_text(text.replace("topk", "topq"))
+    starter.with_name("bad.moe").write_text(text.replace("topk", "tokp"))
     terminal, side = os.openpty()
     command = [sys.executable, "-m", "moec", "check", "model.moe", "bad.moe"]
     environment = os.environ | {"NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
@@ -46,7 +46,7 @@ def test_a_terminal_gets_a_verdict_for_each_file(starter: Path) -> None:
 
 
 def test_the_plain_form_and_the_parsed_one_say_the_same(moec: Run, starter: Path) -> None:
-    starter.write_text(starter.read_text().replace("topk", "topq"))
+    starter.write_text(starter.read_text().replace("topk", "tokp"))
     plain, parsed = moec("check", "model.moe"), moec("check", "--format", "full", "model.moe")
     assert plain == parsed
     assert plain.status == 1
@@ -78,7 +78,7 @@ def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
 
 
 def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:
-    starter.write_text(starter.read_text().replace("depth   = 4 ", "depth   = 0 ").replace("topk", "topq"))
+    starter.write_text(starter.read_text().replace("depth   = 4 ", "depth   = 0 ").replace("topk", "tokp"))
     ran = moec("check", "--fix", "model.moe")
     assert ran.status == 1
     assert "MOE0207" in ran.err
@@ -99,7 +99,7 @@ def test_fix_takes_away_marks_tabs_and_carriage_returns(moec: Run, starter: Path
 
 
 def test_the_json_style_carries_the_fix(moec: Run, starter: Path) -> None:
-    starter.write_text(starter.read_text().replace("topk", "topq"))
+    starter.write_text(starter.read_text().replace("topk", "tokp"))
     found = json.loads(moec("check", "--format=json", "model.moe").out)
     assert found[0]["fix"][0]["text"] == "topk"
 

@@ -53,7 +53,7 @@ def test_a_good_file_has_an_empty_list(moec: Run, starter: Path) -> None:
 
 
 def test_the_mistakes_of_check_are_on_stdout(moec: Run, starter: Path) -> None:
-    starter.write_text(starter.read_text().replace("topk", "topq").replace("ep = 4", "ep = 3"))
+    starter.write_text(starter.read_text().replace("topk", "tokp").replace("ep = 4", "ep = 3"))
     found = document(moec("check", "--json", "model.moe"), "diagnostics", status=1)
     assert found[0]["fix"][0]["text"] == "topk"
     assert found[0]["page"] == "moec explain MOE0201"

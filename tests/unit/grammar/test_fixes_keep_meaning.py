@@ -65,9 +65,9 @@ def test_noisy_top_k_keeps_its_noise(tmp_path: Path):
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("layers 2:", "layers 2..3"),
         ("layers :2", "layers 0..1"),
         ("layers 1::2", "layers 1..3 step 2"),
+        ("layers 1:4", "layers 1..3"),
         ("layers 0:4:2", "layers 0..3 step 2"),
         ("layers 0-2", "layers 0..2"),
         ("layers 0, 2", "layers [0, 2]"),
@@ -86,8 +86,51 @@ def test_layers_are_those_that_were_chosen_in_another_way(tmp_path: Path, writte
 
 
 def test_layers_that_nobody_can_count_are_not_replaced(tmp_path: Path):
-    text = 'let deep = 4; model "m" { vocab = 64; dim = 32; depth = deep; context = 8\n layers 2: { ffn = gelu(8) } }'
+    text = 'let deep = 4; model "m" { vocab = 64; dim = 32; depth = deep; context = 8\n layers -1 { ffn = gelu(8) } }'
+    for depth in ("deep", "4 * 2", "deep * 2"):
+        assert mended(tmp_path, text.replace("= deep;", f"= {depth};")).read_text() == text.replace(
+            "= deep;", f"= {depth};"
+        )
+
+
+@pytest.mark.parametrize("selector", ["2:", "2: ", "0, 1 1", "0, 1 2"])
+def test_layers_that_may_be_others_are_not_replaced(tmp_path: Path, selector: str):
+    text = TEXT.replace("depth = 1", "depth = 4").replace("layers {", f"layers {selector} {{")
+    assert f"layers {selector} {{" in mended(tmp_path, text).read_text()
+
+
+@pytest.mark.parametrize("division", ["4096 // 64", "4096 // 64; depth = 2", "4096 // (2 * 32)", "wide // parts"])
+def test_a_division_is_not_made_a_comment(tmp_path: Path, division: str):
+    text = TEXT.replace("dim = 32; depth = 1", f"dim = {division}")
+    text = f"let wide = 4096\nlet parts = 64\n{text}"
+    assert division in mended(tmp_path, text).read_text()
+
+
+@pytest.mark.parametrize("word", ["sgdm", "sgdw", "adamp", "adams", "nadamw", "muonw"])
+def test_an_optimizer_of_another_library_is_not_replaced(tmp_path: Path, word: str):
+    text = TEXT + f"train {{ batch = 1; sequence = 8; optimizer = {word}(lr = 1e-3) }}\n"
     assert mended(tmp_path, text).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("parallel { microbatches = 2 }", "parallel { microbatch_size = 2 }"),
+        ("parallel { microbatches = 2 }", "parallel { micro_batch = 2 }"),
+        ("train { batch = 8", "train { ubatch = 8"),
+        ("train { batch = 8", "train { mbatch = 8"),
+        ("lr = lr_min", "lr = lr_mix"),
+        ("4 * gelu(32)", "4 * gelu(32); capacity = 64"),
+        ("topk(2)", "topk(2, bias = 1)"),
+        ("topk(2)", "topk(2, bias = true)"),
+        ("topk(2)", "topk(2); balance = [batch_loss(0.01)]"),
+    ],
+)
+def test_a_word_or_number_of_another_meaning_is_not_replaced(tmp_path: Path, right: str, wrong: str):
+    text = "let lr_min = 1e-3\nlet lr_max = 1e-2\n" + TEXT
+    text += "train { batch = 8; sequence = 8; optimizer = sgd(lr = lr_min) }\nparallel { microbatches = 2 }\n"
+    text = text.replace(right, wrong)
+    assert wrong in mended(tmp_path, text).read_text()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +140,10 @@ def test_layers_that_nobody_can_count_are_not_replaced(tmp_path: Path):
         ("3600Gbps", "450GB/s"),
         ("1e2Gbit/s", "12.5GB/s"),
         ("900GBps", "900GB/s"),
-        ("50Gb", "50Gb"),
+        ("400Gib/s", "50GiB/s"),
+        ("0.45PB/s", "450TB/s"),
+        ("1TiB/s", "1024GiB/s"),
+        *((f"400{unit}", f"400{unit}") for unit in ("Gb", "gbps", "gb/s", "mb/s", "Gbs/s", "GT/s", "G/s")),
     ],
 )
 def test_bits_become_an_eighth_of_as_many_bytes(tmp_path: Path, written: str, meant: str):

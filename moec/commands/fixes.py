@@ -1,0 +1,99 @@
+"""`moec check --fix`: applies the fixes of diagnostics to the files that they are about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from moec.commands.replace_file import replace_file
+from moec.grammar.diagnostics import Diagnostic, Edit, Severity
+from moec.grammar.syntax.tokens import lex
+
+SYNTAX, GIVEN_TWICE = "MOE01", "MOE0204"
+"""Codes of which a fix brings in none: those of a text that does not parse, and a name that stands twice."""
+
+Check = Callable[[str], Sequence[Diagnostic]]
+"""The diagnostics of a file with another text."""
+
+
+def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | None = None) -> int:
+    """Applies the fixes of `diagnostics` to `file` and to the files that it uses; returns their number.
+
+    Of two overlapping fixes only the first is applied, and none that would take a comment away. The library and the
+    command line are not edited. With `check`, fixes after which `file` would parse worse are left out.
+    Raises `DiagnosticError` MOE0014 for a file that cannot be replaced.
+    """
+    before = list(diagnostics)
+    chosen: dict[str, list[tuple[Edit, ...]]] = {}
+    for diagnostic in before:
+        if _is_applicable(diagnostic.fix):
+            fixes = chosen.setdefault(diagnostic.fix[0].span.source.name, [])
+            if not any(_overlap(edit, other) for edit in diagnostic.fix for fix in fixes for other in fix):
+                fixes.append(diagnostic.fix)
+    count = 0
+    for name, fixes in chosen.items():
+        target = file.parent / name
+        source = fixes[0][0].span.source
+        if check is not None and name == file.name:
+            fixes = _without_harm(source.text, fixes, before, check)
+        if fixes:
+            replace_file(target, source.text, edited(source.text, fixes))
+            count += len(fixes)
+    return count
+
+
+def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
+    """`text` after fixes that do not overlap."""
+    edits = [edit for fix in fixes for edit in fix]
+    for edit in sorted(edits, key=lambda edit: edit.span.start, reverse=True):
+        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
+    return text
+
+
+def _is_applicable(fix: Sequence[Edit]) -> bool:
+    """Whether the fix is of a file of the user's, and keeps the comments that stand where it edits."""
+    if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
+        return False
+    after = "".join(edit.text for edit in fix)
+    return all(comment in after for edit in fix for comment in _comments(edit))
+
+
+def _comments(edit: Edit) -> list[str]:
+    span = edit.span
+    replaced = span.source.text[span.start : span.end]
+    if "#" not in replaced:
+        return []
+    return [token.text for token in lex(replaced, comments=True) if token.kind == "COMMENT"]
+
+
+MOST_ALONE = 64
+"""Fixes that are tried one by one where all together do harm."""
+
+
+def _without_harm(
+    text: str, fixes: list[tuple[Edit, ...]], before: Sequence[Diagnostic], check: Check
+) -> list[tuple[Edit, ...]]:
+    """The fixes after which the text parses no worse: all, or those that may join the ones before them."""
+    if not _harms(before, check(edited(text, fixes))):
+        return fixes
+    kept: list[tuple[Edit, ...]] = []
+    for fix in fixes[:MOST_ALONE]:
+        if not _harms(before, check(edited(text, [*kept, fix]))):
+            kept.append(fix)
+    return kept
+
+
+def _harms(before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
+    """Whether there are more errors of a code than before, of the codes that no fix may bring in."""
+    return bool(_grave(after) - _grave(before))
+
+
+def _grave(diagnostics: Iterable[Diagnostic]) -> Counter[str]:
+    errors = (found.code for found in diagnostics if found.severity is Severity.ERROR)
+    return Counter(code for code in errors if code.startswith(SYNTAX) or code == GIVEN_TWICE)
+
+
+def _overlap(one: Edit, other: Edit) -> bool:
+    a, b = one.span, other.span
+    return (a.start < b.end and b.start < a.end) or a.start == b.start
