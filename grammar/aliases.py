@@ -12,6 +12,9 @@ from functools import cache
 
 from moec.grammar.alias_table import NEAR, ROWS, SYSTEMS, WORDS
 
+CALLS = ("gqa",)
+"""Words of paths in whose call a form stands: all others are blocks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
@@ -49,9 +52,13 @@ class Alias:
 
     @property
     def block(self) -> str:
-        """The blocks in which `form` stands: `model { layers { moe } }` as "`moe` of `layers` of `model`"."""
-        blocks = self.path[: self.path.index(self.head)] if self.head in self.path else self.path[:-1]
-        return " of ".join(f"`{word}`" for word in reversed(blocks))
+        """Where `form` stands: "the `moe` block of `layers`" for `model { layers { moe } }`."""
+        first = self.form.partition(" ")[0]
+        blocks = self.path[: self.path.index(first)] if first in self.path else self.path[:-1]
+        if not blocks:
+            return ""
+        inner = f"`{blocks[-1]}(…)`" if blocks[-1] in CALLS else f"the `{blocks[-1]}` block"
+        return f"{inner} of `{blocks[-2]}`" if len(blocks) > 1 else inner
 
     def written(self, value: str = "") -> str:
         """The form with `value`, or with an example of one."""
@@ -63,12 +70,14 @@ class Alias:
             return self.but[value.lower()]
         if not self.path:
             return self.note
-        place = "" if here or not self.block else f" in {self.block}"
-        example = "{}" not in self.form and any(letter.isdigit() for letter in self.form)
-        name = (
-            f"it is called `{self.name}`{place}:" if self.plain else "this is written as in" if example else "this is"
-        )
-        text = f"here {name} `{self.written(value)}`{'' if self.plain else place}"
+        place = "" if here or not self.block else f", in {self.block}"
+        written = f"`{self.written(value)}`"
+        if self.plain:
+            text = f"here it is called `{self.name}`{place}: {written}"
+        elif "{}" not in self.form and any(letter.isdigit() for letter in self.form):
+            text = f"here it is written as, for example, {written}{place}"
+        else:
+            text = f"here it is {written}{place}"
         return f"{text}; {self.note}" if self.note else text
 
 

@@ -29,8 +29,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="
 
 @cache
 def moe_file() -> str:
-    (found,) = re.findall(r"```moe\n(.*?)```", PAGE, re.DOTALL)
-    return str(found)
+    """The file of the page, on a laptop."""
+    file, _ = re.findall(r"```moe\n(.*?)```", PAGE, re.DOTALL)
+    return str(file)
+
+
+@cache
+def file_for_nodes() -> str:
+    """The file of the page, changed as "Several nodes" says."""
+    _, cluster = re.findall(r"```moe\n(.*?)```", PAGE, re.DOTALL)
+    (batch,) = re.findall(r"set `(batch = \d+)`", PAGE)
+    text = re.sub(r"^cluster \"laptop\".*\n", cluster, moe_file(), flags=re.MULTILINE)
+    return re.sub(r"batch = \d+", batch, text)
 
 
 @cache

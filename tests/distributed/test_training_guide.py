@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -19,7 +20,6 @@ from gloo_pool import GlooPool
 
 import moec
 
-ROOT = Path(__file__).parents[2]
 ROUNDING = 1e-4
 """Of fp32 over a few steps, as a fraction of the largest weight or gradient."""
 OTHER_PLAN = "tp = 2; ep = 2"
@@ -148,34 +148,38 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_nobody_stopped(
 
 
 def test_the_command_for_several_nodes_is_that_of_moec_launch(tmp_path: Path) -> None:
-    text = guide_jobs.moe_file().replace("batch = 16", "batch = 32")
-    cluster = 'cluster "four_nodes" { from = dgx_h100; nodes = 4 }'
-    assert f"`{cluster}`" in guide_jobs.PAGE
-    text = re.sub(r'cluster "laptop".*', cluster, text)
-    moec.compile(f'use "clusters/dgx_h100"\n{text}').save(tmp_path / "guide.plan")
+    moec.compile(guide_jobs.file_for_nodes()).save(tmp_path / "guide.plan")
     arguments = [sys.executable, "-m", "moec", "launch", "guide.plan", "script.py"]
     said = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100).stdout
     (shown,) = re.findall(r"```console\n\$ moec launch guide.plan script.py\n(.*?)```", guide_jobs.PAGE, re.DOTALL)
     assert said == shown
 
 
+def test_the_script_makes_batches_of_the_file_for_several_nodes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = moec.compile(guide_jobs.file_for_nodes())
+    plan.save("guide.plan")
+    names: dict[str, Any] = {}
+    exec(guide_jobs.sections()["A script in three parts"][0], names)  # noqa: S102 - our own page
+    tokens, labels = names["batch"](0)
+    assert tokens.shape == labels.shape == (plan.world_size, 32)
+
+
+def snippets_with_a_test() -> set[tuple[str, int]]:
+    """Section and number of the snippets that functions of guide_jobs run, if a test here runs the function."""
+    here = Path(__file__).read_text(encoding="utf-8")
+    functions = ast.parse(Path(guide_jobs.__file__).read_text(encoding="utf-8")).body
+    found = {("A script in three parts", number) for number in range(3)}  # `run` runs them around every other one
+    for function in functions:
+        if isinstance(function, ast.FunctionDef) and f"guide_jobs.{function.name}" in here:
+            runs = [
+                node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == "run"
+            ]
+            given = [[ast.literal_eval(argument) for argument in call.args] for call in runs]
+            found |= {(section, number[0] if number else 0) for section, *number in filter(None, given)}
+    return found
+
+
 def test_every_snippet_has_its_test() -> None:
-    assert {section: len(code) for section, code in guide_jobs.sections().items()} == {
-        "A script in three parts": 3,
-        "Data": 1,
-        "The loss": 1,
-        "A loss of your own": 3,
-        "Accumulation": 1,
-        "Gradient clipping": 1,
-        "Learning-rate schedules": 1,
-        "Evaluation": 1,
-        "Freezing": 1,
-        "A moving average of the weights": 1,
-        "Logging": 1,
-        "Saving and resuming": 1,
-    }
-
-
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", guide_jobs.PAGE))))
-def test_its_links_lead_to_files(link: str) -> None:
-    assert (ROOT / "docs" / link).exists()
+    sections = guide_jobs.sections()
+    assert snippets_with_a_test() == {(name, number) for name in sections for number in range(len(sections[name]))}

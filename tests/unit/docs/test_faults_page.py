@@ -14,6 +14,7 @@ import moec
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 LINES = [line for line in PAGE.splitlines() if re.match(r"\| [WHCMS]", line)]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES]
 
@@ -38,7 +39,7 @@ def functions_of(file: str) -> set[str]:
 
 
 def test_every_row_has_a_fault_a_source_and_an_answer() -> None:
-    assert len(ROWS) >= 93
+    assert f"| {len(ROWS)} faults of MoE frameworks" in INDEX
     for row in ROWS:
         assert len(row) == 4, row
         _, fault, source, here = row

@@ -1,4 +1,4 @@
-"""docs/from: every name is known to the table of aliases, and the formulas are those of the other systems."""
+"""docs/from: the formulas are those of the other systems."""
 
 from __future__ import annotations
 
@@ -13,55 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moec
-from moec.grammar.aliases import alias
 
 FOLDER = Path(__file__).parents[3] / "docs" / "from"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
-SYSTEMS = ("deepspeed", "huggingface", "megatron", "tutel")
-NOT_NAMES_OF_OURS = {"k", "is_postscore", "seeds", "result_func", "scan_expert_func"}
-"""Arguments of theirs that the table of aliases leaves out: `k` is a word here too, the others are Python's side."""
-
-
-def rows(page: str, heading: str = "") -> list[tuple[str, str]]:
-    """The names and the second cell of each row of a table, the page's first or that under `heading`."""
-    text = page.partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else page.partition("\n## ")[0]
-    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return [(name, row[1]) for row in cells for name in re.findall(r"`([^`]+)`", row[0])]
-
-
-EQUIVALENT = [(page, name, here) for page in SYSTEMS for name, here in rows(PAGES[page])]
-NO_EQUIVALENT = [(page, name) for page in SYSTEMS for name, _ in rows(PAGES[page], "Without an equivalent")]
-
-
-def test_there_is_a_page_for_each_system() -> None:
-    assert sorted(PAGES) == ["README", *SYSTEMS]
-    assert len(EQUIVALENT) > 100
-    assert len(NO_EQUIVALENT) > 15
-
-
-@pytest.mark.parametrize(("page", "name", "here"), EQUIVALENT)
-def test_a_name_of_theirs_is_found_where_the_page_says(page: str, name: str, here: str) -> None:
-    if name in NOT_NAMES_OF_OURS:
-        return
-    found = alias(name)
-    assert found is not None, f"{name} is in no row of the table of aliases"
-    assert found.path, f"{name}: {found.note}"
-    words = set(re.findall(r"\w+", here))
-    assert words & {found.name, found.head, *found.path[-2:]}, f"{name} is `{found.written()}`"
-
-
-@pytest.mark.parametrize(("page", "name"), NO_EQUIVALENT)
-def test_a_name_without_an_equivalent_has_none_in_the_table_of_aliases(page: str, name: str) -> None:
-    found = alias(name)
-    if name not in NOT_NAMES_OF_OURS:
-        assert found is not None, f"{name} is in no row of the table of aliases"
-        assert not found.path
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_of_the_page_lead_to_files(page: str) -> None:
-    for link in re.findall(r"\]\(([^)#]+)", PAGES[page]):
-        assert (FOLDER / link).exists(), link
 
 
 # ---- auxiliary losses ---------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""No message, help text, heading or page has a phrase that a reader has to read twice. docs/decisions is history."""
+"""Phrases that were taken out stay out: no message, help text, heading or page has one of `BANNED`.
+
+docs/decisions is history, and not read.
+"""
 
 from __future__ import annotations
 

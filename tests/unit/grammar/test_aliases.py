@@ -121,7 +121,10 @@ def test_flags_and_capitals_name_the_same_alias() -> None:
     [
         ("moe { use_residual = false }", "leave it out: that is the default here"),
         ("moe { drop_tokens = False }", "leave it out: no token is dropped, as with `capacity = dropless`"),
-        ("moe { drop_tokens = true }", "`capacity = factor(1.25)`; by which full experts drop tokens"),
+        ("moe { drop_tokens = true }", "`capacity = factor(1.25)`; full experts then drop tokens"),
+        ("moe { capacity_factor = 1.25 }", "`capacity = factor(1.25)`; DeepSpeed's has `min = 4` too; Tutel"),
+        ("moe { router_aux_loss_coef = 0.02 }", "the weight is Hugging Face's number times k, over"),
+        ("moe { moe_aux_loss_coeff = 0.01 }", "`balance = [switch_loss(0.01)]`; the same value, with `group = rank`"),
         ("moe { is_gshard_loss = false }", "`balance = [importance_loss(0.005), load_loss(0.005)]`"),
         ("attention = mha(heads = 4, attention_bias = none)", "leave it out: that is the default here"),
         ('moe { gate = "top3" }', "`topk(3)` weighs 3 experts by their probabilities"),
