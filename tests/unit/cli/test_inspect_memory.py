@@ -51,7 +51,7 @@ def test_text_marks_one_peak_and_shows_equal_layers_once(plan: tuple[Path, Plan,
     assert any("layers more" in line for line in lines)
 
 
-def test_the_plot_is_xml_with_a_bar_for_each_moment_and_tenant(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
+def test_the_plot_is_xml_with_a_bar_for_each_moment_and_kind(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
     path, _, memory = plan
     assert run(path, "--memory", "--svg", tmp_path / "m.svg") == f"wrote {tmp_path / 'm.svg'}\n"
     titles = [node.text for node in ElementTree.parse(tmp_path / "m.svg").iter("{http://www.w3.org/2000/svg}title")]
