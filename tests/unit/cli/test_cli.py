@@ -249,7 +249,7 @@ def test_no_plan_at_all_is_a_diagnostic(run):
 def test_commands_to_come_say_so(run, name: str):
     code, out, err = run(name, "anything", "--at", "all")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error[MOE0202]: not supported yet\n  `moec {name}`: ")
+    assert err.startswith(f"error[MOE0202]: not supported yet\n  `moec {name}` will {cli.NOT_YET[name]}\n")
 
 
 @pytest.mark.parametrize(
