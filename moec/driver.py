@@ -100,7 +100,7 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     from moec.grammar.diagnostics import diagnose
     from moec.runtime.uncaught import speak_once
 
-    speak_once(int(os.environ.get("RANK") or "0"))  # there is no job yet that would
+    speak_once(int(os.environ.get("RANK") or "0"))  # `moec.launch` installs the hook later; this call comes first
     require_world_size(world_size)
     reasons = []
     for source in plans:
@@ -216,7 +216,7 @@ def launch(
     none. Dtypes and shapes are always checked. On CPU "first" means "all".
 
     `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
-    raises `JobError` on every rank, or the step changes no weight and training goes on, or nothing looks at it.
+    raises `JobError` on every rank, or the step changes no weight and training goes on, or it is not checked.
     """
     from moec.runtime.job.job import Job
 

@@ -24,7 +24,7 @@ from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
 
-HEAD = ("collective", "group", "ranks", "sent", "in backward", "sent", "line")
+HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _plan(plan: Plan) -> Iterator[str]:
         shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
         more = ", …" if len(lists) > 4 else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    yield f"  below: what one rank does in a step{_of_microbatches(plan.program)}, and of equal layers one"
+    yield f"  Below: one rank's step{_of_microbatches(plan.program)}; equal layers are shown once."
     layers, workload = layers_by_block(plan.program), Workload.of_microbatch(plan.spec, plan.program).even
     for block in plan.program.blocks:
         runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""

@@ -38,8 +38,8 @@ def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: P
 def test_a_step_of_micro_batches_sends_all_of_them_and_keeps_one(plan: Path, tmp_path: Path):
     parts = moe_plan(ranks=4, ep=2, batch=8, sequence=8, microbatches=2).save(tmp_path / "parts.plan")
     whole, halved = (inspect_plan(path, None, None) for path in (plan, parts))
-    assert "what one rank does in a step, and of equal layers one" in whole
-    assert "what one rank does in a step of 2 micro-batches (kept for backward: of one of them)" in halved
+    assert "Below: one rank's step; equal layers are shown once." in whole
+    assert "one rank's step of 2 micro-batches (kept for backward: of one of them); equal layers" in halved
 
     def row(text: str, name: str) -> list[str]:
         layer = text[text.index("layers[1..2], 2 layers") :]
