@@ -21,7 +21,15 @@ from moec.cli.completing import FileOrPlan
         "moec inspect first.plan": "meshes, groups and shards",
         "moec inspect --memory first.plan": "the memory of a step",
     },
-    documents=("inspect-file", "inspect-text", "inspect-params", "inspect-memory", "inspect-kernels"),
+    documents=(
+        "inspect-file",
+        "inspect-plan",
+        "inspect-rank",
+        "inspect-params",
+        "inspect-memory",
+        "inspect-kernels",
+        "inspect-text",
+    ),
 )
 @argument("path", "A `.moe` file, or a plan folder.", type=FileOrPlan(files=True, plans=True))
 @lets
@@ -52,7 +60,7 @@ def inspect(
     plot: Path | None,
 ) -> None:
     """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
-    from moec.commands.check import show
+    from moec.commands.output import show
 
     if source and not kernels:
         raise click.UsageError("--source needs --kernels")
@@ -79,10 +87,14 @@ def inspect(
         _show_text("fx", inspect_fx(path).rstrip("\n"), style)
     elif memory:
         _show_memory(path, plot, style)
-    elif path.is_dir():
-        from moec.commands.inspect_plan import inspect_plan
+    elif graph:
+        from moec.commands.inspect_picture import picture_of
 
-        _show_text("graph" if graph else "plan", inspect_plan(path, rank, graph), style)
+        _show_text("graph", picture_of(path, graph), style)
+    elif path.is_dir():
+        from moec.commands.inspect_plan import run as run_plan
+
+        run_plan(path, rank, style)
     else:
         from moec.commands.inspect import run
 
@@ -100,7 +112,7 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
         raise click.UsageError(f"{asked[0]} needs a plan, not a file")
 
 
-def _show_text(view: Literal["plan", "graph", "fx", "source"], text: str, style: str) -> None:
+def _show_text(view: Literal["graph", "fx", "source"], text: str, style: str) -> None:
     from moec.commands.documents import InspectedText
     from moec.commands.output import emit
 

@@ -132,7 +132,7 @@ class InspectedValue:
 class InspectedText:
     """A view of a plan that is a text."""
 
-    view: Literal["plan", "graph", "fx", "source"]
+    view: Literal["graph", "fx", "source"]
     text: str
 
 

@@ -174,7 +174,9 @@ def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
     assert {"text": "  vocab = 256", "origin": "file"} | place in lines
     assert any(line["origin"] == "default" and line["file"] is None for line in lines)
     assert moec("compile", "model.moe").status == 0
-    for view, options in (("plan", ()), ("plan", ("--rank", "1")), ("graph", ("--graph", "dot")), ("fx", ("--fx",))):
+    assert document(moec("inspect", "--json", "model.plan"), "inspect-plan")["groups"]["ep[1..3]"] == [[0, 1, 2, 3]]
+    assert document(moec("inspect", "--json", "model.plan", "--rank", "1"), "inspect-rank")["data_rank"] == 1
+    for view, options in (("graph", ("--graph", "dot")), ("fx", ("--fx",))):
         found = document(moec("inspect", "--json", "model.plan", *options), "inspect-text")
         assert (found["view"], found["text"] + "\n") == (view, moec("inspect", "model.plan", *options).out)
     assert document(moec("inspect", "--json", "--params", "model.plan"), "inspect-params")["ranks"] == 4
