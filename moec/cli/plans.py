@@ -84,8 +84,8 @@ def compile_(
     time_passes: bool,
 ) -> None:
     """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
-    from moec.commands.check import show
     from moec.commands.compile import run
+    from moec.commands.output import show
 
     if stop_after and emit not in ("ir", "placed"):
         raise click.UsageError("--stop-after needs --emit=ir or --emit=placed: a stopped compilation has no plan")

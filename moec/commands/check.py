@@ -1,13 +1,15 @@
-"""`moec check`: every error in files, and their automatic fixes."""
+"""`moec check`: every error in files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moec.commands.terminal import colored, columns, failure, success
-from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
+from moec.commands.fixes import apply_fixes
+from moec.commands.output import show
+from moec.commands.terminal import failure, success
+from moec.grammar.diagnostics import Diagnostic, Severity, render
 
 STDIN = "<stdin>"
 ROUNDS = 10
@@ -64,50 +66,3 @@ def _check_stdin(name: str, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
 
     folder = Path() if name == STDIN else Path(name).parent
     return check_loaded(load_bytes(sys.stdin.buffer.read(), name, lets, folder))
-
-
-def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
-    """Applies the fixes of `diagnostics` to `file` and to the files that it uses; returns their number.
-
-    Of two overlapping fixes only the first is applied. The library and the command line are not edited.
-    """
-    edits: dict[str, list[Edit]] = {}
-    texts: dict[str, str] = {}
-    count = 0
-    for diagnostic in diagnostics:
-        fix = diagnostic.fix
-        if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
-            continue
-        source = fix[0].span.source
-        chosen_edits = edits.setdefault(source.name, [])
-        texts[source.name] = source.text
-        if not any(_overlap(edit, other) for edit in fix for other in chosen_edits):
-            chosen_edits += fix
-            count += 1
-    for name, chosen in edits.items():
-        text = texts[name]
-        for edit in sorted(chosen, key=lambda edit: edit.span.start, reverse=True):
-            text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-        write(file.parent / name, text)
-    return count
-
-
-def write(file: Path, text: str) -> None:
-    """Replaces the content of `file` by `text`, atomically."""
-    fresh = file.with_name(f".{file.name}.fresh")
-    fresh.write_bytes(text.encode())
-    fresh.chmod(file.stat().st_mode)
-    fresh.replace(file)
-
-
-def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    """Prints diagnostics to stderr, with colours where stderr has them."""
-    shown = list(diagnostics)
-    if shown:
-        color = style == "full" and colored(sys.stderr)
-        print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)
-
-
-def _overlap(one: Edit, other: Edit) -> bool:
-    a, b = one.span, other.span
-    return (a.start < b.end and b.start < a.end) or a.start == b.start

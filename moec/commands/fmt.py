@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moec.commands.check import show, write
 from moec.commands.documents import FormattedFile
-from moec.commands.output import print_json
+from moec.commands.new_file import replace_file
+from moec.commands.output import print_json, show
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.format import formatted
 from moec.grammar.resolve.files import read_source, source_of
@@ -33,7 +33,7 @@ def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> 
         written = changed and not (stdin or check or diff)
         difference = "".join(_difference(file, before, after)) if diff and changed else None
         if written:
-            write(file, after)
+            replace_file(file, after)
         if changed and (check or diff):
             status = 1
         text = after if stdin and not (check or diff) else None

@@ -1,4 +1,4 @@
-"""A new `.moe` file of `moec init` and `moec import hf`."""
+"""Writes a new file, or replaces one, as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def write_new(file: Path, text: str) -> None:
         raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None
     except OSError as error:
         raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from error
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Replaces the content of `file` by `text`, atomically; a file that is there keeps its mode. Raises `OSError`."""
+    fresh = file.with_name(f".{file.name}.fresh")
+    fresh.write_bytes(text.encode())
+    if file.exists():
+        fresh.chmod(file.stat().st_mode)
+    fresh.replace(file)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.commands.check import apply_fixes
+from moec.commands.fixes import apply_fixes
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic, Severity, render
 
