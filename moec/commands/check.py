@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moec.commands.fixes import apply_fixes
 from moec.commands.output import show
 from moec.commands.terminal import failure, success
 from moec.grammar.diagnostics import Diagnostic, Severity, render
@@ -32,13 +31,8 @@ def run(
             found.append((stdin_name, _check_stdin(stdin_name, lets)))
             continue
         diagnostics = check(file, **lets)
-        for _ in range(ROUNDS if fix else 0):
-            fixed = apply_fixes(file, diagnostics)
-            again = check(file, **lets) if fixed else diagnostics
-            if not fixed:
-                break
-            print(f"{file}: {fixed} fixed", file=sys.stderr)
-            diagnostics = again
+        if fix:
+            diagnostics = _fixed(file, diagnostics, lets)
         found.append((str(file), diagnostics))
     all_diagnostics = [diagnostic for _, diagnostics in found for diagnostic in diagnostics]
     if style == "json":
@@ -48,6 +42,20 @@ def run(
         if sys.stderr.isatty():  # pipes and editors read diagnostics only
             print("\n".join(_verdict(name, diagnostics) for name, diagnostics in found), file=sys.stderr)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
+
+
+def _fixed(file: Path, diagnostics: tuple[Diagnostic, ...], lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
+    """Applies fixes to `file` until there are none; returns the diagnostics that are left."""
+    from moec.commands.fixes import apply_fixes
+    from moec.driver import check
+
+    for _ in range(ROUNDS):
+        fixed = apply_fixes(file, diagnostics)
+        if not fixed:
+            break
+        diagnostics = check(file, **lets)
+        print(f"{file}: {fixed} fixed", file=sys.stderr)
+    return diagnostics
 
 
 def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:

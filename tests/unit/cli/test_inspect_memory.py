@@ -75,7 +75,7 @@ def test_the_summary_and_the_table_state_the_same_peak(plan: tuple[Path, Plan, M
     path, made, memory = plan
     line = peak_line(memory, made.spec.cluster.device.memory)
     assert run(path, "--memory").splitlines()[0] == f"tiny: {line}"
-    assert f"  memory    {line}" in summary(made, made.program, None, 0.0).splitlines()
+    assert f"  memory    {line}" in summary(made, made.program, Path("p.plan"), 0.0).splitlines()
 
 
 def test_options_of_memory_need_it(plan: tuple[Path, Plan, Memory]) -> None:

@@ -107,5 +107,5 @@ def test_the_summary_and_inspect_list_both(tmp_path: Path) -> None:
     assert "one rank's step of 2 micro-batches (kept for backward: of one of them)" in shown
     assert "layers[1..2], 2 layers, recomputes experts" in shown
     without = moe_plan()
-    assert "micro-batch" not in summary(without, without.program, None, 0.0)
-    assert "recompute" not in summary(without, without.program, None, 0.0)
+    assert "micro-batch" not in summary(without, without.program, Path("p.plan"), 0.0)
+    assert "recompute" not in summary(without, without.program, Path("p.plan"), 0.0)
