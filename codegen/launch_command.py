@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from moec.codegen.plan import Plan
 from moec.passes.place.hosts import Hosts, hosts_of
@@ -13,8 +14,13 @@ PORT = 29500
 """The port of the rendezvous on the first node: torchrun's own default."""
 HOST = "$HOST"
 """Stands for the address of the first node, where that is not known yet: a variable of the shell."""
-ENDPOINT = "--rdzv-endpoint"
-_VARIABLES = re.compile(r"[\w.-]*(\$\{?\w+\}?)?:(\d+|\$\{?\w+\}?)")
+_VARIABLES = re.compile(r"([\w./:-]|\$\{?\w+\}?)*")
+
+
+class Expanded(str):
+    """A word with variables that the shell expands, such as `$HOST:29500`."""
+
+    __slots__ = ()
 
 
 def torchrun_command(
@@ -25,27 +31,38 @@ def torchrun_command(
     host: str = HOST,
     port: int | str = PORT,
     options: Sequence[str] = (),
+    standalone: bool | None = None,
 ) -> list[str]:
     """The words of the command: the same on every node, `script` with its arguments last.
 
     `hosts`: other nodes than those of the plan's cluster. `host` and `port` may be variables that a shell or Kubernetes
     expands. `options`: further ones of torchrun, before the script.
-    On one node the rendezvous takes a free port (`--standalone`), so that two jobs do not meet.
+    On one node the rendezvous takes a free port (`--standalone`), so that two jobs do not meet. `standalone` decides
+    otherwise: Slurm gives each job a port of its own.
     """
     hosts = hosts or hosts_of(plan.spec.cluster)
     processes = str(hosts.processes_per_node)
-    if hosts.nodes == 1:
+    if hosts.nodes == 1 if standalone is None else standalone:
         where = ["--standalone", "--nproc-per-node", processes]
     else:
         where = ["--nnodes", str(hosts.nodes), "--nproc-per-node", processes]
-        where += ["--rdzv-backend", "c10d", ENDPOINT, f"{host}:{port}"]
+        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", Expanded(f"{host}:{port}")]
     return ["torchrun", *where, *options, *script]
 
 
 def shell_text(words: Sequence[str]) -> str:
-    """A command as a POSIX shell reads it. Only an endpoint of variables, such as `$HOST:29500`, is expanded."""
-    first = next((index for index, word in enumerate(words) if word == ENDPOINT), -2)
+    """A command as a POSIX shell reads it. Only variables in `Expanded` words are expanded, never commands."""
     return " ".join(
-        f'"{word}"' if index == first + 1 and "$" in word and _VARIABLES.fullmatch(word) else shlex.quote(word)
-        for index, word in enumerate(words)
+        f'"{word}"' if isinstance(word, Expanded) and "$" in word and _VARIABLES.fullmatch(word) else shlex.quote(word)
+        for word in words
     )
+
+
+def start_command(plan: Plan, path: Path) -> str:
+    """How a shell starts the plan in `path` with train.py.
+
+    That is torchrun, or `moec launch` where nothing says how many ranks a node has: `N` is the user's to fill in.
+    """
+    if hosts_of(plan.spec.cluster).is_stated:
+        return shell_text(torchrun_command(plan))
+    return shell_text(["moec", "launch", str(path), "--per-node", "N", "train.py"])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Label, Severity
-from moec.grammar.resolve.files import MAX_USE_DEPTH, Files, checked_source, read_source, source_of
+from moec.grammar.resolve.files import checked_source, read_source, source_of
 from moec.grammar.resolve.top import resolve
+from moec.grammar.resolve.uses import MAX_USE_DEPTH, Files
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Spec
 from moec.grammar.syntax.parser import parse

@@ -96,19 +96,15 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     `world_size`, if its degrees allow it. Raises `DiagnosticError` MOE0810, with a reason for each, if none fits; a
     mistake that has nothing to do with the number of ranks is raised itself, and so is that of the only one.
     """
-    from moec.codegen.plan import Plan as PlanClass
     from moec.grammar.diagnostics import diagnose
     from moec.runtime.uncaught import speak_once
 
-    speak_once(int(os.environ.get("RANK") or "0"))  # there is no job yet that would
+    speak_once(int(os.environ.get("RANK") or "0"))  # `moec.launch` installs the hook later; this call comes first
     require_world_size(world_size)
     reasons = []
     for source in plans:
         try:
-            if isinstance(source, PlanClass) or (not isinstance(source, Spec) and _is_folder(source)):
-                plan = _plan(source, "moec.load_for")
-            else:
-                plan = compile(source, world_size=world_size)
+            plan = _plan_or_none(source) or compile(require_source(source, "moec.load_for"), world_size=world_size)
         except DiagnosticError as error:
             first = error.diagnostics[0]
             if len(plans) == 1 or first.code not in DEPENDS_ON_RANKS:
@@ -130,15 +126,11 @@ def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
 
     Uses no process group. `source` may also be a plan or its folder: the result is the model that the plan shards.
     """
-    from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.job.reference import layer_reference
     from moec.runtime.job.reference import reference as build
 
-    if isinstance(source, str | Path) and not (isinstance(source, str) and is_text(source)) and is_plan(Path(source)):
-        source = load(source)
-    if not isinstance(source, PlanClass):
-        require_source(source, "moec.reference")
-    spec = source.spec if isinstance(source, PlanClass) else to_spec(source)
+    plan = _plan_or_none(source)
+    spec = plan.spec if plan is not None else to_spec(require_source(source, "moec.reference"))
     return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
 
 
@@ -161,20 +153,14 @@ def layer(
 
     Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
-    from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.errors import one_of
     from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
 
     one_of("moec.layer", "reduction", reduction, ("mean", "sum"))
     ranks = ranks_of(group)
-    plan: Plan
-    if isinstance(source, PlanClass):
-        plan = source
-    elif not isinstance(source, Spec) and _is_folder(source):
-        plan = load(source)
-    else:
-        require_source(source, "moec.layer")
-        spec = to_spec(source)
+    plan = _plan_or_none(source)
+    if plan is None:
+        spec = to_spec(require_source(source, "moec.layer"))
         require_layer(spec)
         # The host chooses batches, sequences and the optimizer; what is frozen stays.
         frozen = spec.train.frozen if spec.train else ()
@@ -216,7 +202,7 @@ def launch(
     none. Dtypes and shapes are always checked. On CPU "first" means "all".
 
     `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
-    raises `JobError` on every rank, or the step changes no weight and training goes on, or nothing looks at it.
+    raises `JobError` on every rank, or the step changes no weight and training goes on, or it is not checked.
     """
     from moec.runtime.job.job import Job
 
@@ -308,9 +294,15 @@ def _named(source: Plan | Source) -> str:
     return source.subject.name if isinstance(source, Spec) else source.name
 
 
-def _is_folder(source: Source) -> bool:
-    is_path = isinstance(source, Path) or (isinstance(source, str) and not is_text(source))
-    return is_path and Path(str(source)).is_dir()
+def _plan_or_none(source: object) -> Plan | None:
+    """The plan, or the plan of a folder; None for everything else, which may be compiled."""
+    from moec.codegen.plan import Plan as PlanClass
+
+    if isinstance(source, PlanClass):
+        return source
+    if not isinstance(source, str | Path) or (isinstance(source, str) and is_text(source)):
+        return None
+    return load(source) if is_plan(Path(source)) else None
 
 
 def _plan(plan: Plan | str | Path, call: str) -> Plan:

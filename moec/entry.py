@@ -1,6 +1,7 @@
 """Where `moec` begins: picks the command, and turns every outcome into an exit code.
 
-Exit 0: done; 1: diagnostics; 2: usage; 3: a bug in moec. Artifacts go to stdout, diagnostics to stderr.
+Exit 0: done; 1: the command failed, or what it checks is not in order; 2: wrong usage; 3: a bug in moec. Artifacts go
+to stdout, diagnostics to stderr.
 
 The command line is click's (moec.cli), whose import takes half as long as checking a file. `moec check FILE…`, which
 editors run at every keystroke, therefore skips it.
@@ -69,10 +70,15 @@ def _parsed(arguments: list[str]) -> int:
 
 
 def style_of(arguments: list[str]) -> str:
-    """The format that the command line asks for, read without a parser: it may be what could not be parsed."""
+    """The format that the command line asks for, read without a parser: it may be what could not be parsed.
+
+    Words after `--` are no options.
+    """
     from moec.grammar.diagnostics import STYLES
 
     style = "full"
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if argument == "--json":
             style = "json"
@@ -84,12 +90,12 @@ def style_of(arguments: list[str]) -> str:
 
 
 def _failed(error: Exception, arguments: list[str]) -> int:
-    from moec.commands.check import show
+    from moec.commands.output import WRONG_USAGE, show
     from moec.grammar.diagnostics import DiagnosticError
 
     if isinstance(error, DiagnosticError):
         show(error.diagnostics, style_of(arguments))
-        return 1
+        return 2 if error.diagnostics[0].code == WRONG_USAGE else 1
     import platform
     import traceback
 

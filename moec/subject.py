@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.grammar.diagnostics import DiagnosticError, diagnose
-from moec.grammar.folder_kinds import CHECKPOINT, HUGGING_FACE, PLAN, PLAN_TEXT
+from moec.grammar.folder_kinds import PLAN, PLAN_TEXT, command_for, in_words, kind_of, listed
 from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest
 from moec.runtime.errors import CallError
@@ -19,16 +19,16 @@ def is_text(source: str) -> bool:
 
 def is_plan(path: Path) -> bool:
     """Whether this is the folder of a plan."""
-    return (path / PLAN).is_file()
+    return kind_of(path) == "plan"
 
 
 # ---- calls of Python -----------------------------------------------------------------------------
 
 
-def require_source(source: object, call: str) -> None:
-    """Raises `CallError` unless `call` can compile this: a path or text of a `.moe` file, or a Spec."""
+def require_source(source: object, call: str) -> str | Path | Spec:
+    """The source, which `call` can compile: a path or text of a `.moe` file, or a Spec. Raises `CallError`."""
     if isinstance(source, Spec):
-        return
+        return source
     if not isinstance(source, str | Path):
         if _is_loaded(source):
             raise _wrong(f"this is a plan already, and `{call}` compiles a file or a Spec", "use the plan as it is")
@@ -37,18 +37,18 @@ def require_source(source: object, call: str) -> None:
             ways = f"a config of Hugging Face: `{call}(moec.from_hf(config))`"
         raise _wrong(f"`{call}` got {_named(source)}", ways)
     if isinstance(source, str) and is_text(source):
-        return
+        return source
     path = Path(source)
-    if is_plan(path):
-        raise _wrong(
-            f"`{path}` is a plan: it is compiled already",
-            f"`moec.load({str(path)!r})` reads it; its file is {_spec(path)}",
-        )
-    if _has(path, HUGGING_FACE):
-        help = f"`{call}(moec.from_hf({str(path)!r}))` compiles its model"
-        raise _wrong(f"`{path}` is a folder of Hugging Face, not a `.moe` file", help)
-    if _has(path, CHECKPOINT):
-        raise _wrong(f"`{path}` is a checkpoint, not a `.moe` file", "compile the file of its model")
+    kind = kind_of(path)
+    if kind is None:
+        return source
+    way_of = {
+        "plan": f"`moec.load({str(path)!r})` reads it; its file is {path / PLAN_TEXT}",
+        "hugging face": f"`{call}(moec.from_hf({str(path)!r}))` compiles its model",
+        "checkpoint": "compile the file of its model",
+    }
+    why = ": it is compiled already" if kind == "plan" else ", not a `.moe` file"
+    raise _wrong(f"`{path}` is {in_words(kind)}{why}", way_of[kind])
 
 
 def require_plan(source: object, call: str) -> None:
@@ -91,9 +91,8 @@ def require_plan_folder(path: Path, command: str, then: str = "") -> None:
         after = (then or f"{command} {{}}").format(plan)
         help = f"compile it first: `moec compile {path}`, then `{after}`"
         raise _refused(f"`{path}` is a `.moe` file, and `{command}` wants a plan", help)
-    if _has(path, CHECKPOINT):
-        help = f"`moec checkpoint inspect {path}` shows it"
-        raise _refused(f"`{path}` is a checkpoint, and `{command}` wants a plan", help)
+    if (kind := kind_of(path)) is not None:
+        raise _refused(f"`{path}` is {in_words(kind)}, and `{command}` wants a plan", command_for(kind, path))
     raise _no_plan(path)
 
 
@@ -114,10 +113,10 @@ def _instead_of_plan(path: Path) -> tuple[str, str]:
     if path.is_file():
         return "this is a file, and a plan is a folder", "`moec compile FILE.moe` writes one"
     if path.is_dir():
-        inside = _plans_in(path)
+        inside = listed(path, is_plan)
         help = f"plans in it: {', '.join(str(path / name) for name in inside)}" if inside else ""
         return f"this folder has no {PLAN}", help or "`moec compile FILE.moe` writes a plan"
-    beside = _plans_in(path.parent)
+    beside = listed(path.parent, is_plan)
     file = path.with_suffix(".moe")
     if meant := nearest(path.name, beside):
         return "there is no such folder", f"did you mean `{path.parent / meant}`?"
@@ -127,24 +126,6 @@ def _instead_of_plan(path: Path) -> tuple[str, str]:
         "there is no such folder",
         f"plans here: {', '.join(beside)}" if beside else "`moec compile FILE.moe` writes one",
     )
-
-
-MOST_LISTED = 8
-
-
-def _plans_in(folder: Path) -> list[str]:
-    try:
-        return sorted(child.name for child in folder.iterdir() if is_plan(child))[:MOST_LISTED]
-    except OSError:
-        return []
-
-
-def _spec(path: Path) -> Path:
-    return path / PLAN_TEXT
-
-
-def _has(path: Path, name: str) -> bool:
-    return (path / name).is_file()
 
 
 def _is_loaded(source: object) -> bool:

@@ -11,7 +11,7 @@ from moec.passes.cost.memory import Moment, memory_of
 from moec.passes.ir import Program
 from moec.passes.remedies import Change, first_that_fits, what_could_help
 
-LARGEST_TENANTS = 3
+LARGEST_KINDS = 3
 """Tenants that the message names."""
 
 NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {helps}or a smaller model"
@@ -39,8 +39,8 @@ class Budget:
 
     def _refused(self, peak: Moment, train: Train) -> Diagnostic:
         device, place = self.spec.cluster.device, self.spec.parallel.span() or self.spec.cluster.span()
-        largest = sorted(peak.bytes.of.items(), key=lambda tenant: -tenant[1])[:LARGEST_TENANTS]
-        listed = ", ".join(f"{tenant} {gigabytes(size)}" for tenant, size in largest)
+        largest = sorted(peak.bytes.of.items(), key=lambda kind: -kind[1])[:LARGEST_KINDS]
+        listed = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in largest)
         labels = (
             (device.span("memory"), f"{device.name} has {gigabytes(device.memory)}"),
             (train.span("batch"), f"{train.batch} sequences over all ranks"),

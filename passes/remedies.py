@@ -234,7 +234,7 @@ class _Search:
             return False
         capacity = self.spec.cluster.device.memory
         peak = memory_of(self._program(words), words.spec(self.spec)).peak.bytes
-        if sum(peak.of.get(tenant, 0.0) for tenant in ALWAYS) > capacity:
+        if sum(peak.of.get(kind, 0.0) for kind in ALWAYS) > capacity:
             self.too_small.add((words.ep, words.zero))
         return peak.total <= capacity
 

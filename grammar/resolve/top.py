@@ -12,9 +12,9 @@ from moec.grammar import rules
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.clusters import Machines, resolve_clusters
-from moec.grammar.resolve.files import library_names, read_library
 from moec.grammar.resolve.layers import resolve_layers, select_layers
 from moec.grammar.resolve.lets import declare_lets
+from moec.grammar.resolve.library import library_names, read_library
 from moec.grammar.resolve.parts import Given, Part, build
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields

@@ -73,8 +73,8 @@ def _read(text: str, depth: int | None) -> Reading | None:
     if _COMMAS.fullmatch(text):
         return f"[{text.replace(',', ', ')}]", "several layers are a list", ""
     if re.fullmatch(r"\d+:", text):
-        number, last = text[:-1], "LAST" if depth is None else str(depth - 1)
-        return "", "is this layer alone, or all from it on?", f"write `layers {number}`, or `layers {number}..{last}`"
+        alone, to_end = text[:-1], "LAST" if depth is None else str(depth - 1)
+        return "", "is this layer alone, or all from it on?", f"write `layers {alone}`, or `layers {alone}..{to_end}`"
     if match := _SLICE.fullmatch(text):
         return _range(match, depth, "a range is not a slice", exclusive=True)
     match = _RANGE.fullmatch(text)

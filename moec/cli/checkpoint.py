@@ -11,10 +11,17 @@ from moec.cli.command import Group, argument, output_format, path
 
 @click.group(cls=Group)
 def checkpoint() -> None:
-    """Look into checkpoints, check their digests, convert them. Never imports torch."""
+    """Look into checkpoints, check their digests, convert them. Needs no torch."""
 
 
-@checkpoint.command()
+@checkpoint.command(
+    examples={
+        "moec checkpoint inspect checkpoints/100": "its tensors, step and ranks",
+        "moec checkpoint inspect checkpoints": "a folder of checkpoints, newest first",
+    },
+    fails="it is no checkpoint, or is not complete",
+    documents=("checkpoint-inspect", "checkpoint-inspect-folder"),
+)
 @argument("folder", "The folder of a checkpoint, or a folder of such folders.", metavar="CHECKPOINT", type=path())
 @output_format
 def inspect(folder: Path, style: str) -> None:
@@ -24,7 +31,13 @@ def inspect(folder: Path, style: str) -> None:
     run(folder, style)
 
 
-@checkpoint.command()
+@checkpoint.command(
+    examples={
+        "moec checkpoint verify checkpoints/100": "reads every byte",
+    },
+    fails="a tensor is damaged",
+    documents=("checkpoint-verify",),
+)
 @argument("folder", "The folder of a checkpoint.", metavar="CHECKPOINT", type=path())
 @output_format
 def verify(folder: Path, style: str) -> None:
@@ -34,11 +47,20 @@ def verify(folder: Path, style: str) -> None:
     raise SystemExit(run(folder, style))
 
 
-@checkpoint.command()
+@checkpoint.command(
+    examples={
+        "moec checkpoint convert checkpoints/100 -o model.safetensors": "one file",
+        "moec checkpoint convert model.safetensors --plan first.plan -o checkpoints/0": "and back",
+    },
+    fails="the source is damaged, or the output exists",
+    documents=("checkpoint-convert",),
+)
 @argument("source", "The folder of a checkpoint, or a safetensors file.", type=path())
 @click.option("-o", "--output", required=True, type=path(), help="The new file, or the new folder; must not exist.")
 @click.option(
-    "--plan", type=path(), help="Of a file: a plan of its model. The checkpoint loads under any other as well."
+    "--plan",
+    type=path(),
+    help="For a safetensors file: any plan of its model. Other plans of the model load the checkpoint too.",
 )
 @output_format
 def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +23,23 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command whose help lists its arguments before its options."""
+    """A command whose help lists its arguments before its options, and examples after them.
 
-    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+    `examples`: command lines, each with a comment. `fails`: when the command exits with 1. `documents`: the schemas in
+    `moec.commands.schemas` that its JSON has. The pages of docs/commands have all three.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        examples: Mapping[str, str] | None = None,
+        fails: str = "the input has errors",
+        documents: tuple[str, ...] = (),
+        **attributes: Any,
+    ) -> None:
         attributes["context_settings"] = {**SETTINGS, **(attributes.get("context_settings") or {})}
         super().__init__(*arguments, **attributes)
+        self.examples, self.fails, self.documents = examples or {}, fails, documents
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections Arguments and Options."""
@@ -36,6 +48,14 @@ class Command(click.Command):
             with formatter.section("Arguments"):
                 formatter.write_dl([(p.make_metavar(ctx), p.about) for p in explained])
         super().format_options(ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the section Examples."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for line, comment in self.examples.items():
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+                    formatter.write(f"{'':{formatter.current_indent + 4}}# {comment}\n")
 
 
 class UnknownCommand(click.UsageError):
@@ -115,6 +135,6 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: Iterable[s
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise click.BadParameter(f"--let wants NAME=VALUE, not {text!r}")
+            raise click.BadParameter(f"expected NAME=VALUE, found {text!r}")
         pairs[name.strip()] = value.strip()
     return pairs

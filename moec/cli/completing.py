@@ -92,7 +92,7 @@ class LibraryModel(click.ParamType):  # type: ignore[type-arg]
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The models that begin so."""
-        from moec.grammar.resolve.files import library_names
+        from moec.grammar.resolve.library import library_names
 
         return [CompletionItem(name) for name in library_names("models") if name.startswith(incomplete)]
 

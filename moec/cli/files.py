@@ -10,14 +10,24 @@ from moec.cli.command import Command, Group, argument, lets, output_format, path
 from moec.cli.completing import FileOrPlan, LibraryModel, Subject
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec check first.moe": "every error and warning; nothing for a good file where stderr is no terminal",
+        "moec check --fix first.moe": "typos with one correction are corrected in the file",
+        "moec check --let experts=16 first.moe": "with another value of a `let`",
+        "moec check - --stdin-name first.moe --json < draft": "for an editor: a text that is not saved",
+    },
+    fails="a file has errors; warnings alone exit with 0",
+    documents=("diagnostics",),
+)
 @argument("files", "Files; `-` is stdin.", nargs=-1, required=True, type=FileOrPlan(files=True), metavar="FILES…")
 @lets
 @output_format
 @click.option("--fix", is_flag=True, help="First apply unambiguous fixes to the files.")
 @click.option("--stdin-name", metavar="FILE", help="With `-`: the file whose text it is, for messages and `use`.")
 def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool, stdin_name: str | None) -> None:
-    """Report every error in files. Never imports torch."""
+    """Report every error in files. Needs no torch."""
     from moec.commands.check import STDIN, run
 
     stdin = any(str(file) == "-" for file in files)
@@ -28,7 +38,16 @@ def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool, 
     raise SystemExit(run(files, lets, style, fix, stdin_name or STDIN))
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec fmt first.moe": "in place, only if something changes",
+        "moec fmt --check --diff first.moe": "for CI: what would change, and exit code 1",
+        "moec fmt - < first.moe": "to stdout",
+    },
+    fails="a file does not parse, or with --check or --diff would change",
+    documents=("fmt",),
+)
 @argument(
     "files",
     "`.moe` files; `-` reads stdin and writes stdout.",
@@ -47,7 +66,17 @@ def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
     raise SystemExit(run(files, check, diff, style))
 
 
-@click.command(cls=Command, context_settings={"ignore_unknown_options": True})  # `--num-experts` is a word
+@click.command(
+    cls=Command,
+    context_settings={"ignore_unknown_options": True},  # `--num-experts` is a word
+    examples={
+        "moec explain topk": "a word of the language",
+        "moec explain MOE0311": "an error",
+        "moec explain num_experts_per_tok": "another system's word",
+    },
+    fails="there is no such word or code",
+    documents=("explain",),
+)
 @argument(
     "subject",
     "MOE0311, topk, kv_heads, or another system's word such as hidden_size.",
@@ -65,7 +94,16 @@ def explain(subject: str, style: str) -> None:
     run(subject, style)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec init": "writes model.moe, with comments",
+        "moec init --from qwen3_30b_a3b": "starts from a model of the library",
+        "moec init --list": "the library",
+    },
+    fails="there is a file already, or no such model",
+    documents=("init", "init-list"),
+)
 @argument("file", "The file to write; it must not exist. Default: model.moe, or NAME.moe.", required=False, type=path())
 @click.option("--from", "model", metavar="NAME", type=LibraryModel(), help="Start from this model of the library.")
 @click.option("--list", "show_list", is_flag=True, help="Write nothing; list the library's models.")
@@ -91,7 +129,14 @@ def imports() -> None:
     """Make a `.moe` file of a model described elsewhere."""
 
 
-@imports.command("hf")
+@imports.command(
+    "hf",
+    examples={
+        "moec import hf Mixtral-8x7B-v0.1 -o mixtral.moe": "the file of a folder with config.json",
+    },
+    fails="moec cannot express the model, or the file exists",
+    documents=("import-hf",),
+)
 @argument("source", "A model's folder, or its config.json.", metavar="DIR|config.json", type=path())
 @click.option("-o", "--output", type=path(), help="The file to write; default: stdout.")
 @output_format

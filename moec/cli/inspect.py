@@ -12,19 +12,39 @@ from moec.cli.command import Command, argument, lets, output_format, path
 from moec.cli.completing import FileOrPlan
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec inspect first.moe": "what is set, and where",
+        "moec inspect first.moe --all": "the defaults too",
+        "moec inspect --params first.moe": "parameters by part",
+        "moec inspect first.plan": "meshes, groups and shards",
+        "moec inspect --memory first.plan": "the memory of a step",
+    },
+    documents=(
+        "inspect-file",
+        "inspect-plan",
+        "inspect-rank",
+        "inspect-params",
+        "inspect-memory",
+        "inspect-kernels",
+        "inspect-text",
+    ),
+)
 @argument("path", "A `.moe` file, or a plan folder.", type=FileOrPlan(files=True, plans=True))
 @lets
 @output_format
-@click.option("--all", "every", is_flag=True, help="Of a file: the defaults too.")
+@click.option("--all", "every", is_flag=True, help="For files: show the defaults too.")
 @click.option("--params", is_flag=True, help="Count parameters: total, active per token, per layer, per rank.")
-@click.option("--rank", type=int, help="Of a plan: this rank's parts and groups.")
-@click.option("--graph", type=click.Choice(("mermaid", "dot")), help="Of a plan: its ops as `mermaid` or `dot`.")
-@click.option("--kernels", is_flag=True, help="Of a plan: its compiled kernels and the limit of each.")
+@click.option("--rank", type=int, help="For plans: this rank's parts and groups.")
+@click.option("--graph", type=click.Choice(("mermaid", "dot")), help="For plans: the ops as `mermaid` or `dot`.")
+@click.option("--kernels", is_flag=True, help="For plans: the compiled kernels and the limit of each.")
 @click.option("--source", is_flag=True, help="With --kernels: print their source only.")
-@click.option("--fx", is_flag=True, help="Of a plan: its torch.fx graphs as readable Python.")
-@click.option("--memory", is_flag=True, help="Of a plan: a rank's memory over a training step, and its peak.")
-@click.option("--svg", "plot", metavar="FILE", type=path(), help="With --memory: write it as a plot.")
+@click.option("--fx", is_flag=True, help="For plans: the torch.fx graphs as readable Python.")
+@click.option("--memory", is_flag=True, help="For plans: a rank's memory over a training step, and its peak.")
+@click.option(
+    "--svg", "plot", metavar="FILE", type=path(), help="With --memory: write the memory over the step as an SVG plot."
+)
 def inspect(
     path: Path,
     lets: dict[str, str],
@@ -40,7 +60,7 @@ def inspect(
     plot: Path | None,
 ) -> None:
     """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
-    from moec.commands.check import show
+    from moec.commands.output import show
 
     if source and not kernels:
         raise click.UsageError("--source needs --kernels")
@@ -67,10 +87,14 @@ def inspect(
         _show_text("fx", inspect_fx(path).rstrip("\n"), style)
     elif memory:
         _show_memory(path, plot, style)
-    elif path.is_dir():
-        from moec.commands.inspect_plan import inspect_plan
+    elif graph:
+        from moec.commands.inspect_picture import picture_of
 
-        _show_text("graph" if graph else "plan", inspect_plan(path, rank, graph), style)
+        _show_text("graph", picture_of(path, graph), style)
+    elif path.is_dir():
+        from moec.commands.inspect_plan import run as run_plan
+
+        run_plan(path, rank, style)
     else:
         from moec.commands.inspect import run
 
@@ -88,7 +112,7 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
         raise click.UsageError(f"{asked[0]} needs a plan, not a file")
 
 
-def _show_text(view: Literal["plan", "graph", "fx", "source"], text: str, style: str) -> None:
+def _show_text(view: Literal["graph", "fx", "source"], text: str, style: str) -> None:
     from moec.commands.documents import InspectedText
     from moec.commands.output import emit
 

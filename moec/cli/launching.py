@@ -13,11 +13,22 @@ WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8
 """The ways of starting that an option is for; other options are for all of them."""
 
 
-@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@click.command(
+    cls=Command,
+    context_settings={"ignore_unknown_options": True},
+    examples={
+        "moec launch first.plan train.py": "the torchrun command of the plan's cluster",
+        "moec launch first.plan train.py --slurm > job.sh": "a script for sbatch",
+        "moec launch first.plan train.py --run": "starts the ranks on this machine",
+    },
+    fails="the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
+    documents=("launch",),
+)
 @argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @argument(
     "script",
-    "The training script and its arguments; default: train.py. Options that `moec launch` has too go after `--`.",
+    "The training script and its arguments; default: train.py. "
+    "Put `--` before options of the script whose names `moec launch` has too.",
     nargs=-1,
     metavar="[SCRIPT [ARGS]...]",
 )
@@ -114,7 +125,14 @@ def _require_fitting(given: dict[str, object], way: str) -> None:
             raise click.UsageError(f"{option} is not for --{way}. An option of the script goes after `--`.")
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec doctor": "on every node, before a first run",
+    },
+    fails="training cannot work here",
+    documents=("doctor",),
+)
 @output_format
 def doctor(style: str) -> None:
     """Show what is installed here, what training would use, and what is missing. Works without torch."""

@@ -42,7 +42,17 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         return [CompletionItem(name) for name in (*PASS_NAMES, *self.more) if name.startswith(incomplete)]
 
 
-@click.command("compile", cls=Command)
+@click.command(
+    "compile",
+    cls=Command,
+    examples={
+        "moec compile first.moe": "writes first.plan, prints a summary",
+        "moec compile first.moe --emit ir": "the Program before placement; writes no plan",
+        "moec compile first.moe --json": "the summary as numbers",
+    },
+    fails="the file has errors, a step does not fit the devices, or the plan cannot be written",
+    documents=("compile", "compile-emit"),
+)
 @argument("file", "A `.moe` file.", type=FileOrPlan(files=True))
 @click.option("-o", "--output", type=path(), help="Folder of the plan; default: FILE's name.plan.")
 @lets
@@ -53,7 +63,9 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
     metavar="STAGE",
     help="Print ast, spec, ir, placed, fx or kernels, and write no plan.",
 )
-@click.option("--stop-after", type=PassName(), metavar="PASS", help="Stop after this pass (with --emit=ir).")
+@click.option(
+    "--stop-after", type=PassName(), metavar="PASS", help="With --emit=ir or --emit=placed: stop after this pass."
+)
 @click.option(
     "--print-ir-after",
     type=PassName("all", "changed"),
@@ -72,15 +84,23 @@ def compile_(
     time_passes: bool,
 ) -> None:
     """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
-    from moec.commands.check import show
     from moec.commands.compile import run
+    from moec.commands.output import show
 
     if stop_after and emit not in ("ir", "placed"):
-        raise click.UsageError("--stop-after needs --emit=ir: it makes no plan")
+        raise click.UsageError("--stop-after needs --emit=ir or --emit=placed: a stopped compilation has no plan")
     show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes, style), style)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec verify first.plan": "all ranks in one process, against the unsharded model",
+        "moec verify --scale large.plan": "at toy widths",
+    },
+    fails="the plan does not equal the unsharded model (the report is on stdout), or cannot be loaded",
+    documents=("verify",),
+)
 @argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @output_format
 @click.option("--trust-nothing", is_flag=True, help="First compile the plan's Spec again and compare.")
@@ -95,26 +115,36 @@ def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
         raise SystemExit(1)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples={
+        "moec load --trust-nothing first.plan": "also compiles the plan's Spec again",
+    },
+    documents=("load",),
+)
 @argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @output_format
 @click.option("--trust-nothing", is_flag=True, help="Compile the plan's Spec again and compare.")
 def load(plan: Path, style: str, trust_nothing: bool) -> None:
-    """Check that a plan is complete and valid. Never imports torch."""
+    """Check that a plan is complete and valid. Needs no torch."""
     from moec.commands.load import run
 
     run(plan, trust_nothing, style)
 
 
-@click.command(cls=Command)
-@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
-@click.option("-o", "--out", "output", type=path(), help="Folder of the tuned plan; default: PLAN itself.")
-@click.option(
-    "--most", type=click.IntRange(min=1), help="Tiles to try for each product and height of tiles; default: 12."
+@click.command(
+    cls=Command,
+    examples={
+        "moec tune first.plan -o tuned.plan": "measures on this machine's GPU",
+    },
+    documents=("tune",),
 )
+@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
+@click.option("-o", "--output", type=path(), help="Folder of the tuned plan; default: PLAN itself.")
+@click.option("--tries", type=click.IntRange(min=1), help="Tiles to try for each product and row height; default: 12.")
 @output_format
-def tune(plan: Path, output: Path | None, most: int | None, style: str) -> None:
+def tune(plan: Path, output: Path | None, tries: int | None, style: str) -> None:
     """Measure the fastest tiles of a plan's kernels on this machine's device, and store them in the plan."""
     from moec.commands.tune import run
 
-    run(plan, output, most, style)
+    run(plan, output, tries, style)

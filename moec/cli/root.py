@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from moec.cli.command import SETTINGS, Command, Group
+from moec.cli.command import SETTINGS, Command, Group, output_format
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 COMMANDS = {
@@ -31,10 +32,10 @@ COMMANDS = {
 """Each command's module, and its name there if that differs; in the order of `moec --help`."""
 
 NOT_YET = {
-    "plan": "choosing degrees by predicted time and memory",
-    "simulate": "predicting time on the described cluster",
-    "calibrate": "measuring a cluster",
-    "lsp": "a language server",
+    "plan": "choose degrees by predicted time and memory",
+    "simulate": "predict time on the described cluster",
+    "calibrate": "measure a cluster",
+    "lsp": "be a language server",
 }
 """Commands that are not built yet, and what they will do."""
 
@@ -93,7 +94,7 @@ _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_ea
 
 @click.group("moec", cls=Root, context_settings=SETTINGS, invoke_without_command=True)
 @click.option("--version", is_flag=True, help="Print the versions of moec, Python, torch and triton.")
-@click.option("--json", "as_json", is_flag=True, help="With --version: print them as JSON.")
+@output_format
 @click.option(
     "--install-completion",
     metavar="[bash|zsh|fish]",
@@ -105,20 +106,21 @@ _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_ea
     "--show-completion",
     metavar="[bash|zsh|fish]",
     callback=_show_completion,
-    help="Print the script that does so.",
+    help="Print the completion script.",
     **_OF_COMPLETION,
 )
 @click.pass_context
-def app(context: click.Context, version: bool, as_json: bool) -> None:
+def app(context: click.Context, version: bool, style: str) -> None:
     """The compiler for Mixture-of-Experts models."""
     if version:
         from moec.commands.version import run
 
-        run("json" if as_json else "full")
+        run(style)
         context.exit()
     command = context.invoked_subcommand
-    if as_json:
-        raise click.UsageError(f"--json comes after the command: `moec {command or 'COMMAND'} --json`")
+    if context.get_parameter_source("style") is ParameterSource.COMMANDLINE:
+        option = "--json" if style == "json" else f"--format {style}"
+        raise click.UsageError(f"{option} comes after the command: `moec {command or 'COMMAND'} {option}`")
     if command is None:
         click.echo(context.get_help())
 
@@ -127,7 +129,7 @@ def _not_yet(name: str) -> click.Command:
     @click.command(name, cls=Command, hidden=True, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1)
     def command(arguments: tuple[str, ...]) -> None:
-        message = f"`moec {name}`: {NOT_YET[name]}"
+        message = f"`moec {name}` will {NOT_YET[name]}"
         raise DiagnosticError([diagnose("MOE0202", None, message, help="docs/status.md says what works today")])
 
     return command

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from moec.cli.command import UnknownCommand
-from moec.grammar.diagnostics import Diagnostic, diagnose, render
+from moec.grammar.diagnostics import Diagnostic, diagnose
 from moec.grammar.suggest import nearest
 
 
 def usage_error(error: click.ClickException, style: str) -> int:
-    """Prints what is wrong to stderr, as a list of one diagnostic if `style` is json; returns the exit status."""
-    from moec.commands.terminal import RED, RESET, colored
+    """Prints what is wrong to stderr in `style`; returns the exit status."""
+    from moec.commands.output import show
 
-    found = diagnostic(error)
-    if style == "json":
-        print(render([found], style), end="", file=sys.stderr)
-    else:
-        head = f"error[{found.code}]"
-        if colored(sys.stderr):
-            head = f"{RED}{head}{RESET}"
-        print(f"{head}: {'; '.join(filter(None, (found.message, found.help)))}", file=sys.stderr)
+    show([diagnostic(error)], style)
     return 2
 
 

@@ -18,7 +18,13 @@ def _plan(function: Function) -> Function:
     return click.option("--plan", type=path(), help="A plan of the model.")(function)
 
 
-@weights.command("import")
+@weights.command(
+    "import",
+    examples={
+        "moec weights import Mixtral-8x7B-v0.1 checkpoints/0": "any plan of the model loads it",
+    },
+    documents=("weights-import",),
+)
 @argument("folder", "A folder with config.json and safetensors files.", metavar="DIR", type=path())
 @argument("checkpoint", "The new folder; it must not exist.", type=path())
 @_plan
@@ -30,11 +36,19 @@ def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> No
     run(folder, checkpoint, plan, style)
 
 
-@weights.command()
+@weights.command(
+    examples={
+        "moec weights export checkpoints/100 trained --like Mixtral-8x7B-v0.1": "a folder that transformers loads",
+    },
+    documents=("weights-export",),
+)
 @argument("checkpoint", "A checkpoint, imported or trained.", type=path())
 @argument("folder", "The new folder; it must not exist.", metavar="DIR", type=path())
 @click.option(
-    "--like", metavar="DIR", type=path(), help="A folder whose config, tokenizer, dtypes and files are to be as in it."
+    "--like",
+    metavar="DIR",
+    type=path(),
+    help="A folder of the original model: its config, tokenizer, dtypes and file layout are copied.",
 )
 @_plan
 @click.option("--architecture", metavar="MODEL_TYPE", help="With --plan: the architecture, such as mixtral.")
@@ -50,7 +64,12 @@ def export(
     run(checkpoint, folder, like, plan, architecture, style)
 
 
-@weights.command()
+@weights.command(
+    examples={
+        "moec weights upcycle Llama-3.1-8B mixture.moe -o checkpoints/0": "every expert begins as the feed-forward",
+    },
+    documents=("weights-upcycle",),
+)
 @argument("dense", "A folder of a dense model, or a checkpoint of one.", type=path())
 @argument("model", "The same model with `moe` in place of `ffn`.", metavar="MODEL.moe", type=path())
 @click.option("-o", "--output", required=True, type=path(), help="The new checkpoint; it must not exist.")
@@ -66,7 +85,11 @@ def export(
     help="Fraction of each expert's hidden units that start from new random values.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of noise, of dropped units, and of the new routers."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the noise, the dropped units and the new routers.",
 )
 @output_format
 def upcycle(

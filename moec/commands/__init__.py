@@ -1,1 +1,1 @@
-"""Implementations of the larger commands; `moec/cli.py` has their options."""
+"""What each command does; `moec.cli` has their signatures."""

@@ -1,13 +1,14 @@
-"""`moec check`: every error in files, and their automatic fixes."""
+"""`moec check`: every error in files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from moec.commands.terminal import colored, columns, failure, success
+from moec.commands.output import show
+from moec.commands.terminal import failure, success
 from moec.grammar.diagnostics import Diagnostic, Severity, render
 
 STDIN = "<stdin>"
@@ -23,8 +24,7 @@ def run(
     The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
     another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
-    from moec.commands.fixes import apply_fixes
-    from moec.driver import check, check_text
+    from moec.driver import check
 
     found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
     for file in files:
@@ -32,13 +32,8 @@ def run(
             found.append((stdin_name, _check_stdin(stdin_name, lets)))
             continue
         diagnostics = check(file, **lets)
-        for _ in range(ROUNDS if fix else 0):
-            fixed = apply_fixes(file, diagnostics, partial(check_text, name=file.name, folder=file.parent, lets=lets))
-            again = check(file, **lets) if fixed else diagnostics
-            if not fixed:
-                break
-            print(f"{file}: {fixed} fixed", file=sys.stderr)
-            diagnostics = again
+        if fix:
+            diagnostics = _fixed(file, diagnostics, lets)
         found.append((str(file), diagnostics))
     all_diagnostics = [diagnostic for _, diagnostics in found for diagnostic in diagnostics]
     if style == "json":
@@ -48,6 +43,21 @@ def run(
         if sys.stderr.isatty():  # pipes and editors read diagnostics only
             print("\n".join(_verdict(name, diagnostics) for name, diagnostics in found), file=sys.stderr)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
+
+
+def _fixed(file: Path, diagnostics: tuple[Diagnostic, ...], lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
+    """Applies fixes to `file` until there are none; returns the diagnostics that are left."""
+    from moec.commands.fixes import apply_fixes
+    from moec.driver import check, check_text
+
+    try_text = partial(check_text, name=file.name, folder=file.parent, lets=lets)
+    for _ in range(ROUNDS):
+        fixed = apply_fixes(file, diagnostics, try_text)
+        if not fixed:
+            break
+        diagnostics = check(file, **lets)
+        print(f"{file}: {fixed} fixed", file=sys.stderr)
+    return diagnostics
 
 
 def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:
@@ -65,11 +75,3 @@ def _check_stdin(name: str, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
 
     folder = Path() if name == STDIN else Path(name).parent
     return check_text(sys.stdin.buffer.read(), name, folder, lets)
-
-
-def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    """Prints diagnostics to stderr, with colours where stderr has them."""
-    shown = list(diagnostics)
-    if shown:
-        color = style == "full" and colored(sys.stderr)
-        print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)

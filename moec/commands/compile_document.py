@@ -45,7 +45,9 @@ class PerRank:
 
     parameters: int
     state_bytes: int
-    """Weights, gradients and optimizer states, as if all were held at once; `peak_bytes` knows when each lives."""
+    """Weights, gradients and optimizer states, as if all were held at once; `peak_bytes` counts each only while it is
+    allocated.
+    """
     activation_bytes: int
     """Activations kept for backward, of a micro-batch, without recomputation."""
     peak_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moec.commands.replace_file import write_whole
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 ZSH_FIRST = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"
@@ -33,11 +34,9 @@ def install(shell: str, script: str) -> list[str]:
 
 
 def _write(file: Path, text: str) -> None:
-    fresh = file.with_name(f".{file.name}.fresh")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(file)
+        write_whole(file, text.encode())
     except OSError as error:
         raise _refused(file, error) from error
 

@@ -99,7 +99,7 @@ def _backend(device: str) -> tuple[str | None, list[Finding]]:
     except BackendError as error:
         return None, [finding("backend", "wrong", error.diagnostics[0].message, error.diagnostics[0].help)]
     if forced == "torch" or (forced is None and device == "cpu"):
-        why = "MOEC_BACKEND says so" if forced else "there is no GPU"
+        why = "MOEC_BACKEND is `torch`" if forced else "there is no GPU"
         return "torch", [finding("backend", "ok", f"plain torch: {why}")]
     unfit = complaint(device)
     if unfit and forced:
@@ -127,7 +127,8 @@ def _lines(report: DoctorDocument) -> Iterator[str]:
             yield f"  {'':{width}}  → {one.help}"
     yield ""
     if any(one.state == "note" for one in report.findings):
-        yield "· not needed, or limited: training works without"
+        yield "· optional: training works without it"
     where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
     wrong = [one.name for one in report.findings if one.state == "wrong"]
-    yield success(f"training works here, {where}") if report.ok else failure(f"to be fixed: {', '.join(wrong)}")
+    broken = f"training cannot work here; fix: {', '.join(wrong)}"
+    yield success(f"training works here, {where}") if report.ok else failure(broken)

@@ -25,6 +25,9 @@ OPTIONAL = {
 """Optional packages: the name of the distribution, what it is for, and what to install."""
 
 
+CHOOSES_ONE = " (`pip install PATH` of moec's checkout or wheel chooses one)"
+
+
 @document
 class Finding:
     """One thing that was looked at. `state` is wrong where training cannot work, note where something is limited."""
@@ -47,7 +50,7 @@ def versions() -> Iterator[Finding]:
     for package in ("torch", "triton"):
         version = installed(package)
         if version is not None:
-            yield _tested(package, version, " (`pip install 'moec'` chooses one)")
+            yield _tested(package, version, CHOOSES_ONE)
         elif package == "torch":
             help = "training and `moec verify` need it: `pip install torch`; check, inspect and compile work without"
             yield finding("torch", "wrong", "not installed", help)
@@ -58,7 +61,7 @@ def versions() -> Iterator[Finding]:
         version = installed(package)
         if version is None:
             yield finding(package, "wrong", "not installed", f"moec needs it: `pip install {package}`")
-        elif package == "numpy":
+        else:
             yield finding(package, "ok", version)
 
 
@@ -129,7 +132,8 @@ def network() -> Iterator[Finding]:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
-        help = f"ranks find each other by it: add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        help = f"ranks find each other by it. One machine: add `127.0.0.1 {name}` to /etc/hosts. Several nodes: "
+        help += "add the address that the other nodes reach, or set GLOO_SOCKET_IFNAME to that interface (`ip addr`)"
         yield finding("hostname", "wrong", f"{name} has no address ({error})", help)
         return
     yield finding("hostname", "ok", f"{name}, {address}")

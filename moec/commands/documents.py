@@ -39,6 +39,8 @@ class Label:
 class DiagnosticDocument:
     """One diagnostic. Commands that fail print a list of them to stderr; `moec check` prints its list to stdout."""
 
+    # `moec.grammar.diagnostics.render.as_json` writes it, and test_json_documents.py holds both together.
+
     code: str
     """Stable: MOE0311."""
     severity: Literal["error", "warning"]
@@ -132,7 +134,7 @@ class InspectedValue:
 class InspectedText:
     """A view of a plan that is a text."""
 
-    view: Literal["plan", "graph", "fx", "source"]
+    view: Literal["graph", "fx", "source"]
     text: str
 
 

@@ -29,7 +29,7 @@ def run(asked: str, style: str) -> None:
     """Prints the page: rendered where stdout has colours, else as Markdown. Raises `DiagnosticError` MOE0015."""
     found = explain(asked)
     if found.kind != "code" and style != "json" and _plain(found.subject) != _plain(asked):
-        print(f"nothing is called `{asked}`; this is `{found.subject}`", file=sys.stderr)
+        print(f"there is no word `{asked}`; this is the page of `{found.subject}`", file=sys.stderr)
     emit(style, lambda: [_shown(found.markdown).rstrip("\n")], lambda: found)
 
 

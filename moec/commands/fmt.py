@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moec.commands.check import show
 from moec.commands.documents import FormattedFile
-from moec.commands.output import print_json
+from moec.commands.output import print_json, show
 from moec.commands.replace_file import replace_file
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.format import formatted

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.commands.check import show
 from moec.commands.documents import WrittenFile
 from moec.commands.new_file import write_new
-from moec.commands.output import print_json
+from moec.commands.output import print_json, show
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.printer import model_text
 

@@ -19,7 +19,7 @@ model "starter" {
   dim     = 128   # width of the residual stream
   depth   = 4     # layers
   context = 256   # longest sequence
-  dtype   = fp32  # of parameters and activations; bf16 on a GPU
+  dtype   = fp32  # of computation; parameters that train stay fp32. bf16 on a GPU
 
   # Every layer: attention, then a mixture of experts.
   layers {

@@ -15,7 +15,7 @@ from moec.driver import load
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
-from moec.passes.cost.buffers import TENANTS
+from moec.passes.cost.buffers import MEMORY_KINDS
 from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
 
 BAR = 40
@@ -23,7 +23,7 @@ BAR = 40
 
 
 def run(path: Path, style: str) -> None:
-    """Prints the tenants at the peak, the distinct layers, and the step's events as bars; or all of it as JSON."""
+    """Prints what the peak consists of, the distinct layers, and the step's events as bars; or all of it as JSON."""
     plan = load(path)
     memory = memory_of(plan.program, plan.spec)
     emit(style, lambda: _text(plan, memory), lambda: _document(plan, memory))
@@ -76,12 +76,12 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     if device.kind in DEVICE_BYTES:
         yield f"  {amount_of_bytes(DEVICE_BYTES[device.kind])} of it for the device's context and communicators"
     yield ""
-    shown = [tenant for tenant in TENANTS if any(m.bytes.of.get(tenant) for m in memory.moments)]
-    rows: list[tuple[str, ...]] = [("tenant", "at the peak", "at most", "when")]
-    for tenant in shown:
-        most = max(memory.moments, key=lambda moment: moment.bytes.of.get(tenant, 0.0))
-        sizes = [bytes.of.get(tenant, 0.0) for bytes in (peak.bytes, most.bytes)]
-        rows.append((tenant, *map(amount_or_dash, sizes), "always" if tenant in ALWAYS else most.event))
+    shown = [kind for kind in MEMORY_KINDS if any(m.bytes.of.get(kind) for m in memory.moments)]
+    rows: list[tuple[str, ...]] = [("what", "at the peak", "at most", "when")]
+    for kind in shown:
+        most = max(memory.moments, key=lambda moment: moment.bytes.of.get(kind, 0.0))
+        sizes = [bytes.of.get(kind, 0.0) for bytes in (peak.bytes, most.bytes)]
+        rows.append((kind, *map(amount_or_dash, sizes), "always" if kind in ALWAYS else most.event))
     yield from table(rows, range(1, len(rows[0])))
     yield ""
     rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]

@@ -1,222 +1,136 @@
-"""`moec inspect PLAN`: its collectives, a rank's shards, and the ops as pictures. Needs no torch."""
+"""`moec inspect PLAN`: its meshes, groups, collectives and ops, or a rank's parts. Needs no torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
-from moec.commands.inspect_work import work_table
+from moec.codegen.plan import Plan
+from moec.commands.inspect_plan_document import BlockCollective, PlanBlock, PlanDocument, PlanMesh
+from moec.commands.inspect_rank import rank_document, rank_lines, shortened
+from moec.commands.inspect_work import work_of, work_table
+from moec.commands.output import emit
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload
-from moec.passes.ir import Block, Layout, Op, Program, local_shape, local_slices
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
-from moec.passes.ir.op import layout_of
-from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
 
-HEAD = ("collective", "group", "ranks", "sent", "in backward", "sent", "line")
+HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
+MOST_COMMUNICATORS = 4
+"""Communicators of a group that the text shows; the document has all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One collective of a block: its group, what a rank sends forward and backward, and the line of the file."""
-
-    what: str
-    group: str
-    ranks: int
-    forward: float
-    backward: str
-    backward_bytes: float
-    span: str
-
-
-def inspect_plan(path: Path, rank: int | None, picture: str | None) -> str:
-    """The text for a whole plan, for one rank of it, or its ops as `mermaid` or `dot`."""
+def run(path: Path, rank: int | None, style: str) -> None:
+    """Prints the plan, or one rank of it. Raises `DiagnosticError` for a rank that the plan does not have."""
     plan = load(path)
-    if rank is not None and not 0 <= rank < plan.world_size:
-        raise click.BadParameter(f"--rank is from 0 to {plan.world_size - 1}, not {rank}")
-    if picture is not None:
-        return "\n".join(_picture(plan, picture))
-    if rank is not None:
-        return "\n".join(_rank(plan, rank))
-    return "\n".join(_plan(plan))
+    if rank is None:
+        found = plan_document(plan)
+        emit(style, lambda: plan_lines(found), lambda: found)
+    else:
+        of_rank = rank_document(plan, rank)
+        emit(style, lambda: rank_lines(of_rank), lambda: of_rank)
 
 
-# ---- the whole plan --------------------------------------------------------------------------------
+def plan_document(plan: Plan) -> PlanDocument:
+    """The document of a whole plan."""
+    program = plan.program
+    layers, workload = layers_by_block(program), Workload.of_microbatch(plan.spec, program).even
+    blocks = []
+    for block in program.blocks:
+        cost = BlockCost.of(program, block, workload)
+        collectives = [*_conversions(cost, program.microbatches), *_of_parameters(cost, program.microbatches)]
+        blocks.append(
+            PlanBlock(
+                name=block.name,
+                layers=layers[block.name],
+                recompute=block.recompute,
+                collectives=collectives,
+                ops=work_of(cost, program.microbatches),
+            )
+        )
+    return PlanDocument(
+        plan=plan.name,
+        ranks=plan.world_size,
+        parameters=len(plan.parameters),
+        frozen=sum(parameter.frozen for parameter in plan.parameters.values()),
+        microbatches=program.microbatches,
+        meshes=[PlanMesh(name=mesh.name, axes=dict(mesh.axes)) for mesh in plan.meshes.values()],
+        groups={name: [list(ranks) for ranks in lists] for name, lists in plan.groups.items()},
+        blocks=blocks,
+    )
 
 
-def _plan(plan: Plan) -> Iterator[str]:
-    frozen = sum(p.frozen for p in plan.parameters.values())
-    of_them = f", {frozen} of them frozen" if frozen else ""
-    yield f"{plan.name}: {count(plan.world_size, 'rank')}, {count(len(plan.parameters), 'parameter')}{of_them}"
-    yield ""
-    for mesh in plan.meshes.values():
-        yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes)}"
-    for name, lists in plan.groups.items():
-        shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
-        more = ", …" if len(lists) > 4 else ""
-        yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    yield f"  below: what one rank does in a step{_of_microbatches(plan.program)}, and of equal layers one"
-    layers, workload = layers_by_block(plan.program), Workload.of_microbatch(plan.spec, plan.program).even
-    for block in plan.program.blocks:
-        runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""
-        yield ""
-        yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
-        cost = BlockCost.of(plan.program, block, workload)
-        microbatches = plan.program.microbatches
-        yield from _communication([*_collectives(cost, microbatches), *_parameters(cost, microbatches)])
-        yield from work_table(cost, microbatches)
-
-
-def _of_microbatches(program: Program) -> str:
-    parts = program.microbatches
-    return f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
-
-
-def _collectives(cost: BlockCost, microbatches: int) -> Iterator[Row]:
-    """The conversions of a block, with the bytes that a rank sends in a step; `cost` is that of a micro-batch."""
+def _conversions(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
+    """The conversions of a block; `cost` is that of a micro-batch."""
     for op, of_op in cost.costs:
         for sent in of_op.sent if not is_zero_gather(op) else ():
-            back = " back" if getattr(op, "reverse", False) else ""
-            what = f"{op.mnemonic}{back} %{op.results[0].name}"
-            group, ranks = group_name(sent.axis, cost.block.experts), cost.workload.meshes.size(sent.axis)
-            span = str(op.span) if op.span else ""
-            forward, backward = microbatches * sent.forward, microbatches * sent.backward
-            yield Row(what, group, ranks, forward, sent.backward_op, backward, span)
+            yield BlockCollective(
+                of=f"%{op.results[0].name}",
+                group=group_name(sent.axis, cost.block.experts),
+                ranks=cost.workload.meshes.size(sent.axis),
+                forward=f"{op.mnemonic} back" if getattr(op, "reverse", False) else op.mnemonic,
+                forward_bytes=microbatches * sent.forward,
+                backward=sent.backward_op if sent.backward_op != "none" else None,
+                backward_bytes=microbatches * sent.backward,
+                line=str(op.span) if op.span else None,
+            )
 
 
-def _parameters(cost: BlockCost, microbatches: int) -> Iterator[Row]:
+def _of_parameters(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
     """The gathers of weights and the sums of gradients, by collective and group."""
     sent: dict[tuple[str, str, str], tuple[float, float]] = {}
     for each in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
         forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
         sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
     for (of, collective, axis), (forward, backward) in sent.items():
-        group, ranks = group_name(axis, cost.block.experts), cost.workload.meshes.size(axis)
-        what = f"{collective} of {of}" if forward else of
-        yield Row(what, group, ranks, forward, collective if backward else "", backward, "")
+        yield BlockCollective(
+            of=of,
+            group=group_name(axis, cost.block.experts),
+            ranks=cost.workload.meshes.size(axis),
+            forward=collective if forward else None,
+            forward_bytes=forward,
+            backward=collective if backward else None,
+            backward_bytes=backward,
+            line=None,
+        )
 
 
-def _communication(rows: list[Row]) -> Iterator[str]:
-    if not rows:
+def plan_lines(found: PlanDocument) -> Iterator[str]:
+    """The document for people: of many communicators the first, of a block's ops the largest."""
+    of_them = f", {found.frozen} of them frozen" if found.frozen else ""
+    yield f"{found.plan}: {count(found.ranks, 'rank')}, {count(found.parameters, 'parameter')}{of_them}"
+    yield ""
+    for mesh in found.meshes:
+        yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes.items())}"
+    for name, lists in found.groups.items():
+        shown = ", ".join(shortened(ranks) for ranks in lists[:MOST_COMMUNICATORS])
+        more = ", …" if len(lists) > MOST_COMMUNICATORS else ""
+        yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
+    parts = found.microbatches
+    of_parts = f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
+    yield f"  Below: one rank's step{of_parts}; equal layers are shown once."
+    for block in found.blocks:
+        runs = f", {count(len(block.layers), 'layer')}" if block.layers else ""
+        yield ""
+        yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
+        yield from _communication(block.collectives)
+        yield from work_table(block.ops)
+
+
+def _communication(collectives: list[BlockCollective]) -> Iterator[str]:
+    if not collectives:
         yield "  no communication"
         return
-    cells = [
-        (r.what, r.group, f"{r.ranks}", amount_or_dash(r.forward), r.backward, amount_or_dash(r.backward_bytes), r.span)
-        for r in rows
-    ]
-    yield from table([HEAD, *cells])
+    yield from table([HEAD, *map(_cells, collectives)])
 
 
-# ---- one rank --------------------------------------------------------------------------------------
-
-
-def _rank(plan: Plan, rank: int) -> Iterator[str]:
-    part = f"its sequences are part {plan.data_rank(rank)} of {plan.data_size} of a batch (from 0)"
-    yield f"{plan.name}, rank {rank} of {plan.world_size}: {part}"
-    yield ""
-    for mesh in plan.meshes.values():
-        yield f"  mesh {mesh.name}: {', '.join(f'{axis} {mesh.coordinate(rank, axis)}' for axis, _ in mesh.axes)}"
-    for name, lists in plan.groups.items():
-        peers = next(ranks for ranks in lists if rank in ranks)
-        yield f"  group {name} with {_ranks(tuple(peer for peer in peers if peer != rank))}"
-    local = sum(_local_elements(plan, p) for p in plan.parameters.values())
-    yield f"  holds {local:,} of {sum(math.prod(p.shape) for p in plan.parameters.values()):,} elements"
-    for block in plan.program.blocks:
-        if not block.parameters:
-            continue
-        yield ""
-        yield f"{block.name}"
-        width = max(len(p.name) for p in block.parameters)
-        for p in parameters_of_block(block):
-            others = "".join(f"  {what} {layout}" for what, layout in _other_layouts(block, p))
-            others += "  frozen" * p.frozen
-            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(plan, p, rank)}  of {list(p.shape)}  {p.layout}{others}"
-        for state in block.states if block.update else ():
-            yield f"  {state.name.ljust(width)}  {state.dtype}{list(state.shape)}  updated by {block.update}"
-
-
-def _other_layouts(block: Block, parameter: PlanParameter) -> Iterator[tuple[str, Layout]]:
-    """The layouts of a parameter where it is used, of its gradient and of its optimizer state that are not its own."""
-    used = ((f"used as %{name}", layout) for name, layout in _gathered(block, f"@{parameter.name}").items())
-    for what, layout in (*used, ("gradient", parameter.gradient), ("optimizer state", parameter.optimizer_state)):
-        if layout != parameter.layout:
-            yield what, layout
-
-
-def _gathered(block: Block, name: str) -> dict[str, Layout]:
-    """The values that conversions make of a parameter and that other ops use, with their layouts."""
-    made, used = {name}, dict[str, Layout]()
-    for op in block.ops:
-        if isinstance(op, Conversion) and op.operands[0] in made:
-            made.add(op.results[0].name)
-        else:
-            used.update({each: layout_of(block.scope[each]) for each in op.operands if each in made - {name}})
-    return used
-
-
-def _held(plan: Plan, parameter: PlanParameter, rank: int) -> str:
-    """`[4:8, 64]`: the part of each dim that the rank holds."""
-    index = local_slices(parameter.shape, parameter.layout, plan.meshes[parameter.mesh], rank)
-    parts = zip(index, parameter.shape, strict=True)
-    return f"[{', '.join(str(n) if part == slice(0, n) else f'{part.start}:{part.stop}' for part, n in parts)}]"
-
-
-def _local_elements(plan: Plan, parameter: PlanParameter) -> int:
-    return math.prod(local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh]))
-
-
-# ---- pictures --------------------------------------------------------------------------------------
-
-
-def _picture(plan: Plan, kind: str) -> Iterator[str]:
-    """Every block of the plan, with an arrow from each op to its consumers; collectives are highlighted."""
-    mermaid = kind == "mermaid"
-    yield "flowchart TD" if mermaid else "digraph plan {\n  node [shape = box]"
-    for number, block in enumerate(plan.program.blocks):
-        title = block.name.replace('"', "'")
-        yield f'  subgraph g{number}["{title}"]' if mermaid else f'  subgraph cluster_{number} {{\n  label = "{title}"'
-        yield from _ops(block, f"g{number}_", mermaid)
-        yield "  end" if mermaid else "  }"
-    if not mermaid:
-        yield "}"
-
-
-def _ops(block: Block, prefix: str, mermaid: bool) -> Iterator[str]:
-    nodes = {value.name: f"{prefix}in{index}" for index, value in enumerate(block.inputs)}
-    for name, node in nodes.items():
-        yield _drawn(node, f"%{name}", False, mermaid)
-    for index, op in enumerate(block.ops):
-        node = f"{prefix}op{index}"
-        yield _drawn(node, _label(op), isinstance(op, Conversion), mermaid)
-        sources = dict.fromkeys(nodes[name] for name in op.operands if name in nodes)
-        yield from (f"    {source} {'-->' if mermaid else '->'} {node}" for source in sources)
-        nodes.update({value.name: node for value in op.results})
-    yield _drawn(f"{prefix}out", "return", False, mermaid)
-    results = dict.fromkeys(nodes[output.name] for output in block.outputs)
-    yield from (f"    {source} {'-->' if mermaid else '->'} {prefix}out" for source in results)
-
-
-def _drawn(node: str, label: str, loud: bool, mermaid: bool) -> str:
-    if mermaid:
-        return f'    {node}{"([" if loud else "["}"{label}"{"])" if loud else "]"}'
-    return f'    {node} [label = "{label}"{", style = filled, fillcolor = gold" if loud else ""}]'
-
-
-def _label(op: Op) -> str:
-    results = ", ".join(f"%{value.name}" for value in op.results)
-    return f"{results} = {op.mnemonic}{f' ({op.span})' if op.span else ''}"
+def _cells(row: BlockCollective) -> tuple[str, ...]:
+    is_value = row.of.startswith("%")
+    what = f"{row.forward} {row.of}" if is_value else f"{row.forward} of {row.of}" if row.forward else row.of
+    sizes = [amount_or_dash(size) for size in (row.forward_bytes, row.backward_bytes)]
+    return what, row.group, str(row.ranks), sizes[0], row.backward or "none", sizes[1], row.line or ""

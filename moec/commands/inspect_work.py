@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moec.commands.inspect_plan_document import OpWork
 from moec.commands.table import amount_or_dash, table
 from moec.grammar.amounts import si
 from moec.passes.cost.cost import Cost
@@ -15,51 +16,58 @@ MOST = 4
 
 HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "line")
 
-Line = tuple[str, float, float, float, float, str]
 
-
-def work_table(cost: BlockCost, microbatches: int) -> Iterator[str]:
-    """The largest ops of a block in order, then the sum of the others, then of all; empty if all are 0.
-
-    `cost` is that of a micro-batch. FLOPs and bytes sent, forward and backward together, are those of a step, bytes
-    kept those of a micro-batch. A tensor that several ops save counts for the first.
-    """
+def work_of(cost: BlockCost, microbatches: int) -> list[OpWork]:
+    """The work of each op of a block in a step; `cost` is that of a micro-batch."""
     saved = [names for _, names in cost.newly_saved()]
-    lines = [_line(op, of_op, names, microbatches) for (op, of_op), names in zip(cost.costs, saved, strict=True)]
-    if not any(line[1] or line[3] for line in lines):
+    return [_work(op, of_op, names, microbatches) for (op, of_op), names in zip(cost.costs, saved, strict=True)]
+
+
+def _work(op: Op, cost: Cost, saved: dict[str, float], microbatches: int) -> OpWork:
+    return OpWork(
+        op=f"{op.mnemonic} %{op.results[0].name}" if op.results else op.mnemonic,
+        forward_flops=microbatches * cost.work.forward.flops,
+        backward_flops=microbatches * cost.work.backward.flops,
+        kept_bytes=sum(saved.values()),
+        sent_bytes=microbatches * sum(each.bytes for each in cost.sent),
+        line=str(op.span) if op.span else None,
+    )
+
+
+def work_table(ops: list[OpWork]) -> Iterator[str]:
+    """The largest ops of a block in order, then the sum of the others, then of all; empty if all are 0."""
+    if not any(op.forward_flops or op.kept_bytes for op in ops):
         return
-    shown = _largest(lines)
-    others = [line for i, line in enumerate(lines) if i not in shown]
-    rows = [lines[i] for i in sorted(shown)]
+    shown = _largest(ops)
+    others = [op for index, op in enumerate(ops) if index not in shown]
+    rows = [ops[index] for index in sorted(shown)]
     if others:
         rows.append(_sum(f"{len(others)} others", others))
-    rows.append(_sum("all", lines))
+    rows.append(_sum("all", ops))
     yield ""
     yield from table([HEAD, *map(_cells, rows)])
 
 
-def _line(op: Op, cost: Cost, saved: dict[str, float], microbatches: int) -> Line:
-    name = f"{op.mnemonic} %{op.results[0].name}" if op.results else op.mnemonic
-    once = (cost.work.forward.flops, cost.work.backward.flops, sum(each.bytes for each in cost.sent))
-    forward, backward, sent = (microbatches * number for number in once)
-    return name, forward, backward, sum(saved.values()), sent, str(op.span) if op.span else ""
-
-
-def _largest(lines: list[Line]) -> set[int]:
+def _largest(ops: list[OpWork]) -> set[int]:
     """The ops with the most FLOPs, and those that save the most bytes."""
     largest: set[int] = set()
-    for column in (1, 3):
-        ordered = sorted(range(len(lines)), key=lambda i: -float(lines[i][column]))
-        largest.update(i for i in ordered[:MOST] if lines[i][column])
+    for sizes in ([op.forward_flops for op in ops], [op.kept_bytes for op in ops]):
+        ordered = sorted(((size, -index) for index, size in enumerate(sizes) if size), reverse=True)
+        largest.update(-index for _, index in ordered[:MOST])
     return largest
 
 
-def _sum(name: str, lines: list[Line]) -> Line:
-    forward, backward, saved, sent = (sum(float(line[column]) for line in lines) for column in range(1, 5))
-    return name, forward, backward, saved, sent, ""
+def _sum(name: str, ops: list[OpWork]) -> OpWork:
+    return OpWork(
+        op=name,
+        forward_flops=sum(op.forward_flops for op in ops),
+        backward_flops=sum(op.backward_flops for op in ops),
+        kept_bytes=sum(op.kept_bytes for op in ops),
+        sent_bytes=sum(op.sent_bytes for op in ops),
+        line=None,
+    )
 
 
-def _cells(line: Line) -> tuple[str, ...]:
-    name, forward, backward, saved, sent, span = line
-    flops = (si(number, "G") if number else "-" for number in (forward, backward))
-    return name, *flops, amount_or_dash(saved), amount_or_dash(sent), span
+def _cells(op: OpWork) -> tuple[str, ...]:
+    flops = (si(number, "G") if number else "-" for number in (op.forward_flops, op.backward_flops))
+    return op.op, *flops, amount_or_dash(op.kept_bytes), amount_or_dash(op.sent_bytes), op.line or ""

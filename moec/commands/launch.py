@@ -1,4 +1,4 @@
-"""`moec launch`: how a plan's ranks are started, by torchrun, Slurm or Kubernetes. It starts nothing itself."""
+"""`moec launch`: how a plan's ranks are started, by torchrun, Slurm or Kubernetes. `--run` starts them here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LaunchDocument:
     nodes: int
     processes_per_node: int
     argv: list[str]
-    """The words of the torchrun command, the same on every node."""
+    """The words of the torchrun command without a scheduler, the same on every node; `slurm` and `k8s` have another."""
     environment: dict[str, str]
     """The variables that the words of `argv` name, with what each has to be."""
     slurm: str | None
@@ -113,7 +113,8 @@ def _hosts(plan: Plan, nodes: int | None, per_node: int | None) -> Hosts:
         message = f"the plan is for {count(ranks, 'rank')}, not for {' × '.join([*of_nodes, *of_ranks])}"
         fits = max(size for size in range(1, min(stated, ranks) + 1) if ranks % size == 0)
         option = f"--nodes {fits}" if nodes is not None else f"--per-node {fits}"
-        help = f"without the option it is {found.nodes} × {found.processes_per_node}; `{option}` alone fits too"
+        without = f"without the option it is {found.nodes} × {found.processes_per_node}; " if found.is_stated else ""
+        help = f"{without}`{option}` alone fits" + " too" * found.is_stated
         raise _refused(message, help)
     number = nodes if nodes is not None else ranks // stated
     return Hosts(number, ranks // number)

@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from moec.commands.launch import Launch
+from moec.commands.output import show
 from moec.commands.rank_output import RankOutput
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, render
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 
 
 def run(launch: Launch, logs: Path | None) -> int:
@@ -52,7 +53,7 @@ def _start(launch: Launch, folder: Path) -> int:
         if output.explained:
             print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
         else:
-            show([failed(int(rank), failure.exitcode, logs[-1] if logs else folder)])
+            show([failed(int(rank), failure.exitcode, logs[-1] if logs else folder)], "full")
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
     except SignalException as error:
         output.finish(None)
@@ -63,11 +64,6 @@ def _start(launch: Launch, folder: Path) -> int:
         return 128 + signal.SIGINT
     output.finish(None, succeeded=True)
     return 0
-
-
-def show(diagnostics: list[Diagnostic]) -> None:
-    """Prints diagnostics to stderr."""
-    print(render(diagnostics, "full").rstrip("\n"), file=sys.stderr)
 
 
 def _require_here(launch: Launch) -> None:

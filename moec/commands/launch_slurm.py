@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from moec.codegen.launch_command import PORT, shell_text
+from moec.codegen.launch_command import PORT, Expanded, shell_text, torchrun_command
 from moec.commands.launch import Launch
 
 TEMPLATE = """\
@@ -29,9 +29,7 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE > {ranks} ? SL
 
 # One torchrun per node, with all its cores: srun would give it one. Each rank's output is in its own file too.
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=1 \\
-  torchrun --nnodes {nodes} --nproc-per-node {ranks} \\
-  --rdzv-backend c10d --rdzv-endpoint "$HOST:$PORT" --rdzv-id "$SLURM_JOB_ID" \\
-  {restarts}--log-dir "{name}-logs/$SLURM_JOB_ID" --tee 3 \\
+  {torchrun} \\
   {script}
 """
 
@@ -49,6 +47,15 @@ def slurm_script(launch: Launch) -> str:
         ranks=ranks,
         gpus=f"#SBATCH --gpus-per-node={ranks}\n" if gpus else "",
         port=port,
-        restarts="".join(f"{word} " for word in launch.restarts),
+        torchrun=shell_text(_torchrun(launch)),
         script=shell_text(launch.script),
+    )
+
+
+def _torchrun(launch: Launch) -> list[str]:
+    """The torchrun command without the script. Ranks meet under the job's number, on one node too."""
+    logs = Expanded(f"{launch.name}-logs/$SLURM_JOB_ID")
+    options = ["--rdzv-id", Expanded("$SLURM_JOB_ID"), *launch.restarts, "--log-dir", logs, "--tee", "3"]
+    return torchrun_command(
+        launch.plan, (), hosts=launch.hosts, host="$HOST", port="$PORT", options=options, standalone=False
     )

@@ -10,7 +10,7 @@ from moec.commands.table import table
 from moec.driver import run_passes, to_spec
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.format import formatted
-from moec.grammar.resolve.files import library_names, library_text
+from moec.grammar.resolve.library import library_names, library_text
 from moec.grammar.source import Source
 from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest

@@ -1,4 +1,4 @@
-"""A plot of a step's memory: events from left to right, tenants stacked, a line at the device's memory. SVG 1.1."""
+"""A plot of a step's memory: events from left to right, kinds stacked, a line at the device's memory. SVG 1.1."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from html import escape
 
 from moec.grammar.amounts import amount_of_bytes
-from moec.passes.cost.buffers import TENANTS, Tenant
+from moec.passes.cost.buffers import MEMORY_KINDS, MemoryKind
 from moec.passes.cost.memory import Memory
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 420, 80, 40, 170, 60
 
-COLORS: dict[Tenant, str] = {
+COLORS: dict[MemoryKind, str] = {
     "parameters": "#4477aa",
     "compute copies": "#66ccee",
     "gradients": "#228833",
@@ -39,18 +39,18 @@ def _lines(name: str, memory: Memory, capacity: float) -> Iterator[str]:
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     title = f"{name}: {amount_of_bytes(peak.bytes.total)} at the peak, in the {peak.event}"
     yield _label(LEFT, 24, "start", title)
-    shown = [tenant for tenant in TENANTS if any(moment.bytes.of.get(tenant) for moment in moments)]
+    shown = [kind for kind in MEMORY_KINDS if any(moment.bytes.of.get(kind) for moment in moments)]
     for index, moment in enumerate(moments):
         below = 0.0
-        for tenant in shown:
-            size = moment.bytes.of.get(tenant, 0.0)
+        for kind in shown:
+            size = moment.bytes.of.get(kind, 0.0)
             if not size:
                 continue
             y = TOP + down * (1 - (below + size) / top)
-            hint = escape(f"{moment.event}: {tenant} {amount_of_bytes(size)}")
+            hint = escape(f"{moment.event}: {kind} {amount_of_bytes(size)}")
             yield (
                 f'<rect x="{LEFT + index * across:.2f}" y="{y:.2f}" width="{across:.2f}" '
-                f'height="{down * size / top:.2f}" fill="{COLORS[tenant]}"><title>{hint}</title></rect>'
+                f'height="{down * size / top:.2f}" fill="{COLORS[kind]}"><title>{hint}</title></rect>'
             )
             below += size
     for part in (0, 0.25, 0.5, 0.75, 1):
@@ -61,10 +61,10 @@ def _lines(name: str, memory: Memory, capacity: float) -> Iterator[str]:
         y = TOP + down * (1 - capacity / top)
         yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="black" stroke-dasharray="4"/>'
         yield _label(WIDTH - RIGHT, y - 4, "end", f"the device: {amount_of_bytes(capacity)}")
-    for index, tenant in enumerate(reversed(shown)):
+    for index, kind in enumerate(reversed(shown)):
         y = TOP + 18 * index
-        yield f'<rect x="{WIDTH - RIGHT + 16}" y="{y}" width="12" height="12" fill="{COLORS[tenant]}"/>'
-        yield _label(WIDTH - RIGHT + 34, y + 10, "start", tenant)
+        yield f'<rect x="{WIDTH - RIGHT + 16}" y="{y}" width="12" height="12" fill="{COLORS[kind]}"/>'
+        yield _label(WIDTH - RIGHT + 34, y + 10, "start", kind)
     places = {0: "start", len(moments) // 2: "middle", len(moments) - 1: "end"}
     for index, anchor in places.items():
         yield _label(LEFT + (index + 0.5) * across, HEIGHT - BOTTOM + 20, anchor, moments[index].event)

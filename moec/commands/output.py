@@ -1,4 +1,4 @@
-"""The frame of every command's result: lines for people, or under `--format json` one JSON document.
+"""The frame of every command's output: lines for people, or under `--format json` one JSON document; and diagnostics.
 
 A document is a dataclass under `@document`, or a list of them; `moec.commands.schemas` lists them, and a test writes
 their JSON Schemas to docs/schemas.
@@ -11,6 +11,12 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
+
+from moec.commands.terminal import RED, RESET, colored, columns
+from moec.grammar.diagnostics import Diagnostic, render
+
+WRONG_USAGE = "MOE0017"
+"""The code of a wrong command line: the command exits with 2."""
 
 Document = TypeVar("Document")
 
@@ -40,6 +46,23 @@ def print_json(data: object) -> None:
     """Prints one JSON document, indented, to stdout. A number that is not finite is written as null."""
     unicode = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").startswith("utf")
     print(json.dumps(_plain(data), indent=2, ensure_ascii=not unicode, allow_nan=False))
+
+
+def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
+    """Prints diagnostics to stderr, with colours where stderr has them. For people wrong usage is one line."""
+    shown = list(diagnostics)
+    color = style == "full" and colored(sys.stderr)
+    if style == "full" and len(shown) == 1 and shown[0].code == WRONG_USAGE:
+        print(_one_line(shown[0], color), file=sys.stderr)
+    elif shown:
+        print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)
+
+
+def _one_line(found: Diagnostic, color: bool) -> str:
+    """`error[MOE0017]: what is wrong; what is meant`."""
+    head = f"error[{found.code}]"
+    text = "; ".join(filter(None, (found.message, found.help)))
+    return f"{RED}{head}{RESET}: {text}" if color else f"{head}: {text}"
 
 
 def _plain(data: object) -> object:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 REFRESHED = 4
-"""Times a second that the line is drawn: each takes the interpreter from the work for some milliseconds."""
+"""Times a second that the line is drawn: each redraw holds the GIL for some milliseconds."""
 
 
 class Bar(Protocol):

@@ -31,17 +31,18 @@ def replace_file(file: Path, before: str, after: str) -> None:
         if status.st_nlink > 1:  # a new file would leave the other names with the old text
             target.write_bytes(after.encode())
         else:
-            _replace(target, after.encode(), status.st_mode)
+            write_whole(target, after.encode(), status.st_mode)
     except OSError as error:
         raise _refused(file, error.strerror or str(error)) from error
 
 
-def _replace(target: Path, data: bytes, mode: int) -> None:
+def write_whole(target: Path, data: bytes, mode: int | None = None) -> None:
+    """Writes `data` to `target`, new or not, atomically. `mode`: its permissions; None: the usual. Raises `OSError`."""
     descriptor, fresh = tempfile.mkstemp(prefix=".moec-", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
-        os.chmod(fresh, stat.S_IMODE(mode))
+        os.chmod(fresh, 0o644 if mode is None else stat.S_IMODE(mode))
         os.replace(fresh, target)
     except BaseException:
         os.unlink(fresh)

@@ -18,6 +18,8 @@ DOCUMENTS = {
     "compile": "moec.commands.compile_document:CompiledPlan",
     "compile-emit": "moec.commands.compile_document:EmittedStage",
     "inspect-file": "list moec.commands.documents:InspectedValue",
+    "inspect-plan": "moec.commands.inspect_plan_document:PlanDocument",
+    "inspect-rank": "moec.commands.inspect_plan_document:RankDocument",
     "inspect-text": "moec.commands.documents:InspectedText",
     "inspect-params": "moec.commands.inspect_documents:ParametersDocument",
     "inspect-memory": "moec.commands.inspect_documents:MemoryDocument",

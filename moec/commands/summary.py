@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from moec.codegen.launch_command import shell_text, torchrun_command
+from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
 from moec.codegen.plan_in_words import degrees_lines, subject_line
 from moec.grammar.amounts import amount_of_bytes, count, si
@@ -23,7 +23,7 @@ LARGEST_PARTS = 4
 """Parts of the peak that are named."""
 
 
-def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
+def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
     """The summary as text, from the plan alone."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
@@ -33,7 +33,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     recomputed = any(block.recompute != "none" for block in program.blocks)
     kept = _activations(counts, program.microbatches) + (", before `recompute`" if recomputed else "")
     lines = [
-        f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
+        f"compiled {plan.name} in {seconds:.2f} s to {path}",
         "",
         f"  {subject_line(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
@@ -48,18 +48,17 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     ]
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
-        lines.append(
-            f"{head}{amount_of_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}"
-        )
+        group = f"{flow.group} ({count(flow.ranks, 'rank')})"
+        lines.append(f"{head}{amount_of_bytes(flow.bytes)} per rank and step over {group}: {flow.purpose}")
     if counts.imbalance > 1:
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
     if warning := _whole_vocabulary(spec, degrees.tp):
         lines.append(f"  warning   {warning}")
-    if path and not spec.has_model:
+    if not spec.has_model:
         lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
-    elif path:
-        launch = shell_text(torchrun_command(plan))
-        lines += ["", f"next: `moec verify {path}`, then `{launch}` with `moec.load({str(path)!r})` in it"]
+    else:
+        start = start_command(plan, path)
+        lines += ["", f"next: `moec verify {path}`, then `{start}` with `moec.load({str(path)!r})` in it"]
     return "\n".join(lines)
 
 

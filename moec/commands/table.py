@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from moec.grammar.amounts import amount_of_bytes
 
 
-def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = (), *, indent: int = 2) -> Iterator[str]:
     """The lines of a table. `numbers`: the columns that are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -15,7 +15,7 @@ def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> Itera
             text.rjust(width) if column in numbers else text.ljust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield ("  " + "  ".join(cells)).rstrip()
+        yield (" " * indent + "  ".join(cells)).rstrip()
 
 
 def without_empty_columns(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

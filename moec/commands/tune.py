@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moec.codegen.kernels.tiles import KERNELS
 from moec.commands.output import document, emit
+from moec.commands.table import table
 from moec.driver import load
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
@@ -43,7 +44,7 @@ class TunedPlan:
     shapes: list[TunedShape]
 
 
-def run(path: Path, output: Path | None, most: int | None, style: str = "full") -> None:
+def run(path: Path, output: Path | None, tries: int | None, style: str = "full") -> None:
     """Measures the plan in `path` and writes it to `output` (default: `path`). Raises `DiagnosticError`."""
     require_plan_folder(path, "moec tune")
     plan = load(path)
@@ -52,7 +53,7 @@ def run(path: Path, output: Path | None, most: int | None, style: str = "full") 
         why = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"
         emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=device.name, shapes=[]))
         return
-    tuning = tune(plan, most=most or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
+    tuning = tune(plan, most=tries or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
     if not tuning.results:
         why = f"{plan.name}: no kernel runs its experts; there is nothing to tune"
         emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=tuning.device, shapes=[]))
@@ -81,9 +82,7 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
     for tuned in tuning.results:
         yield from ("", f"  {tuned.products.key}, {tuned.rows:,} rows")
         rows = [HEAD, *_of_products(tuned)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-        for row in rows:
-            yield ("    " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+        yield from table(rows, indent=4)
         ratio = tuned.default_ms / tuned.best_ms
         whole = (
             "the default stays"

@@ -71,7 +71,7 @@ def _largest(report: Report) -> str:
 def _beyond(rounding: Rounding) -> Iterator[str]:
     if rounding.mean > rounding.mean_bound:
         yield (
-            f"  gradients lose {rounding.mean:.2g} × what the unsharded model's do, as a geometric mean; "
+            f"  the geometric mean of the gradients' errors is {rounding.mean:.2g} × the unsharded model's; "
             f"the bound is {rounding.mean_bound:g} ×"
         )
     if rounding.step > STEP_BOUND:

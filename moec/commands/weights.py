@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moec import __version__
-from moec.commands.check import show
 from moec.commands.documents import WrittenWeights
-from moec.commands.output import emit
+from moec.commands.output import emit, show
 from moec.commands.progress import progress
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.subject import require_plan_folder

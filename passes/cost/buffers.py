@@ -1,4 +1,4 @@
-"""Tensors that are alive, and the bytes that they take by tenant."""
+"""Tensors that are alive, and the bytes that they take by kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Tenant = Literal[
+MemoryKind = Literal[
     "parameters",
     "compute copies",
     "gradients",
@@ -19,26 +19,26 @@ Tenant = Literal[
 ]
 """What bytes are for: `activations` are saved for backward, `work` are values and gradients in use."""
 
-TENANTS: tuple[Tenant, ...] = get_args(Tenant)
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes by tenant."""
+    """Bytes by kind."""
 
-    of: Mapping[Tenant, float] = field(default_factory=dict)
+    of: Mapping[MemoryKind, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
-        """All tenants together."""
+        """All kinds together."""
         return sum(self.of.values())
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes({t: self.of.get(t, 0.0) + other.of.get(t, 0.0) for t in (*self.of, *other.of)})
 
-    def as_one(self, tenant: Tenant) -> Bytes:
-        """The same bytes, all of one tenant."""
-        return Bytes({tenant: self.total})
+    def as_one(self, kind: MemoryKind) -> Bytes:
+        """The same bytes, all of one kind."""
+        return Bytes({kind: self.total})
 
 
 def largest(*moments: Bytes) -> Bytes:
@@ -50,28 +50,28 @@ class Buffers:
     """Tensors by name; several names may share one tensor, which the last name frees."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tenant, float]] = {}
+        self._tensors: dict[int, tuple[MemoryKind, float]] = {}
         self._numbers: dict[str, int] = {}
         self._uses: dict[int, int] = {}
-        self._totals = dict.fromkeys(TENANTS, 0.0)
+        self._totals = dict.fromkeys(MEMORY_KINDS, 0.0)
         self._made = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._numbers
 
-    def add(self, name: str, tenant: Tenant, size: float) -> None:
+    def add(self, name: str, kind: MemoryKind, size: float) -> None:
         """A new tensor, which replaces another of this name."""
         self.drop(name)
         self._made += 1
         self._numbers[name] = self._made
         self._uses[self._made] = 1
-        self._tensors[self._made] = tenant, size
-        self._totals[tenant] += size
+        self._tensors[self._made] = kind, size
+        self._totals[kind] += size
 
     def add_all(self, name: str, sizes: Bytes) -> None:
-        """One tensor `name tenant` for each tenant of `sizes`."""
-        for tenant, size in sizes.of.items():
-            self.add(f"{name} {tenant}", tenant, size)
+        """One tensor `name kind` for each kind of `sizes`."""
+        for kind, size in sizes.of.items():
+            self.add(f"{name} {kind}", kind, size)
 
     def alias(self, name: str, other: str) -> None:
         """Gives the tensor of `other` one more name."""
@@ -80,20 +80,20 @@ class Buffers:
         self._numbers[name] = number
         self._uses[number] += 1
 
-    def save(self, name: str, size: float, tenant: Tenant = "activations") -> None:
+    def save(self, name: str, size: float, kind: MemoryKind = "activations") -> None:
         """Keeps a value, or a tensor inside an op, for backward, as `saved name`."""
         saved = f"saved {name}"
         if saved in self:
             return
         if name not in self:
-            self.add(saved, tenant, size)
+            self.add(saved, kind, size)
             return
         self.alias(saved, name)
         number = self._numbers[name]
         before, of_value = self._tensors[number]
         self._totals[before] -= of_value
-        self._totals[tenant] += of_value
-        self._tensors[number] = tenant, of_value
+        self._totals[kind] += of_value
+        self._tensors[number] = kind, of_value
 
     def is_shared(self, name: str) -> bool:
         """Whether the tensor has other names too."""
@@ -106,18 +106,18 @@ class Buffers:
             return
         self._uses[number] -= 1
         if not self._uses[number]:
-            tenant, size = self._tensors.pop(number)
-            self._totals[tenant] -= size
+            kind, size = self._tensors.pop(number)
+            self._totals[kind] -= size
             del self._uses[number]
 
     def drop_all(self, name: str) -> None:
         """Drops what `add_all` added under this name."""
-        for tenant in TENANTS:
-            self.drop(f"{name} {tenant}")
+        for kind in MEMORY_KINDS:
+            self.drop(f"{name} {kind}")
 
     def bytes(self, more: float = 0.0) -> Bytes:
-        """Bytes by tenant, with `more` bytes of work."""
-        found = {tenant: size for tenant, size in self._totals.items() if size >= 1}  # below: rounding of sums
+        """Bytes by kind, with `more` bytes of work."""
+        found = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
         if more:
             found["work"] = found.get("work", 0.0) + more
         return Bytes(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.buffers import Buffers, Bytes, Tenant
+from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_forward, steps_of
 from moec.passes.cost.optimizer_state import widened_bytes
 from moec.passes.cost.optimizer_work import work_bytes
@@ -22,7 +22,7 @@ DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
 
 
-ALWAYS: tuple[Tenant, ...] = ("parameters", "optimizer", "device")
+ALWAYS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "device")
 """Tenants that take the same bytes at every moment of a step."""
 
 
@@ -250,7 +250,7 @@ class _Timeline:
         self.alive.drop("sent")  # ZeRO waits for the layer before
         # The sum with earlier micro-batches is new memory, and frees these before it is sent.
         buffers = weights.buckets + weights.sent if sends else 0.0
-        more: dict[Tenant, float] = {"gradients": weights.wide}
+        more: dict[MemoryKind, float] = {"gradients": weights.wide}
         more |= {"gradients": weights.wide + added} if added > buffers else {"communication": buffers}
         moment = self.alive.bytes() + Bytes(more)
         self.alive.drop(f"d {name}")

@@ -96,7 +96,7 @@ def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
     alone: Plan, tmp_path: Path, launched: set[Tile]
 ) -> None:
     folder, out = alone.save(tmp_path / "toy.plan"), tmp_path / "tuned.plan"
-    done = CliRunner().invoke(app, ["tune", str(folder), "--out", str(out), "--most", "1"])
+    done = CliRunner().invoke(app, ["tune", str(folder), "--output", str(out), "--tries", "1"])
     assert done.exit_code == 0, done.output
     assert "4 × 8 × 8 gated, fp32, few rows" in done.stdout
     assert len({tile.rows for tile in launched}) > 2  # several heights
@@ -119,7 +119,7 @@ def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
 
 def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     folder = with_tiles(plan).save(tmp_path / "toy.plan")
-    done = CliRunner().invoke(app, ["tune", str(folder), "--most", "1"])
+    done = CliRunner().invoke(app, ["tune", str(folder), "--tries", "1"])
     assert done.exit_code == 0, done.output
     again = moec.load(folder).tiles
     assert again is not None

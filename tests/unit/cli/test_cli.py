@@ -245,11 +245,31 @@ def test_no_plan_at_all_is_a_diagnostic(run):
     assert "error[MOE0600]" in err
 
 
+@pytest.mark.parametrize(
+    ("file", "what", "way"),
+    [
+        ("config.json", "a folder of Hugging Face", "`moec import hf other` writes a `.moe` file"),
+        ("checkpoint.json", "a checkpoint", "`moec checkpoint inspect other` shows it"),
+    ],
+)
+def test_a_folder_of_another_kind_is_named_by_its_kind(run, file: str, what: str, way: str):
+    Path("other").mkdir()
+    Path("other", file).write_text("{}")
+    code, _, err = run("verify", "other")
+    assert code == 1
+    assert f"`other` is {what}, and `moec verify` wants a plan" in err
+    assert f"help: {way}" in err
+    code, _, err = run("check", "other")
+    assert code == 1
+    assert f"this is {what}" in err
+    assert f"help: {way}" in err
+
+
 @pytest.mark.parametrize("name", cli.NOT_YET)
 def test_commands_to_come_say_so(run, name: str):
     code, out, err = run(name, "anything", "--at", "all")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error[MOE0202]: not supported yet\n  `moec {name}`: ")
+    assert err.startswith(f"error[MOE0202]: not supported yet\n  `moec {name}` will {cli.NOT_YET[name]}\n")
 
 
 @pytest.mark.parametrize(

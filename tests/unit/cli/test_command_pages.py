@@ -10,7 +10,7 @@ import click
 import pytest
 
 from moec.cli import app
-from moec.cli.pages import EXTRAS, commands, documents_of, file_of, index, page
+from moec.cli.pages import commands, file_of, index, page
 from moec.commands.schemas import DOCUMENTS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "commands"
@@ -34,14 +34,21 @@ def test_the_index_is_current(update_golden: bool) -> None:
 
 def test_there_is_no_page_of_nothing() -> None:
     assert {file.name for file in FOLDER.iterdir()} == {"README.md", *map(file_of, COMMANDS)}
-    assert set(EXTRAS) == set(COMMANDS)
 
 
 def test_every_document_belongs_to_a_command() -> None:
-    assert sorted(["version", *(name for path in COMMANDS for name in documents_of(path))]) == sorted(DOCUMENTS)
+    assert sorted(["version", *(name for each in COMMANDS.values() for name in each.documents)]) == sorted(DOCUMENTS)
 
 
-@pytest.mark.parametrize("line", [line for extra in EXTRAS.values() for line in extra.examples])
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_has_examples_which_its_help_shows(path: str) -> None:
+    command = COMMANDS[path]
+    assert command.examples
+    shown = command.get_help(click.Context(command, info_name=path))
+    assert all(f"  {line}\n      # {comment}" in shown for line, comment in command.examples.items())
+
+
+@pytest.mark.parametrize("line", [line for each in COMMANDS.values() for line in each.examples])
 def test_the_examples_parse(line: str) -> None:
     words = shlex.split(re.split(" [<>] ", line)[0])
     assert words[0] == "moec"

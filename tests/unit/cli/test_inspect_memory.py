@@ -51,7 +51,7 @@ def test_text_marks_one_peak_and_shows_equal_layers_once(plan: tuple[Path, Plan,
     assert any("layers more" in line for line in lines)
 
 
-def test_the_plot_is_xml_with_a_bar_for_each_moment_and_tenant(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
+def test_the_plot_is_xml_with_a_bar_for_each_moment_and_kind(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
     path, _, memory = plan
     assert run(path, "--memory", "--svg", tmp_path / "m.svg") == f"wrote {tmp_path / 'm.svg'}\n"
     titles = [node.text for node in ElementTree.parse(tmp_path / "m.svg").iter("{http://www.w3.org/2000/svg}title")]
@@ -75,7 +75,7 @@ def test_the_summary_and_the_table_state_the_same_peak(plan: tuple[Path, Plan, M
     path, made, memory = plan
     line = peak_line(memory, made.spec.cluster.device.memory)
     assert run(path, "--memory").splitlines()[0] == f"tiny: {line}"
-    assert f"  memory    {line}" in summary(made, made.program, None, 0.0).splitlines()
+    assert f"  memory    {line}" in summary(made, made.program, Path("p.plan"), 0.0).splitlines()
 
 
 def test_options_of_memory_need_it(plan: tuple[Path, Plan, Memory]) -> None:

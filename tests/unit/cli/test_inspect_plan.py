@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import click
 import pytest
+from inspected import inspected
 from models import moe_plan
 
-from moec.commands.inspect_plan import inspect_plan
+from moec.commands.inspect_picture import picture_of
+from moec.commands.inspect_plan import plan_document
+from moec.commands.inspect_rank import rank_document
+from moec.driver import load
+from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import Conversion
 
 
@@ -19,7 +23,7 @@ def plan(tmp_path) -> Path:
 
 
 def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: Path):
-    text = inspect_plan(plan, None, None)
+    text = inspected(plan)
     layer = text[text.index("layers[1..2], 2 layers") :].split("\n\n")[0]
     rows = [re.split(r"  +", line.strip()) for line in layer.splitlines()[2:]]
     # 16 tokens a rank, 2 choices each, 16 wide in fp32; half of the rows stay.
@@ -37,9 +41,9 @@ def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: P
 
 def test_a_step_of_micro_batches_sends_all_of_them_and_keeps_one(plan: Path, tmp_path: Path):
     parts = moe_plan(ranks=4, ep=2, batch=8, sequence=8, microbatches=2).save(tmp_path / "parts.plan")
-    whole, halved = (inspect_plan(path, None, None) for path in (plan, parts))
-    assert "what one rank does in a step, and of equal layers one" in whole
-    assert "what one rank does in a step of 2 micro-batches (kept for backward: of one of them)" in halved
+    whole, halved = (inspected(path) for path in (plan, parts))
+    assert "Below: one rank's step; equal layers are shown once." in whole
+    assert "one rank's step of 2 micro-batches (kept for backward: of one of them); equal layers" in halved
 
     def row(text: str, name: str) -> list[str]:
         layer = text[text.index("layers[1..2], 2 layers") :]
@@ -54,7 +58,7 @@ def test_a_step_of_micro_batches_sends_all_of_them_and_keeps_one(plan: Path, tmp
 
 
 def test_conversions_of_tensor_parallelism_name_their_backward(tmp_path):
-    text = inspect_plan(moe_plan(ranks=8, tp=4, ep=4, batch=8).save(tmp_path / "tp.plan"), None, None)
+    text = inspected(moe_plan(ranks=8, tp=4, ep=4, batch=8).save(tmp_path / "tp.plan"))
     layer = text[text.index("layers[0], 1 layer") :].split("\n\n")[0]
     rows = [re.split(r"  +", line.strip()) for line in layer.splitlines()[2:]]
     # 4 sequences of 8 tokens for each tp group, 16 wide in fp32: a rank has a quarter of it, or sends three.
@@ -65,7 +69,7 @@ def test_conversions_of_tensor_parallelism_name_their_backward(tmp_path):
 
 
 def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(plan: Path):
-    text = inspect_plan(plan, None, None)
+    text = inspected(plan)
     table = text[text.index("layers[1..2], 2 layers") :].split("\n\n")[1]
     head, *lines = [re.split(r"  +", line.strip()) for line in table.splitlines()]
     assert head == ["op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "line"]
@@ -81,12 +85,12 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
 
 
 def test_one_rank_cannot_send(tmp_path):
-    text = inspect_plan(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"), None, None)
+    text = inspected(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"))
     assert text.count("no communication") == 7
 
 
 def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
-    text = inspect_plan(plan, 3, None)
+    text = inspected(plan, 3)
     assert "rank 3 of 4: its sequences are part 3 of 4" in text
     assert "group ep[1..2] with [2]" in text
     assert "group edp[1..2] with [1]" in text
@@ -94,15 +98,50 @@ def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_there_is_not_is_a_wrong_usage(plan: Path, rank: int):
-    with pytest.raises(click.BadParameter, match="from 0 to 3"):
-        inspect_plan(plan, rank, None)
+def test_a_rank_that_the_plan_does_not_have_is_refused(plan: Path, rank: int):
+    with pytest.raises(DiagnosticError) as refused:
+        inspected(plan, rank)
+    (found,) = refused.value.diagnostics
+    assert (found.code, found.message) == ("MOE0017", f"--rank must be 0 to 3, not {rank}")
+    assert found.help == "the plan is for 4 ranks"
+
+
+def test_the_document_has_the_meshes_groups_and_every_op_of_a_layer(plan: Path):
+    found = plan_document(load(plan))
+    assert (found.ranks, found.microbatches, found.frozen) == (4, 1, 0)
+    assert {mesh.name: mesh.axes for mesh in found.meshes}["experts[1..2]"] == {"pp": 1, "edp": 2, "ep": 2, "etp": 1}
+    assert found.groups["ep[1..2]"] == [[0, 1], [2, 3]]
+    (layer,) = (block for block in found.blocks if block.layers == [1, 2])
+    rows = next(each for each in layer.collectives if each.of == "%rows.1")
+    assert (rows.group, rows.ranks, rows.forward, rows.backward) == ("ep[1..2]", 2, "all_to_all", "all_to_all")
+    assert (rows.forward_bytes, rows.backward_bytes, rows.line) == (1024, 1024, "tiny.moe:10")
+    counts = next(each for each in layer.collectives if each.of == "%counts.1")
+    assert (counts.forward, counts.backward, counts.backward_bytes) == ("exchange_counts", None, 0)
+    gradients = [each for each in layer.collectives if each.of == "gradients"]
+    assert [(each.forward, each.backward, each.group) for each in gradients] == [
+        (None, "all_reduce", "dp"),
+        (None, "all_reduce", "edp[1..2]"),
+    ]
+    assert len(layer.ops) == len(load(plan).program.block(layer.name).ops) > 18
+    experts = next(op for op in layer.ops if op.op == "expert_mlp %weighted")
+    assert (experts.forward_flops, experts.backward_flops) == (32 * 3 * 16 * 16 * 2, 2 * 32 * 3 * 16 * 16 * 2)
+
+
+def test_the_document_of_a_rank_has_its_peers_and_slices(plan: Path):
+    found = rank_document(load(plan), 3)
+    assert found.coordinates["experts[1..2]"] == {"pp": 0, "edp": 1, "ep": 1, "etp": 0}
+    assert (found.groups["ep[1..2]"], found.groups["edp[1..2]"]) == ([2, 3], [1, 3])
+    parameters = {p.name: p for block in found.blocks[-2:] for p in block.parameters}
+    (experts,) = (p for name, p in parameters.items() if name.endswith("moe.experts.up.weight"))
+    assert (experts.shape, experts.layout) == ([8, 2, 16, 16], "ep:shard(0)")
+    assert experts.held == [(4, 8), (0, 2), (0, 16), (0, 16)]
+    assert found.held_elements < found.elements
 
 
 @pytest.mark.parametrize(("kind", "arrow", "loud"), [("mermaid", "-->", "(["), ("dot", "->", "fillcolor = gold")])
 def test_pictures_have_every_op_once_and_show_collectives(plan: Path, kind: str, arrow: str, loud: str):
     program = moe_plan(ranks=4, ep=2, batch=8, sequence=8).program
-    text = inspect_plan(plan, None, kind)
+    text = picture_of(plan, kind)
     drawn = edges = 0
     for block in program.blocks:
         makers = {v.name: f"in {v.name}" for v in block.inputs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from images import image_text
 from models import moe_text
@@ -13,12 +15,19 @@ from moec.driver import compile as compile_source
 def lines_of(text: str) -> list[str]:
     """The summary of the plan of a file's text."""
     plan = compile_source(text)
-    return summary(plan, plan.program, None, 0.1).splitlines()
+    return summary(plan, plan.program, Path("a.plan"), 0.1).splitlines()
 
 
 def test_activations_are_those_of_a_ranks_sequences() -> None:
     (line,) = (line for line in lines_of(moe_text(batch=8, sequence=8)) if "activations of" in line)
     assert line.endswith(" parameters; activations of 2 sequences, kept for backward: 56.4 kB")
+
+
+def test_the_next_command_is_torchrun_or_launch_where_nobody_says_what_a_node_is() -> None:
+    text = moe_text(ranks=4, batch=8)
+    assert "then `torchrun --standalone --nproc-per-node 4 train.py` with" in lines_of(text)[-1]
+    rack = text.replace('level "node"', 'level "rack"')
+    assert "then `moec launch a.plan --per-node N train.py` with" in lines_of(rack)[-1]
 
 
 def test_a_model_of_images_counts_images() -> None:

@@ -138,7 +138,7 @@ def test_a_misspelt_word_shows_the_nearest_page_and_says_so(moec: Run, asked: st
     ran = moec("explain", asked)
     assert ran.status == 0
     assert shown in ran.out
-    assert (f"nothing is called `{asked}`" in ran.err) == (asked != "Topk")
+    assert (f"there is no word `{asked}`; this is the page of " in ran.err) == (asked != "Topk")
 
 
 @pytest.mark.parametrize(

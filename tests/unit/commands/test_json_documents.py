@@ -59,12 +59,22 @@ def test_the_mistakes_of_check_are_on_stdout(moec: Run, starter: Path) -> None:
     assert found[0]["page"] == "moec explain MOE0201"
 
 
-@pytest.mark.parametrize("command", ["compile", "fmt"])
-def test_the_mistakes_that_stop_a_command_are_on_stderr(moec: Run, starter: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["compile", "inspect"])
+def test_a_command_that_a_mistake_stops_prints_nothing_on_stdout(moec: Run, starter: Path, command: str) -> None:
     starter.write_text("model {{")
     ran = moec(command, "--json", "model.moe")
-    assert (ran.status, ran.out.strip() in ("", "[]")) == (1, True)
+    assert (ran.status, ran.out) == (1, "")
     TypeAdapter(type_of("diagnostics")).validate_json(ran.err)
+
+
+def test_fmt_goes_on_after_a_file_with_mistakes(moec: Run, starter: Path) -> None:
+    Path("bad.moe").write_text("model {{")
+    ran = moec("fmt", "--json", "bad.moe", "model.moe")
+    assert ran.status == 1
+    assert [found["file"] for found in json.loads(ran.out)] == ["model.moe"]
+    TypeAdapter(type_of("diagnostics")).validate_json(ran.err)
+    assert {found["span"]["file"] for found in json.loads(ran.err)} == {"bad.moe"}
+    assert moec("fmt", "--json", "bad.moe").out == "[]\n"
 
 
 def test_fmt_says_what_it_did(moec: Run, starter: Path) -> None:
@@ -144,14 +154,18 @@ def test_checkpoints_are_documents(moec: Run) -> None:
 
 
 def test_versions_are_a_document(moec: Run) -> None:
-    found = document(moec("--version", "--json"), "version")
-    assert found["python"] == sys.version.split()[0]
+    for option in (["--json"], ["--format", "json"]):
+        found = document(moec("--version", *option), "version")
+        assert found["python"] == sys.version.split()[0]
 
 
 def test_an_option_before_the_command_is_not_ignored(moec: Run, starter: Path) -> None:
     ran = moec("--json", "check", "model.moe")
     assert (ran.status, ran.out) == (2, "")
     assert "--json comes after the command: `moec check --json`" in json.loads(ran.err)[0]["message"]
+    ran = moec("--format", "concise", "check", "model.moe")
+    assert (ran.status, ran.out) == (2, "")
+    assert "--format concise comes after the command: `moec check --format concise`" in ran.err
 
 
 def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
@@ -160,7 +174,9 @@ def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
     assert {"text": "  vocab = 256", "origin": "file"} | place in lines
     assert any(line["origin"] == "default" and line["file"] is None for line in lines)
     assert moec("compile", "model.moe").status == 0
-    for view, options in (("plan", ()), ("plan", ("--rank", "1")), ("graph", ("--graph", "dot")), ("fx", ("--fx",))):
+    assert document(moec("inspect", "--json", "model.plan"), "inspect-plan")["groups"]["ep[1..3]"] == [[0, 1, 2, 3]]
+    assert document(moec("inspect", "--json", "model.plan", "--rank", "1"), "inspect-rank")["data_rank"] == 1
+    for view, options in (("graph", ("--graph", "dot")), ("fx", ("--fx",))):
         found = document(moec("inspect", "--json", "model.plan", *options), "inspect-text")
         assert (found["view"], found["text"] + "\n") == (view, moec("inspect", "model.plan", *options).out)
     assert document(moec("inspect", "--json", "--params", "model.plan"), "inspect-params")["ranks"] == 4

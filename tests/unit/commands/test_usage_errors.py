@@ -17,7 +17,8 @@ WRONG = {
     ("checkpoint", "verifi"): "`moec checkpoint` has no command `verifi`; did you mean `moec checkpoint verify`?",
     ("compile", "a.moe", "--lets", "a=1"): "`moec compile` has no option --lets; did you mean --let?",
     ("compile",): "`moec compile` needs FILE; `moec compile --help` shows its usage",
-    ("compile", "a.moe", "--let", "x"): "--let: ",
+    ("compile", "a.moe", "--let", "x"): "--let: expected NAME=VALUE, found 'x'; `moec compile --help` shows its usage",
+    ("compile", "a.moe", "--stop-after", "fuse"): "--stop-after needs --emit=ir or --emit=placed: ",
     ("weights", "export", "a"): "`moec weights export` needs DIR",
     ("check", "a.moe", "--stdin-name", "b.moe"): "--stdin-name needs the file `-`",
     ("check", "-", "--fix"): "--fix writes files, and `-` is stdin",
@@ -37,6 +38,28 @@ def test_wrong_usage_as_json(moec: Run) -> None:
     assert (ran.status, ran.out) == (2, "")
     (found,) = json.loads(ran.err)
     assert (found["code"], found["help"]) == ("MOE0017", "did you mean `moec compile`?")
+
+
+@pytest.mark.parametrize("format", ["concise", "github"])
+def test_wrong_usage_in_the_formats_of_logs(moec: Run, format: str) -> None:
+    ran = moec("compile", "--format", format)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith({"concise": "error[MOE0017]: ", "github": "::error title=MOE0017"}[format])
+
+
+def test_options_after_two_dashes_are_the_scripts(moec: Run) -> None:
+    ran = moec("launch", "nope.plan", "train.py", "--", "--json")
+    assert ran.status == 1
+    assert ran.err.startswith("error[MOE0600]")
+    ran = moec("launch", "nope.plan", "train.py", "--json")  # an option of moec, wherever it is
+    assert json.loads(ran.err)[0]["code"] == "MOE0600"
+
+
+def test_a_rank_that_the_plan_does_not_have_is_wrong_usage(moec: Run, starter: Path) -> None:
+    assert moec("compile", "model.moe").status == 0
+    ran = moec("inspect", "model.plan", "--rank", "9")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == "error[MOE0017]: --rank must be 0 to 3, not 9; the plan is for 4 ranks\n"
 
 
 @pytest.mark.parametrize("group", [(), ("checkpoint",), ("weights",), ("import",)])

@@ -9,7 +9,7 @@ from published import PUBLISHED, Published, counts_of
 
 from moec.commands.library import title
 from moec.driver import run_passes, to_spec
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 from moec.passes.cost.parameter_counts import count_parameters
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

@@ -6,7 +6,7 @@ import pytest
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 from moec.grammar.spec import Cluster
 
 MODEL = """

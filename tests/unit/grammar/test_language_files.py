@@ -11,7 +11,8 @@ import pytest
 
 from moec.grammar import DiagnosticError, load_file, load_text, render
 from moec.grammar.load import Loaded
-from moec.grammar.resolve.files import MAX_BYTES, MAX_USE_DEPTH
+from moec.grammar.resolve.files import MAX_BYTES
+from moec.grammar.resolve.uses import MAX_USE_DEPTH
 
 LAYERS = "layers { attention = mha(heads = 4); ffn = gelu(width) }"
 MODEL = f'model "m" {{ vocab = 256; dim = 64; depth = 2; context = 128; {LAYERS} }}\n'

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import bypass, change_block, change_op
+from inspected import inspected
 from matrices import diagonals
 from models import layer_text, moe_plan, moe_spec, moe_text
 from torch import Tensor
@@ -20,7 +21,6 @@ import moec
 from moec.codegen.kernels.of_plan import kernels_of
 from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.plan import Plan
-from moec.commands.inspect_plan import inspect_plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
@@ -103,9 +103,9 @@ def test_a_planted_fault_is_found(fault: str) -> None:
 
 def test_the_update_and_the_kernel_that_takes_biases_are_listed(tmp_path: Path) -> None:
     path = moe_plan(ep=2, tp=2, **BIASED).save(tmp_path / "p.plan")
-    text = inspect_plan(path, None, None)
+    text = inspected(path)
     assert "all_reduce %loads.1" in text[text.index(UPDATE) :]
-    assert f"moe.gate.bias            fp32[8]  updated by {UPDATE}" in inspect_plan(path, 0, None)
+    assert f"moe.gate.bias            fp32[8]  updated by {UPDATE}" in inspected(path, 0)
     assert moec.load(path) == moe_plan(ep=2, tp=2, **BIASED)
 
     def biased(gate: str) -> set[bool]:

@@ -13,6 +13,7 @@ from models import moe_plan, moe_text
 
 import moec
 from moec import entry
+from moec.codegen.launch_command import start_command
 from moec.commands.launch import label, make_launch
 from moec.commands.launch_kubernetes import kubernetes_text, manifest
 from moec.commands.launch_slurm import slurm_script
@@ -112,6 +113,15 @@ def test_a_rack_of_unknown_machines_is_asked_about():
     with pytest.raises(DiagnosticError, match=r"MOE0917.*innermost level of cluster .* is 'rack'"):
         make_launch(plan, Path("p"), ())
     assert make_launch(plan, Path("p"), (), per_node=4).sizes == "2 nodes × 4 ranks"
+    with pytest.raises(DiagnosticError) as refused:
+        make_launch(plan, Path("p"), (), per_node=3)
+    assert refused.value.diagnostics[0].help == "`--per-node 2` alone fits"
+    assert start_command(plan, Path("a plan")) == "moec launch 'a plan' --per-node N train.py"
+
+
+def test_a_job_of_slurm_on_one_node_meets_at_a_port_of_its_own():
+    script = slurm_script(make_launch(moe_plan(ranks=8, batch=8), Path("p"), ()))
+    assert '--nnodes 1 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$HOST:$PORT" --rdzv-id' in script
 
 
 def test_bash_reads_the_slurm_script_and_its_arguments(tmp_path):
@@ -134,6 +144,7 @@ def test_bash_reads_the_slurm_script_and_its_arguments(tmp_path):
     assert words[:3] == ["--cpus-per-task=64", "--kill-on-bad-exit=1", "torchrun"]
     given = dict(zip(words[3:-1:2], words[4::2], strict=False))
     assert given["--nnodes"] == "2"
+    assert (given["--rdzv-backend"], given["--log-dir"], given["--tee"]) == ("c10d", "it-is-logs/1234", "3")
     assert given["--nproc-per-node"] == "4"
     assert given["--rdzv-endpoint"] == "n1:29734"
     assert given["--rdzv-id"] == "1234"

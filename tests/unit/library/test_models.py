@@ -11,7 +11,7 @@ import pytest
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "grammar" / "library" / "models"

@@ -10,7 +10,7 @@ import transformers
 from published import PUBLISHED, as_published, counts_of, last_digit
 
 from moec.driver import run_passes, to_spec
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 from moec.passes.cost.parameter_counts import count_parameters
 
 

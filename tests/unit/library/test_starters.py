@@ -13,7 +13,7 @@ from moec.commands.library import starter_from, title
 from moec.driver import check, run_passes, to_spec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.format import formatted
-from moec.grammar.resolve.files import library_names, library_text
+from moec.grammar.resolve.library import library_names, library_text
 from moec.grammar.source import Source
 
 NAMES = library_names("models")

@@ -33,7 +33,7 @@ def changed(program: Program, **changes: object) -> Program:
 
 
 def at(memory: Memory, event: str) -> dict[str, float]:
-    """The bytes by tenant at the last such event."""
+    """The bytes by kind at the last such event."""
     (*_, moment) = (moment for moment in memory.moments if moment.event == event)
     return dict(moment.bytes.of)
 

@@ -4,7 +4,7 @@ import pytest
 from models import moe_spec
 
 from moec.driver import to_spec
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 from moec.passes.cost.parameter_counts import Elements, count_parameters, shape_of, short
 from moec.passes.cost.totals import tally
 from moec.passes.pipeline import compile_program

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from faults import change_block
+from inspected import inspected
 from models import layer_plan, moe_plan
 
 import moec
 from moec.codegen.plan import Plan
-from moec.commands.inspect_plan import inspect_plan
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.cost.totals import tally
 from moec.passes.ir import IrError, Layout
@@ -192,13 +192,13 @@ def test_a_layer_refuses_them_too():
 
 def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):
     plan = plan_with(NORM, "dp:shard(0)", "dp:shard(0) tp:shard(0)").save(tmp_path / "finer.plan")
-    line = next(line for line in inspect_plan(plan, 0, None).split(BODY)[1].splitlines() if NORM in line)
+    line = next(line for line in inspected(plan, 0).split(BODY)[1].splitlines() if NORM in line)
     assert line.endswith("of [16]  replicate  gradient dp:shard(0)  optimizer state dp:shard(0) tp:shard(0)")
     stored = moe_plan(zero=3).save(tmp_path / "stored.plan")
-    text = inspect_plan(stored, 0, None)
+    text = inspected(stored, 0)
     assert "edp:shard(1) ep:shard(0)  used as %up_weight ep:shard(0)\n" in text
     assert "gradient" not in text
-    assert "used as" not in inspect_plan(moe_plan().save(tmp_path / "whole.plan"), 0, None)
+    assert "used as" not in inspected(moe_plan().save(tmp_path / "whole.plan"), 0)
 
 
 def test_bytes_of_a_rank_count_each_layout():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from inspected import inspected
 from models import layer_text, moe_plan, moe_text
 
-from moec.commands.inspect_plan import inspect_plan
 from moec.commands.summary import summary
 from moec.grammar import check, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -100,12 +100,12 @@ def test_a_program_says_both_and_refuses_other_words() -> None:
 
 def test_the_summary_and_inspect_list_both(tmp_path: Path) -> None:
     plan = moe_plan(batch=16, microbatches=2, recompute="recompute = experts; layers 0 { recompute = layer }")
-    text = summary(plan, plan.program, None, 0.0)
+    text = summary(plan, plan.program, Path("p.plan"), 0.0)
     assert "in 2 micro-batches of 2 sequences per rank" in text
     assert "\n  recompute layer in layer 0\n            experts in layers 1..2\n" in text
-    shown = inspect_plan(plan.save(tmp_path / "p.plan"), None, None)
-    assert "in a step of 2 micro-batches (kept for backward: of one of them)" in shown
+    shown = inspected(plan.save(tmp_path / "p.plan"))
+    assert "one rank's step of 2 micro-batches (kept for backward: of one of them)" in shown
     assert "layers[1..2], 2 layers, recomputes experts" in shown
     without = moe_plan()
-    assert "micro-batch" not in summary(without, without.program, None, 0.0)
-    assert "recompute" not in summary(without, without.program, None, 0.0)
+    assert "micro-batch" not in summary(without, without.program, Path("p.plan"), 0.0)
+    assert "recompute" not in summary(without, without.program, Path("p.plan"), 0.0)

@@ -161,7 +161,7 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_only_where_they_could_he
     text = of_mostly_weights(2)
     spec = load_text(text).unwrap()
     states = memory_of(placed(spec), spec).moments[-1].bytes.of
-    kept = sum(states.get(tenant, 0.0) for tenant in ("parameters", "gradients", "optimizer"))
+    kept = sum(states.get(kind, 0.0) for kind in ("parameters", "gradients", "optimizer"))
     one_each = text.replace("batch = 8", "batch = 2")
     assert one_each != text
     memory = LITTLE * min(peaks(one_each, 2).values())
