@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,6 +14,7 @@ WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8
 """The ways of starting that an option is for; other options are for all of them."""
 
 
+<<<<<<< HEAD
 @click.command(
     cls=Command,
     context_settings={"ignore_unknown_options": True},
@@ -24,6 +26,20 @@ WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8
     fails="the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
     documents=("launch",),
 )
+=======
+class LaunchCommand(Command):
+    """Reads `-h` only as a word of its own: click would find it in `-hidden`, an option of the script."""
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """The parser, in which short options are matched whole, as long ones are."""
+        parser = super().make_parser(ctx)
+        parser._long_opt |= parser._short_opt
+        parser._short_opt.clear()
+        return parser
+
+
+@click.command(cls=LaunchCommand, context_settings={"ignore_unknown_options": True})
+>>>>>>> wt_launch
 @argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @argument(
     "script",

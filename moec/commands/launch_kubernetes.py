@@ -10,10 +10,14 @@ from typing import Any
 from moec.codegen.launch_command import torchrun_command
 from moec.commands.launch import Launch
 
+FAILURES = 3
+"""How often a job is started again. The operator adds up the restarts of all pods, and all of them fail together."""
 PLACEHOLDER = "YOUR-IMAGE"
 """No valid image name, as it has capitals: Kubernetes refuses it until it is replaced."""
 GPUS = {"cuda": "nvidia.com/gpu", "hip": "amd.com/gpu"}
 PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+UNPRINTED = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""What JSON leaves as it is, and YAML does not allow, or reads as the end of a line."""
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 """What a reader of YAML 1.1 takes for something else than a string."""
 
@@ -30,7 +34,7 @@ def manifest(launch: Launch) -> dict[str, Any]:
         "metadata": {"name": launch.name},
         "spec": {
             "nprocPerNode": str(ranks),
-            "runPolicy": {"cleanPodPolicy": "Running"},
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": FAILURES * launch.hosts.nodes},
             "pytorchReplicaSpecs": replicas,
         },
     }
@@ -61,9 +65,7 @@ def _command(launch: Launch) -> list[str]:
 
 def kubernetes_text(launch: Launch) -> str:
     """The manifest as YAML."""
-    head = [
-        f"# {launch.sizes} for {json.dumps(str(launch.path), ensure_ascii=False)}. Start it with `kubectl apply -f`."
-    ]
+    head = [f"# {launch.sizes} for {_quoted(str(launch.path))}. Start it with `kubectl apply -f`."]
     head.append("# The image needs torch, moec, the plan and the script, each where the command expects it.")
     if launch.image is None:
         head.append(f"# Replace {PLACEHOLDER}, or give `--image`.")
@@ -91,4 +93,9 @@ def _scalar(value: str | int) -> str:
     """A scalar: strings in quotes unless they are plain; JSON's quoting is YAML's."""
     if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
         return value
-    return json.dumps(value, ensure_ascii=False)  # YAML has no surrogate pairs
+    return _quoted(value) if isinstance(value, str) else str(value)
+
+
+def _quoted(text: str) -> str:
+    """A string in double quotes. Characters beyond 16 bits stay as they are, as YAML has no surrogate pairs."""
+    return UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 from moec.commands.launch import Launch
@@ -23,6 +24,8 @@ def run(launch: Launch, logs: Path | None) -> int:
     kept below `logs` (default: a temporary folder, removed if the script succeeds). Raises `DiagnosticError` before
     anything is started: MOE0916, MOE0918.
     """
+    if sys.stderr is None:  # closed by the shell: `2>&-`
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     _require_here(launch)
     folder = Path(tempfile.mkdtemp(prefix=f"moec-{launch.name}-")) if logs is None else logs
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,23 +41,27 @@ def _start(launch: Launch, folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    own = launch.argv[1 : -len(launch.script)]
-    words = [*own, "--redirects", "2", "--log-dir", str(folder), *launch.script]
+    # What `--standalone` stands for, with an id that this run alone has: torchrun names its folder of logs by it.
+    run_id = f"{launch.name}-{uuid.uuid4().hex[:12]}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id]
+    own = [word for word in launch.argv[1 : -len(launch.script)] if word != "--standalone"]
+    words = [*meeting, *own, "--redirects", "2", "--log-dir", str(folder), *launch.script]
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     logging.disable(logging.CRITICAL)  # of this process: torchrun reports what is reported below
-    output = RankOutput(folder, sys.stderr)
+    output = RankOutput(folder, run_id, sys.stderr)
     output.start()
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        output.finish(int(rank))
-        logs = [path for path in output.logs() if path.parts[-2] == str(rank)]
-        if output.explained:
+        first, failure = error.get_first_failure()
+        rank, status = int(first), int(failure.exitcode)
+        raised = {int(other) for other, failure in error.failures.items() if failure.exitcode == 1}
+        if output.finish(rank, status, raised=raised):
             print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
         else:
-            show([failed(int(rank), failure.exitcode, logs[-1] if logs else folder)], "full")
-        return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+            logs = [path for path in output.logs() if path.parts[-2] == str(rank)]
+            show([failed(rank, status, output.last_line(rank), logs[-1] if logs else folder)], "full")
+        return 128 - status if status < 0 else status
     except SignalException as error:
         output.finish(None)
         print(f"ended by {signal.Signals(error.sigval).name}, and all ranks with it", file=sys.stderr)
@@ -97,14 +104,20 @@ def _require_here(launch: Launch) -> None:
             raise DiagnosticError([diagnose("MOE0916", None, message, help=help)])
 
 
-def failed(rank: int, status: int, log: Path) -> Diagnostic:
-    """What is known of a rank that ended without a word."""
+def failed(rank: int, status: int, last: str, log: Path) -> Diagnostic:
+    """What is known of a rank whose end no exception or diagnostic explains. `last`: its last line on stderr."""
     if status == -signal.SIGKILL:
         help = "the system kills what takes too much memory: see `dmesg`, and the memory in `moec compile`'s summary"
+    elif last:
+        help = f"all that it wrote to stderr is in {log}"
     else:
-        help = f"what it wrote to stderr is in {log}"
+        help = f"{log} is empty: look for what ends the process, such as `sys.exit`"
     how = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
-    return diagnose("MOE0915", None, f"rank {rank} ended {how}, without a diagnostic or an exception", help=help)
+    if not last:
+        wrote = ", without a diagnostic or an exception"
+    else:
+        wrote = f"; before that, it wrote: {last}" if status < 0 else f"; the last line that it wrote: {last}"
+    return diagnose("MOE0915", None, f"rank {rank} ended {how}{wrote}", help=help)
 
 
 def _signal_name(number: int) -> str:

@@ -13,7 +13,9 @@ TEMPLATE = """\
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --exclusive
+{gpus}# Whole nodes: all CPUs, and all memory.
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --output={name}-%j.log
 #SBATCH --open-mode=append
 # Queued again after a node failure or a preemption: `job.resume` goes on from the last checkpoint.
@@ -21,6 +23,9 @@ TEMPLATE = """\
 # SIGTERM two minutes before the time limit: `job.checkpoint(…, on_signal=signal.SIGTERM)` saves and ends.
 #SBATCH --signal=TERM@120
 set -euo pipefail
+
+# torchrun must be on the PATH:
+# source /path/to/venv/bin/activate, or module load …
 
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export HOST="${{hosts[0]}}" PORT={port}

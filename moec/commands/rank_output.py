@@ -6,16 +6,13 @@ import codecs
 import re
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-OF_RANK = re.compile(r"^\[rank\d+\]: ")
-"""torch puts this before each line of an uncaught exception."""
-TRACEBACK, VERDICT = "Traceback (most recent call last):", "error[MOE0705]"
-"""A rank that begins to write one of these is about to end, and others write the same or what follows from it."""
-DIAGNOSTIC = "error[MOE"
+from moec.commands.last_words import BEGINNING, MARK, Kind, LastWords
+
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which another follows in its place."""
 PATIENCE_SECONDS = 30.0
@@ -31,52 +28,60 @@ class _Log:
     position: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     partial: str = ""
+    words: LastWords = field(default_factory=LastWords)
     held: list[str] = field(default_factory=list)
     since: float = 0.0
+    start: int = 0
+    """Where in `held` the newest traceback begins."""
 
     @property
-    def is_traceback(self) -> bool:
-        return bool(self.held) and self.held[0].startswith(TRACEBACK)
+    def is_verdict(self) -> bool:
+        return bool(self.held) and self.words.kind is Kind.VERDICT
 
 
 class RankOutput:
-    """Follows the files `…/attempt_N/RANK/stderr.log` below `folder` and writes what comes to `stream`."""
+    """Follows the files `RUN_…/attempt_N/RANK/stderr.log` below `folder` and writes what comes to `stream`.
 
-    def __init__(self, folder: Path, stream: TextIO) -> None:
-        self._folder, self._stream = folder, stream
-        self._earlier = {entry.name for entry in folder.iterdir()}
-        """Runs whose logs were in the folder before."""
+    `run`: the id that torchrun was given. Other runs may write into the same folder.
+    """
+
+    def __init__(self, folder: Path, run: str, stream: TextIO) -> None:
+        self._folder, self._run_id, self._stream = folder, run, stream
         self._logs: dict[Path, _Log] = {}
         self._attempt = 0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moec-output", daemon=True)
-        self.explained = False
-        """Whether a diagnostic or a traceback has been shown."""
 
     def start(self) -> None:
         """Begins to follow."""
         self._thread.start()
 
-    def finish(self, failed: int | None, *, succeeded: bool = False) -> None:
-        """Reads to the end, and shows why rank `failed` did; None: no traceback is shown.
+    def finish(
+        self, failed: int | None, status: int = 1, *, raised: Collection[int] = (), succeeded: bool = False
+    ) -> bool:
+        """Reads to the end, and shows why rank `failed` ended with `status`; returns whether that is now explained.
 
+        `failed` None: no traceback is shown. `raised`: all ranks that ended with status 1 by themselves.
         `succeeded`: what is held back is shown, as the script caught what it printed a traceback of.
         """
         self._ends.set()
         self._thread.join()
         self._poll()
-        for log in self._logs.values():
-            if log.partial:
-                self._take(log, log.partial)
+        self._take_partials()
         if failed is not None:
-            self._explain(failed)
-        elif succeeded:
+            return self._explain(failed, status, raised)
+        if succeeded:
             for log in self._logs.values():
                 self._write("".join(log.held))
+        return False
+
+    def last_line(self, rank: int) -> str:
+        """The last line with text that `rank` has written, for a message; empty if there is none."""
+        return next((log.words.shown_line for log in self._logs.values() if log.rank == rank), "")
 
     def logs(self) -> list[Path]:
         """Every rank's file of this run, those of a later start last."""
-        found = [path for path in self._folder.glob("*/attempt_*/*/stderr.log") if path.parts[-4] not in self._earlier]
+        found = self._folder.glob(f"{self._run_id}_*/attempt_*/*/stderr.log")
         return sorted(found, key=lambda path: (_attempt(path), path))
 
     def _run(self) -> None:
@@ -87,9 +92,10 @@ class RankOutput:
         for path in self.logs():
             attempt = _attempt(path)
             if attempt > self._attempt:  # torchrun has started all ranks again
-                self._explain(None)
+                self._take_partials()
+                self._show_first_cause()
                 self._write(f"the ranks are started again (restart {attempt})\n")
-                self._attempt, self._logs, self.explained = attempt, {}, False
+                self._attempt, self._logs = attempt, {}
             if attempt == self._attempt:
                 self._read(path, self._logs.setdefault(path, _Log(int(path.parts[-2]))))
 
@@ -109,30 +115,88 @@ class RankOutput:
             log.held = []
         self._stream.flush()
 
+    def _take_partials(self) -> None:
+        for log in self._logs.values():
+            if log.partial:
+                self._take(log, log.partial)
+                log.partial = ""
+
     def _take(self, log: _Log, line: str) -> None:
-        line = OF_RANK.sub("", line)
-        plain = ANSI.sub("", line)
+        """Takes a line. A traceback may begin behind a line without its end, such as a progress bar."""
+        found = BEGINNING.search(line)
+        before = line[: found.start()] if found else ""
+        if MARK.sub("", before).strip("| +-"):  # else a traceback inside of an exception group
+            self._add(log, before + "\n")
+            line = line[len(before) :]
+        self._add(log, line)
+
+    def _add(self, log: _Log, line: str) -> None:
+        mark = MARK.match(line)
+        if mark:
+            line = line[mark.end() :]
+        begins = log.words.add(line, is_marked=mark is not None)
+        if begins:
+            log.start = len(log.held)
         if log.held:
             log.held.append(line)
-        elif plain.startswith((TRACEBACK, VERDICT)):
+        elif begins:
             log.held, log.since = [line], time.monotonic()
         else:
-            self.explained |= plain.startswith(DIAGNOSTIC)
             self._write(line)
 
-    def _explain(self, failed: int | None) -> None:
-        """Shows the traceback of rank `failed` or of the first that wrote one; without any, what moec said of it."""
-        held = sorted((log for log in self._logs.values() if log.held), key=lambda log: log.since)
-        raised = [log for log in held if log.is_traceback]
-        chosen = next((log for log in raised if log.rank == failed), raised[0] if raised else None)
-        if chosen is not None:
-            same = sorted(log.rank for log in raised if log.held[-1] == chosen.held[-1])
-            self._write(f"rank {chosen.rank} has raised an exception{_others(chosen.rank, same)}:\n")
-        elif held:
-            chosen = held[0]
-        if chosen is not None:
-            self._write("".join(chosen.held))
-            self.explained = True
+    def _explain(self, failed: int, status: int, raised: Collection[int]) -> bool:
+        """Shows why rank `failed` ended, if a rank has written it. Only an end with status 1 can follow from it."""
+        of_failed = next((log for log in self._logs.values() if log.rank == failed), _Log(failed))
+        if status == 1:
+            if of_failed.words.raises:
+                self._show_exception(of_failed)
+                return True
+            if of_failed.words.diagnoses:
+                self._write("".join(of_failed.held))
+                return True
+            if self._show_first_cause(raised) or self._is_diagnosed_elsewhere(of_failed):
+                return True
+        else:
+            self._show_verdict(of_failed)
+        if of_failed.held:
+            self._write(f"rank {failed} wrote, before it ended:\n" + "".join(of_failed.held))
+        return False
+
+    def _show_first_cause(self, raised: Collection[int] | None = None) -> bool:
+        """Shows the first uncaught exception of any rank, or else MOE0705; returns whether there is one.
+
+        `raised`: the only ranks whose tracebacks without torch's mark are taken for uncaught; None: all.
+        """
+        causes = [log for log in self._logs.values() if log.words.raises]
+        if raised is not None:
+            causes = [log for log in causes if log.words.is_marked or log.rank in raised]
+        if causes:
+            self._show_exception(min(causes, key=lambda log: log.words.since))
+            return True
+        return self._show_verdict()
+
+    def _show_exception(self, chosen: _Log) -> None:
+        """Shows the exception with which a rank has ended, behind what the rank wrote before."""
+        raises = [log for log in self._logs.values() if log.words.raises]
+        same = sorted(log.rank for log in raises if log.words.message == chosen.words.message)
+        self._write("".join(chosen.held[: chosen.start]))
+        self._write(f"rank {chosen.rank} has raised an exception{_others(chosen.rank, same)}:\n")
+        self._write("".join(chosen.held[chosen.start :] or chosen.words.lines))
+
+    def _show_verdict(self, but: _Log | None = None) -> bool:
+        """Shows MOE0705 of the rank that has printed it first; returns whether there is one."""
+        verdicts = [log for log in self._logs.values() if log.is_verdict and log is not but]
+        if verdicts:
+            self._write("".join(min(verdicts, key=lambda log: log.words.since).held))
+        return bool(verdicts)
+
+    def _is_diagnosed_elsewhere(self, of_failed: _Log) -> bool:
+        """Whether another rank's text ends with a diagnostic, and rank `failed` has written nothing since.
+
+        Ranks that raise the same diagnostic leave it to rank 0 to print it.
+        """
+        found = [log.words for log in self._logs.values() if log.words.diagnoses]
+        return any(words.since + POLL_SECONDS > of_failed.words.newest for words in found)
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

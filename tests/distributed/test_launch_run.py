@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -79,6 +80,27 @@ def test_a_rank_that_ends_without_a_word_is_named(folder: Path, end: str, status
     assert done.stderr.startswith("error[MOE0915]")
     assert "rank 1 ended" in done.stderr
     assert said in done.stderr
+
+
+def test_a_signal_after_a_caught_exception_is_named(folder: Path):
+    script = "import traceback\nif rank == 1:\n    try: raise ValueError('caught')\n"
+    script += "    except ValueError: traceback.print_exc()\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    done = launch(folder, script)
+    assert done.returncode == 137
+    assert "rank 1 ended by SIGKILL; before that, it wrote: ValueError: caught" in done.stderr
+    assert "has raised" not in done.stderr
+
+
+def test_a_last_line_is_named_with_its_rank(folder: Path):
+    done = launch(folder, "if rank == 1: sys.exit('bad config: no data')\ntime.sleep(60)")
+    assert done.returncode == 1
+    assert "rank 1 ended with exit status 1; the last line that it wrote: bad config: no data" in done.stderr
+
+
+def test_the_exit_status_is_the_scripts_without_stderr(folder: Path):
+    (folder / "train.py").write_text("import sys; sys.exit(5)\n")
+    command = f"{shlex.quote(sys.executable)} -m moec launch tiny.plan --run 2>&-"
+    assert subprocess.run(command, shell=True, timeout=300, cwd=folder).returncode == 5
 
 
 def test_ranks_are_started_again(folder: Path):

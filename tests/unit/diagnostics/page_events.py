@@ -404,7 +404,7 @@ def misspelt_command() -> Sequence[Diagnostic]:
 def rank_without_a_word() -> Sequence[Diagnostic]:
     from moec.commands.launch_run import failed
 
-    return [failed(2, 3, Path("logs/attempt_0/2/stderr.log"))]
+    return [failed(2, 3, "no data for rank 2", Path("logs/attempt_0/2/stderr.log"))]
 
 
 def launched(*script: str, **options: Any) -> Sequence[Diagnostic]:

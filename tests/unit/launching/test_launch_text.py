@@ -19,7 +19,21 @@ from moec.commands.launch_kubernetes import kubernetes_text, manifest
 from moec.commands.launch_slurm import slurm_script
 from moec.grammar.diagnostics import DiagnosticError
 
-AWKWARD = ["a b.py", "$HOME", "it's", "$(rm)", "no", "1e3", ": -", "#x", "ä😀", "a\nb", ""]
+AWKWARD = [
+    "a b.py",
+    "$HOME",
+    "it's",
+    "$(rm)",
+    "no",
+    "1e3",
+    ": -",
+    "#x",
+    "ä😀",
+    "a\nb",
+    "",
+    "\x7f",
+    "a\x85b\u2028c\ufeff\x9f",
+]
 
 
 @pytest.fixture
@@ -45,6 +59,19 @@ def test_the_command_is_printed_and_nothing_is_started(run):
 def test_unknown_options_after_the_script_are_the_scripts(run):
     _, out, _ = run("a plan", "t.py", "--lr", "3", "-x", "--max-restarts", "2", "--", "--name", "n")
     assert out == "torchrun --standalone --nproc-per-node 8 --max-restarts 2 t.py --lr 3 -x --name n\n"
+
+
+@pytest.mark.parametrize("word", ["-hidden", "-xh", "-h5", "-hidden=5"])
+def test_short_options_of_the_script_are_not_split(run, word):
+    code, out, _ = run("a plan", "t.py", word, "5")
+    assert (code, out) == (0, f"torchrun --standalone --nproc-per-node 8 t.py {word} 5\n")
+
+
+def test_h_alone_is_help(run):
+    code, out, _ = run("-h")
+    assert code == 0
+    assert out.startswith("Usage: moec launch")
+    assert "-h, --help" in out
 
 
 def test_several_nodes_say_what_is_missing(run):
@@ -152,7 +179,7 @@ def test_bash_reads_the_slurm_script_and_its_arguments(tmp_path):
     assert words[-len(AWKWARD) :] == AWKWARD
     assert threads == "16"
     options = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--nodes=2", "--ntasks-per-node=1", "--exclusive", "--job-name=it-is"} <= set(options)
+    assert {"--nodes=2", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--job-name=it-is"} <= set(options)
     assert not any("gpus" in option for option in options)  # the plan's devices are CPUs
 
 
@@ -172,12 +199,14 @@ def test_gpus_are_asked_for():
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])
 def test_the_manifest_is_yaml_of_the_operator(nodes):
-    launch = make_launch(moe_plan(ranks=8, batch=8), Path("p"), AWKWARD, nodes=nodes, name="My_Model.2")
+    path = Path("p\x7f\x85q")
+    launch = make_launch(moe_plan(ranks=8, batch=8), path, AWKWARD, nodes=nodes, name="My_Model.2")
     document = yaml.safe_load(kubernetes_text(launch))
     assert document == manifest(launch)
     assert (document["apiVersion"], document["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert document["metadata"]["name"] == "my-model-2"
     assert document["spec"]["nprocPerNode"] == str(8 // nodes)
+    assert document["spec"]["runPolicy"]["backoffLimit"] == 3 * nodes
     replicas = document["spec"]["pytorchReplicaSpecs"]
     assert {kind: spec["replicas"] for kind, spec in replicas.items() if spec["replicas"]} == (
         {"Master": 1, "Worker": nodes - 1} if nodes > 1 else {"Master": 1}
