@@ -1,8 +1,9 @@
 """Every diagnostic's code and title. A code never changes its meaning; a retired code is not reused.
 
-MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
-MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE05xx: memory. MOE06xx: plan
-folders. MOE07xx: jobs, `verify` and `tune`. MOE080x and MOE081x: checkpoints.
+MOE00xx: files, of which MOE0013 to MOE0017 are of commands. MOE01xx: syntax. MOE02xx: names, types and values.
+MOE03xx: rules between values, of which MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx:
+limits. MOE05xx: memory. MOE06xx: plan folders. MOE07xx: jobs, `verify` and `tune`, of which MOE075x are calls from
+Python. MOE080x and MOE081x: checkpoints. MOE0900 to MOE0910: Hugging Face. MOE0915 to MOE0918: launching.
 Each code has a page under `tests/diagnostics/`, which is also its test.
 """
 
@@ -20,10 +21,10 @@ CODES: dict[str, str] = {
     "MOE0004": "the file has a NUL character in it",
     "MOE0005": "the file begins with a byte order mark",
     "MOE0006": "lines end in carriage return and newline",
-    "MOE0007": "the file says nothing",
+    "MOE0007": "the file is empty",
     "MOE0008": "the file is too large",
     "MOE0009": "no such file to use",
-    "MOE0010": "files use each other in a circle",
+    "MOE0010": "files use each other in a cycle",
     "MOE0011": "this path cannot be used",
     "MOE0012": "the file has tabs",
     "MOE0013": "there is a file already",
@@ -55,7 +56,7 @@ CODES: dict[str, str] = {
     "MOE0213": "no such `let`",
     "MOE0214": "a `let` may only use those above it",
     "MOE0215": "this cannot be computed",
-    "MOE0216": "clusters are made from each other in a circle",
+    "MOE0216": "clusters are made from each other in a cycle",
     "MOE0217": "a mixture is inside itself",
     "MOE0301": "query heads are not a multiple of key and value heads",
     "MOE0302": "the heads do not divide the model's width",
@@ -90,7 +91,7 @@ CODES: dict[str, str] = {
     "MOE0332": "a layer's host decides how many micro-batches there are",
     "MOE0333": "this gate does not choose attention heads",
     "MOE0334": "groups of attention heads lie on no ranks of their own",
-    "MOE0336": "Nesterov's momentum without momentum",
+    "MOE0336": "`nesterov` needs `momentum` above 0",
     "MOE0337": "the states of this optimizer are fp32",
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0340": "nothing says how many groups of experts `device_loss` balances",
@@ -139,7 +140,7 @@ CODES: dict[str, str] = {
     "MOE0703": "this plan is too large to verify",
     "MOE0704": "replicas of a parameter have drifted apart",
     "MOE0705": "a rank has died or stalled",
-    "MOE0706": "nothing here to measure this plan's kernels on",
+    "MOE0706": "this machine has no device to measure this plan's kernels on",
     "MOE0707": "the kernels asked for cannot run here",
     "MOE0708": "a router's logits, or the biases added to them, are NaN or infinite",
     "MOE0709": "the job of this model has ended",
@@ -166,7 +167,7 @@ CODES: dict[str, str] = {
     "MOE0743": "no token can be chosen",
     "MOE0744": "this layer cannot run as a CUDA graph",
     "MOE0750": "this call has a wrong argument",
-    "MOE0751": "something else is wanted here",
+    "MOE0751": "something else was given for a plan or a `.moe` file",
     "MOE0752": "the job does not run",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",

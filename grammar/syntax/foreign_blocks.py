@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
@@ -13,58 +15,52 @@ _KIND_KEYS = frozenset(("type", "name", "kind", "class", "_type", "_target_"))
 """Keys that hold the word of the call."""
 
 
+_KINDS = {"{": "LBRACE", "}": "RBRACE", ";": "SEPARATOR"}
+
+
 def block_calls(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Reads `moe(experts = 8 * swiglu(64), gate = topk(2))` as the block that it is, with or without a brace behind."""
-    tokens = list(tokens)
+    replaced: dict[int, list[Token]] = {}
     for at in range(len(tokens) - 2):
-        begins = at == 0 or tokens[at - 1].kind in ("SEPARATOR", "LBRACE")
+        before = replaced.get(at - 1, tokens[at - 1 : at])
+        begins = at == 0 or any(token.kind in ("SEPARATOR", "LBRACE") for token in before[-1:])
         if not begins or tokens[at].text not in BLOCKS or tokens[at + 1].kind != "LPAR":
             continue
-        closing = _closing(tokens, at + 1)
+        closing, commas = split(tokens, at + 1)
         if closing is not None:
-            _read_block_call(notations, tokens, at, closing)
-            return block_calls(notations, tokens)
-    return tokens
+            commas = [comma for comma in commas if comma not in replaced]  # brackets that do not match share commas
+            replaced |= _block_for_call(notations, tokens, at, closing, commas)
+    return [each for index, token in enumerate(tokens) for each in replaced.get(index, (token,))]
 
 
-def _read_block_call(notations: Notations, tokens: list[Token], at: int, closing: int) -> None:
-    """Replaces, in `tokens`, the brackets and commas of one call by those of a block; a name in front stays there."""
-    word, opener, closer = tokens[at].text, tokens[at + 1], tokens[closing]
-    commas = _commas(tokens, at + 1, closing)
+def _block_for_call(
+    notations: Notations, tokens: list[Token], at: int, closing: int, commas: list[int]
+) -> dict[int, list[Token]]:
+    """The tokens of a block in place of the call's brackets and commas, by index; a name in front stays there."""
     named = tokens[at + 2].kind == "STRING" and (commas[:1] == [at + 3] or closing == at + 3)
+    braced = any(token.kind == "LBRACE" for token in tokens[closing + 1 : closing + 2])
+    changes = [(at + 1, at + 1, " " if named else " {")]
+    """The first and the last token of each change, and the text in their place."""
+    if named and commas:
+        changes.append((commas[0], commas[0], " {"))
+    changes += [(comma, comma, ";") for comma in commas[named:]]
+    if named and not commas:
+        changes.append((closing, closing, "" if braced else " { }"))
+    elif braced:
+        changes.append((closing, closing + 1, ";"))
+    else:
+        changes.append((closing, closing, " }"))
+    word, opener = tokens[at].text, tokens[at + 1]
     label = f" {tokens[at + 2].text}" if named else ""
     message = f"`{word}` is a block, not a call"
     help = f"write `{word}{label} {{ … }}`, and `;` or a new line between what is in it"
-    braced = closing + 1 < len(tokens) and tokens[closing + 1].kind == "LBRACE"
-    edits = []
-    dropped: list[int] = []
-    if named:
-        edits.append((opener.start, opener.end, " "))
-        dropped.append(at + 1)
-        commas = commas[1:]
-        if closing == at + 3:
-            edits.append((closer.start, closer.end, "" if braced else " { }"))
-            tokens[closing : closing + 1] = [] if braced else [_as(closer, "LBRACE", "{"), _as(closer, "RBRACE", "}")]
-        else:
-            comma = tokens[at + 3]
-            edits.append((comma.start, comma.end, " {"))
-            tokens[at + 3] = _as(comma, "LBRACE", "{")
-    else:
-        edits.append((opener.start, opener.end, " {"))
-        tokens[at + 1] = _as(opener, "LBRACE", "{")
-    for comma_at in commas:
-        edits.append((tokens[comma_at].start, tokens[comma_at].end, ";"))
-        tokens[comma_at] = _as(tokens[comma_at], "SEPARATOR", ";")
-    if not (named and closing == at + 3):
-        if braced:
-            edits.append((closer.start, tokens[closing + 1].end, ";"))
-            tokens[closing : closing + 2] = [_as(closer, "SEPARATOR", ";")]
-        else:
-            edits.append((closer.start, closer.end, " }"))
-            tokens[closing] = _as(closer, "RBRACE", "}")
-    for index in dropped:
-        del tokens[index]
+    edits = [(tokens[first].start, tokens[last].end, text) for first, last, text in changes]
     notations.add("MOE0109", opener.start, opener.end, message, help, *edits)
+    replaced: dict[int, list[Token]] = {}
+    for first, last, text in changes:
+        replaced[first] = []
+        replaced[last] = [_as(tokens[first], _KINDS[mark], mark) for mark in text.split()]
+    return replaced
 
 
 def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
@@ -86,30 +82,37 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
             and behind is not None
             and behind.kind == "LBRACE"
         )
-        closing = _closing(tokens, at) if value else None
+        closing, ends = split(tokens, at, (",", ";")) if value else (None, [])
         if closing is None or any(each.kind in ("LBRACE", "RBRACE") for each in tokens[at + 1 : closing]):
             continue
-        inner = [each for each in tokens[at + 1 : closing] if each.kind != "SEPARATOR" or each.text == ";"]
-        read = _read_braces(notations, kept[-2].text, tokens[at], inner, tokens[closing])
+        read = _read_braces(notations, kept[-2].text, tokens, (at, *ends, closing))
         kept = [*kept[:-2], Token("ERROR", "", kept[-2].start, tokens[closing].end)] if read is None else [*kept, *read]
         at = closing + 1
     return kept
 
 
-def _read_braces(
-    notations: Notations, name: str, opener: Token, inner: list[Token], closer: Token
-) -> list[Token] | None:
-    """The tokens of the value that `{ inner }` is; None where no call is said."""
-    source = notations.source.text
-    pairs = [_pair(part) for part in _parts(inner)]
+def _read_braces(notations: Notations, name: str, tokens: list[Token], bounds: tuple[int, ...]) -> list[Token] | None:
+    """The tokens of the value that is in braces; None where no call is said.
+
+    `bounds` are the indices of the opening brace, of the commas and `;` between the parts, and of the closing brace.
+    """
+    source, opener, closer = notations.source.text, tokens[bounds[0]], tokens[bounds[-1]]
+    parts = [_without_newlines(tokens[first + 1 : last]) for first, last in pairwise(bounds)]
+    pairs = [_pair(part) for part in parts if part]
     if not any(key for key, _ in pairs):
         several = len(pairs) != 1
         text = ", ".join(source[value[0].start : value[-1].end] for _, value in pairs if value)
         left, right = ("[", "]") if several else ("", "")
         help = f"write `{name} = {left}{text}{right}`"
-        edits = ((opener.start, opener.end, left), (closer.start, closer.end, right))
+        edits = [(opener.start, opener.end, left), (closer.start, closer.end, right)]
+        inner = _without_newlines(tokens[bounds[0] + 1 : bounds[-1]])
+        if several:
+            ends = [tokens[end] for end in bounds[1:-1] if tokens[end].kind == "SEPARATOR"]
+            edits += [(end.start, end.end, ",") for end in ends]
+            inner = [_as(token, "COMMA", ",") if token in ends else token for token in inner]
+            inner = [_as(opener, "LSQB", "["), *inner, _as(closer, "RSQB", "]")]
         notations.add("MOE0109", opener.start, closer.end, "a value in braces", help, *edits)
-        return [_as(opener, "LSQB", "["), *inner, _as(closer, "RSQB", "]")] if several else inner
+        return inner
     word = next((value[0] for key, value in pairs if key in _KIND_KEYS and len(value) == 1), None)
     call = Token("NAME", word.text.strip("\"'"), word.start, word.end) if word is not None else None
     settings = [(key, value) for key, value in pairs if value and (word is None or value[0] is not word)]
@@ -127,17 +130,8 @@ def _read_braces(
     return [*read, _as(closer, "RPAR", ")")]
 
 
-def _parts(inner: list[Token]) -> list[list[Token]]:
-    """What commas and `;` that are in no brackets separate."""
-    parts: list[list[Token]] = [[]]
-    depth = 0
-    for token in inner:
-        depth += (token.kind in CLOSERS) - (token.kind in CLOSERS.values())
-        if token.kind in ("COMMA", "SEPARATOR") and not depth:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    return [part for part in parts if part]
+def _without_newlines(tokens: list[Token]) -> list[Token]:
+    return [token for token in tokens if token.kind != "SEPARATOR" or token.text == ";"]
 
 
 def _pair(part: list[Token]) -> tuple[str, list[Token]]:
@@ -151,23 +145,17 @@ def _as(token: Token, kind: str, text: str) -> Token:
     return token._replace(kind=kind, text=text)
 
 
-def _closing(tokens: list[Token], at: int) -> int | None:
-    """The index of the bracket that closes the one at `at`."""
-    opener = tokens[at].kind
-    depth = 0
-    for index in range(at, len(tokens)):
-        depth += {opener: 1, CLOSERS[opener]: -1}.get(tokens[index].kind, 0)
-        if not depth:
-            return index
-    return None
-
-
-def _commas(tokens: list[Token], opener: int, closer: int) -> list[int]:
-    """The indices of commas between the two, and in no brackets of their own."""
-    found, depth = [], 0
-    for index in range(opener + 1, closer):
+def split(tokens: list[Token], opener: int, ends: tuple[str, ...] = (",",)) -> tuple[int | None, list[int]]:
+    """The index of the bracket that closes `opener`, None if none does, and those of `ends` in no inner brackets."""
+    left, right = tokens[opener].kind, CLOSERS[tokens[opener].kind]
+    found: list[int] = []
+    depth = depth_of_kind = 0
+    for index in range(opener, len(tokens)):
         kind = tokens[index].kind
         depth += (kind in CLOSERS) - (kind in CLOSERS.values())
-        if kind == "COMMA" and not depth:
+        depth_of_kind += (kind == left) - (kind == right)
+        if not depth_of_kind:
+            return index, found
+        if depth == 1 and tokens[index].text in ends:
             found.append(index)
-    return found
+    return None, []

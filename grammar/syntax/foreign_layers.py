@@ -7,14 +7,15 @@ import re
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token, lex
 
-_ENDS = frozenset(("SEPARATOR", "LBRACE", "RBRACE", "EQUAL"))
+SELECTOR_ENDS = frozenset(("SEPARATOR", "LBRACE", "RBRACE", "EQUAL"))
+"""Tokens that end the selector of `layers`."""
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
 _RANGE = re.compile(r"(-?\d+)?\.\.\.?(-?\d+)?(?:(?:\.\.|:|step)(\d+))?")
 _FROM_END = re.compile(r"-(\d+)")
 _DASH = re.compile(r"(\d+)-(\d+)")
 _COMMAS = re.compile(r"\d+(,\d+)+")
 
-_OF_ENDS = "layers are counted from 0: the last is `depth` minus 1"
+_FROM_ZERO = "layers are counted from 0: the last is `depth` minus 1"
 
 Reading = tuple[str, str, str]
 """What a selector is here (empty if that is not known), what is wrong with it, and a help."""
@@ -29,7 +30,7 @@ def layer_selectors(notations: Notations, tokens: list[Token]) -> list[Token]:
         token, at = tokens[at], at + 1
         kept.append(token)
         begins = len(kept) == 1 or kept[-2].kind in ("SEPARATOR", "LBRACE")
-        end = next((i for i in range(at, len(tokens)) if tokens[i].kind in _ENDS), len(tokens))
+        end = next((i for i in range(at, len(tokens)) if tokens[i].kind in SELECTOR_ENDS), len(tokens))
         if token.text != "layers" or not begins or end == at:
             continue
         selector = tokens[at:end]
@@ -66,7 +67,7 @@ def _read(text: str, depth: int | None) -> Reading | None:
         return ("", _ALL, "write `layers { … }`: without numbers it is all layers") if text != ":" else None
     if match := _FROM_END.fullmatch(text):
         last = _number(text, depth)
-        help = _OF_ENDS if last is None else f"layers are counted from 0: with `depth = {depth}` write `{last}`"
+        help = _FROM_ZERO if last is None else f"layers are counted from 0: with `depth = {depth}` write `{last}`"
         return _written(last), "layers are not counted from the end", help
     if (match := _DASH.fullmatch(text)) and int(match[1]) < int(match[2]):
         return f"{match[1]}..{match[2]}", "a range is written with `..`", ""

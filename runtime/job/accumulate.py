@@ -46,7 +46,7 @@ def accumulating(
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
     counts = model.count_labels(flat), model.count_tokens_of(flat, ids)
-    # The script may change parameters between its forward passes: each gathers weights anew.
+    # The script may change parameters between its forward passes: each gathers weights again.
     with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)

@@ -36,8 +36,8 @@ from moec.runtime.job.forward_checks import (
 )
 from moec.runtime.job.generate import Generated, generate
 from moec.runtime.job.home import Home
-from moec.runtime.job.made_of import MadeOf
 from moec.runtime.job.microbatches import Microbatches
+from moec.runtime.job.origin import ModuleOrigin
 from moec.runtime.job.plan_layer import Layer, layer_inside
 from moec.runtime.job.sampling import Sampling
 from moec.runtime.job.settings import complaint_about, initial_values, same_on_ranks
@@ -82,7 +82,7 @@ class PlanModule(nn.Module):
         self, spec: Spec, program: Program, limits: Limits | ImageLimits, home: Home, *, float64: bool = False
     ) -> None:
         super().__init__()
-        self._made_of = MadeOf(spec, program)
+        self._origin = ModuleOrigin(spec, program)
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
         self._home, self.limits = home, limits
@@ -223,7 +223,7 @@ class PlanModule(nn.Module):
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 
     def extra_repr(self) -> str:
-        return self._made_of.in_words(self._home.signature())
+        return self._origin.in_words(self._home.signature())
 
     def _refuse_late_recomputation(self) -> None:
         """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""
@@ -281,12 +281,12 @@ class PlanModule(nn.Module):
     @property
     def spec(self) -> Spec:
         """The file that it computes."""
-        return self._made_of.spec
+        return self._origin.spec
 
     @property
     def program(self) -> Program:
         """The Program that its graphs are made from."""
-        return self._made_of.program
+        return self._origin.program
 
     # ---- for jobs ----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +26,13 @@ class Progress(Iterable[Any]):
     Figures are read when they are shown: a few times a second on a terminal, every ten seconds elsewhere.
     """
 
+    _index: int | None
+    """The number of the loop's step that runs now; None outside of a loop over this."""
+    _loads: Loads | None
+    _done: float | None
+    _pending: bool
+    """Whether the last step is not shown yet."""
+
     def __init__(self, job: Job, steps: int | Iterable[Any] | None, total: int | None) -> None:
         if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0:
             steps = range(steps)
@@ -44,13 +51,9 @@ class Progress(Iterable[Any]):
     def _begin(self) -> None:
         self._step, self._index = self._first, None
         self._figures, self._loads, self._done = dict[str, Tensor | float](), None, None
-        self._waits, self._due = False, 0.0
+        self._pending, self._due = False, 0.0
         self._started = self._since = time.monotonic()
         self._since_tokens, self._since_step = self._job.new_tokens, self._first
-
-    _index: int | None
-    _loads: Loads | None
-    _done: float | None
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is None:
@@ -112,19 +115,19 @@ class Progress(Iterable[Any]):
 
     def close(self) -> None:
         """Shows the last step if it was not, and ends the display; the loop's or the block's end does."""
-        if self._waits:
+        if self._pending:
             self._write()
         display, self._display = self._display, None
         if display is not None:
             _try(display.close)
 
     def _moved_to(self, step: int) -> None:
-        self._step, self._waits = step, self._job.rank == 0
-        if self._waits and time.monotonic() >= self._due:
+        self._step, self._pending = step, self._job.rank == 0
+        if self._pending and time.monotonic() >= self._due:
             self._write()
 
     def _write(self) -> None:
-        self._waits = False
+        self._pending = False
         if self._display is None:
             self._display = make_display()
         display = self._display
@@ -177,7 +180,7 @@ def _ends(items: object, total: int | None) -> tuple[int, int | None]:
     return 0, total
 
 
-def _try(write: Any) -> bool:
+def _try(write: Callable[[], None]) -> bool:
     """Whether it could be written; else names it once, and training goes on."""
     try:
         write()

@@ -19,6 +19,12 @@ WITHOUT_LABELS = (
 )
 """The way out for forward passes that lack labels, or are missing."""
 
+OTHER_LABELS = (
+    "zero the gradients, and pass it the labels of exactly the micro-batches of the block; evaluate in between after "
+    "`model.eval()` and under torch.no_grad"
+)
+"""The way out for forward passes that had other labels, or too many."""
+
 
 @dataclass(slots=True)
 class StepCounts:
@@ -66,17 +72,21 @@ class StepCounts:
 
         Without `look` it does not read which labels are ignored.
         """
-        promised = int((labels != IGNORED_LABEL).sum()) if look else 0
-        unlike = numbered and self.numbered != self.sequences
-        if self.given != labels.numel() or unlike or (look and int(self.valid) != promised):
-            return Complaint(
-                "MOE0713",
-                f"job.accumulate got {labels.numel()} labels, its forward passes {self.given}, or other ignored ones",
-                WITHOUT_LABELS
-                if self.given < labels.numel()
-                else "zero the gradients, and pass it the labels of exactly the micro-batches of the block; "
-                "evaluate in between after `model.eval()` and under torch.no_grad",
-            )
+        differs = self._difference(labels, look=look, numbered=numbered)
+        if differs is None:
+            return None
+        help = WITHOUT_LABELS if self.given < labels.numel() else OTHER_LABELS
+        return Complaint("MOE0713", f"job.accumulate got {differs}", help)
+
+    def _difference(self, labels: Tensor, *, look: bool, numbered: bool) -> str | None:
+        if self.given != labels.numel():
+            return f"{labels.numel()} labels, its forward passes had {self.given}"
+        if numbered and self.numbered != self.sequences:
+            return f"labels of {self.sequences} sequences, its forward passes had {self.numbered}"
+        if look:
+            valid, used = int((labels != IGNORED_LABEL).sum()), int(self.valid)
+            if valid != used:
+                return f"{valid} labels that are not {IGNORED_LABEL}, its forward passes had {used}"
         return None
 
     def number_sequences(self, tokens: Tensor, data_rank: int, *, advance: bool) -> Tensor:

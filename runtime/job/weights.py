@@ -53,7 +53,7 @@ class Weights:
         """Whether ZeRO cuts one of the parameters."""
         self._per_use = [i for i, spec in enumerate(specs) if spec.zero is not None and spec.zero.per_use]
         self.gathers_per_use = bool(self._per_use)
-        """Whether every use gathers the weights anew (ZeRO 3)."""
+        """Whether every use gathers the weights again (ZeRO 3)."""
         self._collected: Collected | None = None
         self._begun: Taken | None = None
         self._ahead: Gathering | None = None

@@ -158,6 +158,7 @@ def test_bits_become_an_eighth_of_as_many_bytes(tmp_path: Path, written: str, me
         ("gate = {type: topk, k: 2}", "gate = topk(2)"),
         ("gate = {'type': 'topk', 'k': 2}", "gate = topk(2)"),
         ("balance = {switch_loss(0.1), z_loss(0.1)}", "balance = [switch_loss(0.1), z_loss(0.1)]"),
+        ("balance = {switch_loss(0.1);\n z_loss(0.1)}", "balance = [switch_loss(0.1), z_loss(0.1)]"),
     ],
 )
 def test_values_in_braces_are_read(tmp_path: Path, written: str, meant: str):

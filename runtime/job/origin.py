@@ -1,4 +1,4 @@
-"""What a module was made of."""
+"""The Spec and the Program of a module."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moec.passes.ir import Program
 
 
 @dataclass(frozen=True, slots=True)
-class MadeOf:
-    """What a module was made of; copies of the module share it."""
+class ModuleOrigin:
+    """The Spec and the Program that a module runs; deep copies share it."""
 
     spec: Spec
     program: Program
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MadeOf:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleOrigin:
         return self
 
     def in_words(self, place: Mapping[str, Any]) -> str:

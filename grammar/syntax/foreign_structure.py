@@ -1,0 +1,161 @@
+"""Brackets, commas and braces as other languages have them."""
+
+from __future__ import annotations
+
+from moec.grammar.syntax.foreign_blocks import CLOSERS
+from moec.grammar.syntax.notations import Notations
+from moec.grammar.syntax.tokens import Token
+
+VALUE_ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))
+"""Tokens that a value can end with."""
+_BEFORE_VALUE = frozenset(("EQUAL", "STAR", "COMMA", "LPAR", "LSQB", "PLUS", "MINUS", "SLASH"))
+_TEXTS = {"LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "LBRACE": "{", "RBRACE": "}"}
+
+
+class Structure:
+    """One walk over the tokens, with the stack of open brackets as they are meant."""
+
+    def __init__(self, notations: Notations) -> None:
+        self.notations = notations
+        self.source = notations.source
+        self.kept: list[Token] = []
+        self.open: list[tuple[int, str]] = []
+        """For each open bracket its index in `kept`, and the kind that it was written as."""
+
+    def read(self, tokens: list[Token]) -> list[Token]:
+        for at, token in enumerate(tokens):
+            behind = tokens[at + 1] if at + 1 < len(tokens) else None
+            if token.kind in CLOSERS:
+                self._opens(token)
+            elif token.kind in CLOSERS.values():
+                self._closes(token)
+            elif token.kind == "COMMA":
+                self._comma(token, behind)
+            elif token.kind == "SEPARATOR" and token.text != ";" and self._in_block():
+                self._line_ends(token, tokens, at)
+            else:
+                self._separated(token)
+                self.kept.append(token)
+        return self.kept
+
+    def _in_block(self) -> bool:
+        return not self.open or self.kept[self.open[-1][0]].kind == "LBRACE"
+
+    def _kind(self, back: int) -> str:
+        return self.kept[-back].kind if len(self.kept) >= back else ""
+
+    def _opens(self, token: Token) -> None:
+        """A call's arguments in `[ ]` or `{ }` are read as in parentheses."""
+        call = token.kind != "LPAR" and self._kind(1) == "NAME" and self._kind(2) in _BEFORE_VALUE
+        if call and (token.kind == "LBRACE" or self.kept[-1].end == token.start):
+            self.open.append((len(self.kept), token.kind))
+            self._note_call(token, "(")
+            token = token._replace(kind="LPAR", text="(")
+        else:
+            self.open.append((len(self.kept), token.kind))
+        self.kept.append(token)
+
+    def _note_call(self, token: Token, text: str) -> None:
+        name, habit = self.kept[-1].text, "calls in other brackets"
+        message = f"`{name}` takes its arguments in parentheses"
+        edit = (token.start, token.end, text)
+        self.notations.add("MOE0109", token.start, token.end, message, f"write `{name}(…)`", edit, habit=habit)
+        if text == ")":  # one place has two brackets
+            self.notations.found[habit].count -= 1
+
+    def _closes(self, token: Token) -> None:
+        if not self.open:
+            self.kept.append(token)
+            return
+        index, written = self.open[-1]
+        meant = self.kept[index].kind
+        if token.kind == CLOSERS[written] != CLOSERS[meant]:  # the other bracket of one that was replaced
+            if meant == "LPAR":
+                self._note_call(token, ")")
+            token = token._replace(kind=CLOSERS[meant], text=_TEXTS[CLOSERS[meant]])
+        elif token.kind != CLOSERS[meant] and "RBRACE" not in (token.kind, CLOSERS[meant]):
+            if self._line(self.kept[index]) != self._line(token):
+                self.kept.append(token)
+                return
+            right = _TEXTS[CLOSERS[meant]]
+            message = f"`{_TEXTS[meant]}` is closed by `{right}`"
+            edit = (token.start, token.end, right)
+            self.notations.add("MOE0105", token.start, token.end, message, f"write `{right}`", edit)
+            token = token._replace(kind=CLOSERS[meant], text=right)
+        elif token.kind == "RBRACE":
+            while self.open and self.kept[self.open[-1][0]].kind != "LBRACE":
+                self.open.pop()
+        if self.open:
+            self.open.pop()
+        self.kept.append(token)
+
+    def _comma(self, token: Token, behind: Token | None) -> None:
+        """Between statements a comma is none; within a group's parentheses it makes a list."""
+        if not self._in_block():
+            index, written = self.open[-1]
+            if self.kept[index].kind == written == "LPAR" and (index == 0 or self.kept[index - 1].kind != "NAME"):
+                self.kept[index] = self.kept[index]._replace(kind="LSQB", text="[")
+                self._note_list(index)
+            self.kept.append(token)
+            return
+        if self._kind(1) not in VALUE_ENDS:
+            self.kept.append(token)
+            return
+        ends = behind is None or behind.kind in ("SEPARATOR", "RBRACE")
+        edit = (token.start, token.end, "" if ends else ";")
+        help = "a statement ends with its line, or with `;`"
+        habit = "names in quotes" if "names in quotes" in self.notations.found else ""
+        message = "there is no comma between statements"
+        self.notations.add("MOE0109", token.start, token.end, message, help, edit, habit=habit)
+        if not ends:
+            self.kept.append(token._replace(kind="SEPARATOR", text=";"))
+
+    def _note_list(self, index: int) -> None:
+        opener = self.kept[index]
+        closer = self.source.text.find(")", opener.end)
+        edits = [(opener.start, opener.end, "["), *([(closer, closer + 1, "]")] if closer >= 0 else [])]
+        message = "several values in parentheses"
+        help = "a list is written in brackets: `[0.9, 0.95]`"
+        self.notations.add("MOE0109", opener.start, opener.end, message, help, *edits)
+
+    def _separated(self, token: Token) -> None:
+        """Adds the comma that is missing between two arguments of a line."""
+        if self._in_block() or token.kind not in ("NAME", "NUMBER", "STRING") or self._kind(1) not in VALUE_ENDS:
+            return
+        before = self.kept[-1]
+        if self._line(before) != self._line(token):
+            return
+        message = f"a comma is missing before `{token.text}`"
+        edit = (before.end, before.end, ",")
+        self.notations.add("MOE0101", token.start, token.end, message, "arguments have commas between them", edit)
+        self.kept.append(Token("COMMA", ",", before.end, before.end))
+
+    def _line_ends(self, token: Token, tokens: list[Token], at: int) -> None:
+        """Reads a block's head without its brace: `moe` alone in a line, with more indented lines behind it."""
+        size = 2 if self._kind(1) == "STRING" else 1
+        begins = self._kind(size + 1) in ("", "SEPARATOR", "LBRACE", "RBRACE")
+        behind = next((each for each in tokens[at + 1 :] if each.kind != "SEPARATOR"), None)
+        if not begins or self._kind(size) != "NAME" or behind is None:
+            self.kept.append(token)
+            return
+        head = self.kept[-1]
+        if behind.kind == "LBRACE":
+            edit = (head.end, behind.start, " ")
+            help = "write the brace in the line of its word: `moe {`"
+            self.notations.add(
+                "MOE0109", behind.start, behind.end, "the brace of a block in a line of its own", help, edit
+            )
+        elif self._indent(behind) > self._indent(head):
+            message, help = "a block without its brace", "write `{` after it, and `}` after its last line"
+            self.notations.add("MOE0109", head.start, head.end, message, help, (head.end, head.end, " {"))
+            self.open.append((len(self.kept), "LBRACE"))
+            self.kept.append(Token("LBRACE", "{", head.end, head.end))
+        else:
+            self.kept.append(token)
+
+    def _line(self, token: Token) -> int:
+        return self.source.position(token.start)[0]
+
+    def _indent(self, token: Token) -> int:
+        line = self.source.line(self._line(token))
+        return len(line) - len(line.lstrip())
