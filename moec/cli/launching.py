@@ -14,19 +14,6 @@ WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8
 """The ways of starting that an option is for; other options are for all of them."""
 
 
-<<<<<<< HEAD
-@click.command(
-    cls=Command,
-    context_settings={"ignore_unknown_options": True},
-    examples={
-        "moec launch first.plan train.py": "the torchrun command of the plan's cluster",
-        "moec launch first.plan train.py --slurm > job.sh": "a script for sbatch",
-        "moec launch first.plan train.py --run": "starts the ranks on this machine",
-    },
-    fails="the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
-    documents=("launch",),
-)
-=======
 class LaunchCommand(Command):
     """Reads `-h` only as a word of its own: click would find it in `-hidden`, an option of the script."""
 
@@ -38,8 +25,17 @@ class LaunchCommand(Command):
         return parser
 
 
-@click.command(cls=LaunchCommand, context_settings={"ignore_unknown_options": True})
->>>>>>> wt_launch
+@click.command(
+    cls=LaunchCommand,
+    context_settings={"ignore_unknown_options": True},
+    examples={
+        "moec launch first.plan train.py": "the torchrun command of the plan's cluster",
+        "moec launch first.plan train.py --slurm > job.sh": "a script for sbatch",
+        "moec launch first.plan train.py --run": "starts the ranks on this machine",
+    },
+    fails="the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
+    documents=("launch",),
+)
 @argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @argument(
     "script",
