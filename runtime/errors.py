@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 
@@ -30,6 +32,11 @@ class CallError(JobError, ValueError, TypeError):
 def wrong_argument(message: str, help: str) -> CallError:
     """The error for an argument that a function does not take."""
     return CallError("MOE0750", message, help)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def one_of(call: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
