@@ -10,6 +10,9 @@ from moec.grammar.diagnostics import DiagnosticError, diagnose
 class JobError(DiagnosticError):
     """An error in a training script, its launch or its numbers, raised on every rank and before any gradient."""
 
+    elsewhere = False
+    """Whether another rank made the mistake, at another line of the script than this rank's."""
+
     def __init__(self, code: str, message: str, help: str = "") -> None:
         super().__init__([diagnose(code, None, message, help=help)])
 
