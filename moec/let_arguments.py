@@ -8,12 +8,21 @@ from dataclasses import replace
 from numbers import Integral, Real
 
 from moec.grammar.diagnostics import Diagnostic
+from moec.grammar.schema import fields
 from moec.grammar.source import Source, Span
+from moec.grammar.spec import Model, Parallel, Train
+from moec.grammar.spec.base import Node
 from moec.grammar.suggest import nearest
 from moec.runtime.errors import CallError, wrong_argument
 
 FROM_COMMAND_LINE = "--let"
 """The name of the grammar's sources for overrides."""
+
+NO_LETS = "the file declares none"
+"""The grammar's help where a file has no `let`."""
+
+BLOCKS: tuple[type[Node], ...] = (Parallel, Train, Model)
+"""Blocks whose words a script may take for arguments."""
 
 OUTPUTS = {"output", "out", "path", "save", "to"}
 
@@ -56,7 +65,7 @@ def _as_argument(found: Diagnostic) -> Diagnostic:
     if found.code != "MOE0213" or renamed.span is None:
         return renamed
     name = renamed.span.source.text[renamed.span.start : renamed.span.end]
-    return replace(renamed, help=_help(name, found.help))
+    return replace(renamed, message=f"no file that was read declares `{name}`", help=_help(name, found.help))
 
 
 def _help(name: str, help: str) -> str:
@@ -64,7 +73,13 @@ def _help(name: str, help: str) -> str:
         return f"did you mean `world_size`, an argument of `moec.compile`? Further ones are the file's `let`s; {help}"
     if name in OUTPUTS:
         return "`moec.compile` returns the plan and writes nothing: `plan.save(path)` does"
-    if help == "the file declares none":
+    if block := next((block for block in BLOCKS if name in fields(block)), None):
+        lets = "it declares none" if help == NO_LETS else help
+        return (
+            f"arguments override the file's `let`s ({lets}), and `{name}` is a word of `{block.word} {{ … }}`: change "
+            f"it there, or write `let {name} = …` and `{name} = {name}`"
+        )
+    if help == NO_LETS:
         return f"the file declares no `let`: write `let {name} = …` in it and use the name, or change the value there"
     return help
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 
 class JobError(DiagnosticError):
     """An error in a training script, its launch or its numbers, raised on every rank and before any gradient."""
+
+    elsewhere = False
+    """Whether another rank made the mistake, at another line of the script than this rank's."""
 
     def __init__(self, code: str, message: str, help: str = "") -> None:
         super().__init__([diagnose(code, None, message, help=help)])
@@ -30,6 +35,11 @@ class CallError(JobError, ValueError, TypeError):
 def wrong_argument(message: str, help: str) -> CallError:
     """The error for an argument that a function does not take."""
     return CallError("MOE0750", message, help)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def one_of(call: str, name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -9,11 +9,11 @@ import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
 from moec.grammar.source import Source, Span
-from moec.runtime.errors import CallError, RankError
+from moec.runtime.errors import CallError, JobError, RankError
 
 HEAD_START_SECONDS = 2.0
 OWN_ERROR_SECONDS = 10.0
@@ -22,6 +22,12 @@ launcher has ended this rank."""
 
 LIBRARIES = tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
 """Folders whose frames are no lines of the user's."""
+
+CLIP_HELP = (
+    "help: parameters of experts lie on another mesh than those of other layers: call `job.clip_grad_norm_(model, "
+    "max_norm)`, or `moec.clip_grad_norm_` for `moec.layer`"
+)
+"""What ends `torch.nn.utils.clip_grad_norm_` on several ranks."""
 
 _rank = int(os.environ.get("RANK") or "0")
 _inner = sys.excepthook
@@ -62,6 +68,8 @@ def _install() -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, DiagnosticError):
+        if help := _help_of_torch(error, trace):
+            error.add_note(help)
         _inner(kind, error, trace)
     elif isinstance(error, RankError):
         pass
@@ -76,15 +84,37 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
             _print(error, trace)
 
 
+def _help_of_torch(error: BaseException, trace: TracebackType | None) -> str:
+    """The way out of an error of torch that moec's sharded parameters cause; empty where none is known."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "clip_grad_norm_" and "mesh" in str(error):
+            return CLIP_HELP
+        trace = trace.tb_next
+    return ""
+
+
+def script_line() -> str:
+    """The line of the script that runs now, as `train.py:13`; empty where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _of_library(frame):
+        frame = frame.f_back
+    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def _print(error: DiagnosticError, trace: TracebackType | None) -> None:
-    print(render(located(error.diagnostics, trace), "full").rstrip("\n"), file=sys.stderr, flush=True)
+    elsewhere = isinstance(error, JobError) and error.elsewhere
+    print(
+        render(error.diagnostics if elsewhere else located(error.diagnostics, trace), "full").rstrip("\n"),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _place(trace: TracebackType | None) -> Span | None:
     """The innermost line of the user's in a traceback; of a line in several, the first."""
     found = None
     while trace is not None:
-        if not _of_library(trace):
+        if not _of_library(trace.tb_frame):
             found = trace
         trace = trace.tb_next
     if found is None:
@@ -97,13 +127,18 @@ def _place(trace: TracebackType | None) -> Span | None:
     line = lines[number - 1]
     start, end = _columns(code, found.tb_lasti, number, line)
     before = sum(map(len, lines[: number - 1]))
-    name = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
-    return Span(Source(name, "".join(lines)), before + start, before + end)
+    return Span(Source(_shown(path), "".join(lines)), before + start, before + end)
 
 
-def _of_library(trace: TracebackType) -> bool:
+def _shown(path: str) -> str:
+    try:
+        return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    except OSError:  # the working folder is gone
+        return path
+
+
+def _of_library(frame: FrameType) -> bool:
     """Whether the frame is moec's, Python's or an installed package's."""
-    frame = trace.tb_frame
     module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
     return module.partition(".")[0] == "moec" or path.startswith(LIBRARIES) or path.startswith("<frozen")
 

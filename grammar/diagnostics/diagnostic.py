@@ -51,18 +51,22 @@ class Diagnostic:
 
 
 class DiagnosticError(Exception):
-    """Raised when a user's mistake stops moec; carries every diagnostic found."""
+    """Raised when a user's mistake stops moec; carries every diagnostic found.
+
+    Its text has a line for each diagnostic, and one for its help: it is what `print(error)` and a log show.
+    """
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
-        super().__init__("\n".join(_line(d) for d in self.diagnostics))
+        super().__init__("\n".join(_lines(d) for d in self.diagnostics))
 
 
 class InternalError(Exception):
     """A bug in moec. The command line asks for a report and exits with 3."""
 
 
-def _line(diagnostic: Diagnostic) -> str:
+def _lines(diagnostic: Diagnostic) -> str:
     place = f"{diagnostic.span}: " if diagnostic.span else ""
     text = f"{place}{diagnostic.severity}[{diagnostic.code}]: {diagnostic.title}"
-    return f"{text}: {diagnostic.message}" if diagnostic.message else text
+    text = f"{text}: {diagnostic.message}" if diagnostic.message else text
+    return f"{text}\nhelp: {diagnostic.help}" if diagnostic.help else text

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from moec.runtime.checkpoint.content import Content, content_of
 from moec.runtime.checkpoint.files import refuse_existing, shown
 from moec.runtime.checkpoint.index import unexpected
+from moec.runtime.checkpoint.options import require_keep
 from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.writing import Saving, Task
@@ -66,12 +67,6 @@ def save(
     data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()
     number = saves.next_number()
     return saves.start(Task(number, plan, target, head, data_ranks, keep, content, pieces, parts, failure, cause))
-
-
-def require_keep(keep: int | None) -> None:
-    """Raises `ValueError` unless `keep` is a whole number from 1, or None."""
-    if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        raise ValueError(f"keep must be a number of checkpoints, at least 1, not {keep!r}")
 
 
 def same_calls(path: str, keep: int | None, content: Content | None) -> tuple[MustMatch, ...]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.saving import require_keep, save
+from moec.runtime.checkpoint.options import require_keep, require_schedule
+from moec.runtime.checkpoint.saving import save
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.job.module import PlanModule
 
@@ -30,12 +31,7 @@ def save_if_due(
     extras: Mapping[str, Any],
 ) -> Saving | None:
     """Saves to `folder/STEP` if it is time. `Job.checkpoint` describes it."""
-    if every is None and seconds is None and on_signal is None:
-        raise ValueError("say when: every=N steps, seconds=S, on_signal=NUMBER, or several of them")
-    if every is not None and not (isinstance(every, int) and every >= 1):
-        raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"seconds must be a number above 0, not {seconds!r}")
+    require_schedule(every, seconds, on_signal)
     require_keep(keep)
     saves, step = job.saves, model.settings["step"]
     last_step, last_time = saves.last_in(Path(folder))

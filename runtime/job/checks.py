@@ -25,11 +25,14 @@ from moec.runtime.errors import JobError, one_of
 from moec.runtime.job.batches import fingerprint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.watch import collective
+from moec.runtime.uncaught import script_line
 
 MODES = ("all", "first", "none")
 MOST_COUNTS = 4
 MAX_WORDS = 1000
 """Characters of a complaint that other ranks receive."""
+MAX_LINE = 200
+"""Characters of a script's path and line that other ranks receive."""
 MAX_BYTES = 8192
 """Bytes of JSON that one rank sends about an error."""
 
@@ -158,26 +161,38 @@ class JobChecks(Checks):
 
     def _explain(self, report: _Report) -> JobError:
         """The complaint of the lowest rank that has one, else a difference between ranks. A collective."""
-        encoded = report.encode()
+        encoded = replace(report, line=script_line()[-MAX_LINE:]).encode()
         buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
         buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         buffers = [torch.empty_like(buffer) for _ in range(self._world_size)]
         with collective("all_gather", self._job + HOST, "an error") as peers:
             dist.all_gather(buffers, buffer, group=peers)
         reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in buffers]
-        wrong = next((report.complaint for report in reports if report.complaint), None)
-        return (wrong or _difference(reports)).error()
+        wrong = next((report for report in reports if report.complaint), None)
+        if wrong is None or wrong.complaint is None:
+            return _difference(reports).error()
+        complaint, line = wrong.complaint, wrong.line
+        if line == reports[0].line:
+            return complaint.error()
+        # Rank 0 prints the error, and would show its own line.
+        error = complaint._replace(words=f"{complaint.words} (at {line})" if line else complaint.words).error()
+        error.elsewhere = True
+        return error
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank sends. `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group."""
+    """What one rank sends. `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group.
+
+    `line`: the line of its script, in a report of an error.
+    """
 
     site: str
     complaint: Complaint | None
     matching: Sequence[MustMatch]
     first: int = 0
     inputs: int = 0
+    line: str = ""
 
     def digest(self) -> int:
         """A hash of site and numbers, the same in every process."""
@@ -185,13 +200,14 @@ class _Report:
 
     def encode(self) -> bytes:
         complaint = self.complaint and self.complaint._replace(words=self.complaint.words[:MAX_WORDS])
-        return json.dumps([self.site, complaint, self.matching, self.first, self.inputs], ensure_ascii=False).encode()
+        fields = [self.site, complaint, self.matching, self.first, self.inputs, self.line]
+        return json.dumps(fields, ensure_ascii=False).encode()
 
     @staticmethod
     def decode(encoded: bytes) -> _Report:
-        site, complaint, matching, first, inputs = json.loads(encoded)
+        site, complaint, matching, first, inputs, line = json.loads(encoded)
         matching = [MustMatch(code, words, tuple(numbers)) for code, words, numbers in matching]
-        return _Report(site, complaint and Complaint(*complaint), matching, first, inputs)
+        return _Report(site, complaint and Complaint(*complaint), matching, first, inputs, line)
 
 
 def _difference(reports: Sequence[_Report]) -> Complaint:

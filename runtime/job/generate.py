@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job import unscored
 from moec.runtime.job.batches import Limits, device_of
 from moec.runtime.job.beside import NOTHING
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.decoder import Decoder, NewTokens, layers_of
 from moec.runtime.job.prompts import Prompts, prompts_of
-from moec.runtime.job.sampling import MOST_SEQUENCES, Sampling, is_whole
+from moec.runtime.job.sampling import MOST_SEQUENCES, Sampling
 from moec.runtime.job.wrappers import refuse_autocast
 
 if TYPE_CHECKING:

@@ -373,9 +373,10 @@ class Job(JobCheckpoints):
     def progress(self, steps: int | Iterable[Any] | None = None, *, total: int | None = None) -> Progress:
         """`for step in (progress := job.progress(1000)):` shows a bar; `progress.step(loss, grad_norm=norm)` fills it.
 
-        `steps`: a number of steps, a range of them, or batches to iterate over; None in a `with` block without a loop
-        over it. `total`: how many there are, where `steps` does not say so. On the first rank's stdout: step, figures,
-        tokens/s, MFU and the time left; live on a terminal, a line at most every ten seconds elsewhere. No collective.
+        `steps`: a number of steps, counted from 0; `range(job.steps, 1000)` in a run that goes on; batches to iterate
+        over; or None in a `with` block without a loop over it. `total`: how many there are, where `steps` does not say
+        so. On the first rank's stdout: step, figures, tokens/s, MFU and the time left; live on a terminal, a line at
+        most every ten seconds elsewhere. No collective.
         """
         progress = Progress(self, steps, total)
         self._displays.add(progress)

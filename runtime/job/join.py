@@ -24,7 +24,7 @@ from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
-from moec.runtime.errors import JobError, wrong_argument
+from moec.runtime.errors import JobError, is_whole, wrong_argument
 from moec.runtime.job.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
@@ -112,10 +112,10 @@ def _script() -> list[str]:
 
 def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
     """Raises `CallError` for what `moec.launch` cannot be told."""
-    if not isinstance(check_replicas, int) or check_replicas < 0:
+    if not is_whole(check_replicas) or check_replicas < 0:
         message = f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}"
         raise wrong_argument(message, "`check_replicas=100` compares replicas at every 100th step")
-    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         message = f"timeout must be a number of seconds above 0, not {timeout!r}"
         raise wrong_argument(message, "leave it out for 100 seconds; more if a step may take longer")
     if device not in (None, "cpu", "cuda"):

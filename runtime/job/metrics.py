@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
-from moec.runtime.errors import wrong_argument
+from moec.runtime.errors import is_whole, wrong_argument
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.figures import flops_per_token, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.loads import of_last_pass
@@ -79,11 +79,11 @@ class Metrics:
         every: int = 1,
         start: int | None = None,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
+        if not is_whole(every) or every < 1:
             raise wrong_argument(
                 f"every must be a number of steps, at least 1, not {every!r}", "leave it out for every step"
             )
-        if start is not None and (not isinstance(start, int) or start < 0):
+        if start is not None and (not is_whole(start) or start < 0):
             message = f"start must be the number of steps taken before, at least 0, not {start!r}"
             raise wrong_argument(message, "leave it out to count on from `job.steps`")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moec.runtime.errors import wrong_argument
+from moec.runtime.errors import is_whole, wrong_argument
 from moec.runtime.job.figures import flops_per_token, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.progress_display import Display, Loads, Shown, make_display
 
@@ -34,12 +34,12 @@ class Progress(Iterable[Any]):
     """Whether the last step is not shown yet."""
 
     def __init__(self, job: Job, steps: int | Iterable[Any] | None, total: int | None) -> None:
-        if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0:
+        if is_whole(steps) and steps >= 0:
             steps = range(steps)
         elif isinstance(steps, str) or (steps is not None and not isinstance(steps, Iterable)):
             help = "`for step in job.progress(1000):` or `for batch in job.progress(loader):`"
             raise wrong_argument(f"steps must be a number of steps or something to iterate over, not {steps!r}", help)
-        if total is not None and (not isinstance(total, int) or total < 1):
+        if total is not None and (not is_whole(total) or total < 1):
             raise wrong_argument(
                 f"total must be a number of steps, at least 1, not {total!r}", "leave it out if unknown"
             )

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job.batches import Limits
-from moec.runtime.job.sampling import is_whole
 
 RUNS = "mark padding at the beginning or end of each prompt, not between tokens; each prompt needs at least one token"
 LISTS = "give int64 [batch, sequence], or a list of int64 [length]"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, is_whole
 from moec.runtime.philox import key_of, philox_words
 
 MOST_SEQUENCES = 1 << 31
@@ -83,11 +82,6 @@ class Sampling:
         high, low, *_ = philox_words(sequences << 32 | places, key_of("generate", self.seed))
         numbers: Tensor = ((high >> 5) * (1 << 26) + (low >> 6)).double() * 2.0**-53
         return numbers
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an int, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from moec.passes.ir import Shard
 from moec.runtime.backends import warn_first
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
+from moec.runtime.job.mean_losses import warn_of_mean
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.watch import collective
 from moec.runtime.ops.dense_collectives import all_reduce
@@ -74,7 +75,7 @@ class Step:
                 return f"{name} must be a function that gives a sum over tokens, not {getattr(self, name)!r}"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+        if not is_whole(self.microbatches) or self.microbatches < 1:
             return f"microbatches must be an integer of at least 1, not {self.microbatches!r}"
         sequences = self.tokens.shape[0] if self.tokens.dim() else 0
         if self.microbatches > max(1, sequences):
@@ -244,6 +245,8 @@ def _custom_loss(
         summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
     depends = isinstance(summed, Tensor) and summed.requires_grad
     (graded,) = job.checks.require("a custom loss", _scalar_complaint(summed), counts=(int(depends),))
+    if step.count is None and depends:
+        warn_of_mean(model, "loss" if step.loss is not None else "logprob_loss", summed, labels)
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
         summed = summed + output.logits[..., :0].sum()
@@ -258,7 +261,9 @@ def _scalar_complaint(summed: object) -> Complaint | None:
     if isinstance(summed, Tensor) and summed.dim() == 0 and summed.is_floating_point():
         return None
     found = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
-    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens")
+    is_unsummed = isinstance(summed, Tensor) and summed.dim() > 0
+    help = "sum it: `.sum()` of what the function returns, or `reduction='sum'`" if is_unsummed else ""
+    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens", help)
 
 
 def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -269,9 +274,11 @@ def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Ten
         number = float(counted)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
-    wrong = not 0 <= number < math.inf
+    is_bool = isinstance(counted, bool) or (isinstance(counted, Tensor) and counted.dtype == torch.bool)
+    wrong = is_bool or not 0 <= number < math.inf
     words = f"the count gave {counted!r}, and must give a number from 0 on"
-    job.checks.require("a custom count", Complaint("MOE0713", words) if wrong else None)
+    help = "count them: `(labels != -100).sum()`" if is_bool else ""
+    job.checks.require("a custom count", Complaint("MOE0713", words, help) if wrong else None)
     total = torch.tensor(number, dtype=torch.float64)
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a custom count") as peers:

@@ -104,7 +104,13 @@ def test_seconds_are_those_of_rank_0(gloo: GlooPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("often", "message"),
     [
-        ({}, "say when: every=N steps, seconds=S, on_signal=NUMBER"),
+        ({}, "`job.checkpoint` does not know when to save"),
+        ({"every": True}, "every must be a number of steps, at least 1, not True"),
+        ({"seconds": True}, "seconds must be a number above 0, not True"),
+        ({"on_signal": "SIGTERM"}, "on_signal must be the number of a signal, not 'SIGTERM'"),
+        ({"every": 1, "keep": True}, "keep must be a number of checkpoints, at least 1, not True"),
+        ({"every": 1, "kep": 1}, "`job.checkpoint` has no argument `kep`"),
+        ({"evry": 1}, "`job.checkpoint` has no argument `evry`"),
         ({"every": 0}, "every must be a number of steps, at least 1, not 0"),
         ({"every": "2"}, "every must be a number of steps, at least 1, not '2'"),
         ({"seconds": 0.0}, "seconds must be a number above 0"),

@@ -66,6 +66,14 @@ def test_a_mistake_in_a_call_is_one_message_at_its_line_with_a_way_out(
     assert "Way out: " in text
 
 
+def test_the_text_of_an_error_that_a_script_catches_has_name_and_way_out(folder: Path) -> None:
+    with pytest.raises(DiagnosticError) as raised:
+        moec.compile(folder / "first.moe", ep=4)
+    first, second = str(raised.value).splitlines()
+    assert first.endswith("error[MOE0213]: no such `let`: no file that was read declares `ep`")
+    assert second.startswith("help: arguments override the file's `let`s (allowed here: experts, ranks)")
+
+
 def said(script: str, path: Path) -> str:
     """What a script ends with; it must raise."""
     path.write_text(script)

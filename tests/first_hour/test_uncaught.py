@@ -24,6 +24,31 @@ with moec.launch("a.plan", device="cpu") as job:
     job.step(model, torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.int64))
 """
 
+WRONG_ON_RANK_1 = """\
+import torch
+import moec
+
+good = torch.zeros(4, 8, dtype=torch.int64)
+with moec.launch("a.plan", device="cpu") as job:
+    model = job.build()
+    if job.rank == 1:
+        job.step(model, good.int(), good)
+    job.step(model, good, good)
+"""
+
+CLIPPED_BY_TORCH = """\
+import torch
+import moec
+
+tokens = torch.zeros(4, 8, dtype=torch.int64)
+with moec.launch("a.plan", device="cpu") as job:
+    model = job.build()
+    job.step(model, tokens, tokens)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+"""
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 
 def ended(folder: Path, script: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     """The script, run in `folder` by Python, or by `launcher`."""
@@ -46,8 +71,23 @@ def test_a_script_ends_with_its_own_line_and_no_traceback(tmp_path: Path) -> Non
 
 def test_a_batch_that_is_wrong_on_all_ranks_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     moe_plan(ranks=2, ep=2).save(tmp_path / "a.plan")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = ended(tmp_path, WRONG_BATCH, *launcher)
+    done = ended(tmp_path, WRONG_BATCH, *TWO_RANKS)
     assert done.returncode == 1
     assert done.stderr.count("error[MOE0702]") == 1
     assert "train.py:6:" in done.stderr
+
+
+def test_a_mistake_of_another_rank_is_shown_at_its_line_and_not_at_rank_0s(tmp_path: Path) -> None:
+    moe_plan(ranks=2, ep=2).save(tmp_path / "a.plan")
+    done = ended(tmp_path, WRONG_ON_RANK_1, *TWO_RANKS)
+    assert done.stderr.count("error[MOE0702]") == 1
+    assert "rank 1, step 1: tokens are torch.int32" in done.stderr
+    assert "(at train.py:8)" in done.stderr
+    assert "train.py:9" not in done.stderr
+
+
+def test_clipping_of_torch_on_several_ranks_ends_with_the_jobs_own(tmp_path: Path) -> None:
+    moe_plan(ranks=2, ep=2).save(tmp_path / "a.plan")
+    done = ended(tmp_path, CLIPPED_BY_TORCH, *TWO_RANKS)
+    assert done.returncode == 1
+    assert "call `job.clip_grad_norm_(model, max_norm)`" in done.stderr

@@ -85,6 +85,20 @@ def test_a_range_goes_on_from_its_start(job, capsys):
 
 
 @pytest.mark.usefixtures("every_step")
+def test_a_resumed_run_shows_its_own_steps_with_the_range_that_the_guide_has(job, capsys, tmp_path):
+    model = job.build()
+    optimizer = job.optimizer(model)
+    for _ in range(3):
+        job.step(model, TOKENS, TOKENS)
+    job.save(tmp_path / "3", model, optimizer).wait()
+    first = job.resume(tmp_path, model, optimizer)
+    assert list(job.progress(range(first, 5))) == [3, 4]
+    first_line, last_line = capsys.readouterr().out.splitlines()
+    assert "step     4 of 5 " in first_line
+    assert "step     5 of 5 " in last_line
+
+
+@pytest.mark.usefixtures("every_step")
 def test_batches_of_any_kind_are_given_through_and_a_second_loop_begins_anew(job, capsys):
     assert list(job.progress(iter("ab"))) == ["a", "b"]
     assert "%" not in capsys.readouterr().out

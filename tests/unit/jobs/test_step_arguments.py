@@ -82,9 +82,17 @@ def test_a_step_in_training_does_not_warn() -> None:
 def test_numbers_of_micro_batches_are_integers() -> None:
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         model = job.build()
-        for number in ("2", 1.5, 0):
+        for number in ("2", 1.5, 0, True):
             with pytest.raises(JobError, match=rf"MOE0713.*microbatches must be an integer .* not {number!r}"):
                 job.step(model, TOKENS, TOKENS, microbatches=number)
+
+
+@pytest.mark.parametrize("counted", [torch.tensor(True), True], ids=["tensor", "bool"])
+def test_a_count_that_is_a_bool_is_refused(counted: Any) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        with pytest.raises(JobError, match=r"MOE0713.*the count gave .*True.*must give a number from 0 on") as raised:
+            job.step(job.build(), TOKENS, TOKENS, count=lambda labels: counted)
+        assert "`(labels != -100).sum()`" in raised.value.diagnostics[0].help
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""The options of saves and loads: their values, and extras whose names are misspelt options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moec.grammar.suggest import meant
+from moec.runtime.errors import is_whole, wrong_argument
+
+SCHEDULE = ("every", "seconds", "on_signal")
+OPTIMIZER = "optimizer"
+
+
+def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:
+    """Raises `CallError` for an extra whose name is a slip of one of `options`, or of `optimizer` if that is None.
+
+    An object with `state_dict` is no value of the `options`, and so a true extra; it may be an optimizer.
+    """
+    for name, value in extras.items():
+        allowed = options
+        if hasattr(value, "state_dict"):
+            allowed = (OPTIMIZER,) if optimizer is None else ()
+        if option := meant(name, allowed):
+            help = f"did you mean `{option}`? It would be an extra by this name; if it is one, give it another name"
+            raise wrong_argument(f"`{call}` has no argument `{name}`", help)
+
+
+def require_schedule(every: object, seconds: object, on_signal: object) -> None:
+    """Raises `CallError` unless they say when to save."""
+    if every is None and seconds is None and on_signal is None:
+        raise wrong_argument(
+            "`job.checkpoint` does not know when to save",
+            "say when: every=N steps, seconds=S, on_signal=NUMBER, or several of them",
+        )
+    if every is not None and not _is_count(every):
+        help = "`every=100` saves at every 100th step"
+        raise wrong_argument(f"every must be a number of steps, at least 1, not {every!r}", help)
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
+        help = "`seconds=600` saves every ten minutes"
+        raise wrong_argument(f"seconds must be a number above 0, not {seconds!r}", help)
+    if on_signal is not None and not _is_count(on_signal):
+        help = "`import signal`, and `on_signal=signal.SIGTERM`"
+        raise wrong_argument(f"on_signal must be the number of a signal, not {on_signal!r}", help)
+
+
+def require_keep(keep: object) -> None:
+    """Raises `CallError` unless `keep` is a whole number from 1, or None."""
+    if keep is not None and not _is_count(keep):
+        help = "`keep=3` leaves the last three; leave it out to keep all"
+        raise wrong_argument(f"keep must be a number of checkpoints, at least 1, not {keep!r}", help)
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 1
