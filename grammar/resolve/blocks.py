@@ -166,10 +166,10 @@ class _Reader:
         meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant)
         if meant is None:
             return
-        word, worth = meant
+        word, found_value = meant
         known = self.known[word]
         if isinstance(statement, Block) and known.block:  # what is in it is checked too
             self.block(replace(statement, kind=Name(word, name.span)))
         else:
             self.incomplete = self.incomplete or bool(known.block)
-            self.meant.setdefault(word, Given(worth if assigned else BROKEN, name.span, name.span))
+            self.meant.setdefault(word, Given(found_value if assigned else BROKEN, name.span, name.span))

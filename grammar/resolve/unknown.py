@@ -9,14 +9,13 @@ from collections.abc import Collection, Mapping
 
 from moec.grammar.aliases import Alias, alias
 from moec.grammar.diagnostics.diagnostic import Edit, Label
-from moec.grammar.resolve.misfit import corrected, fits, mended
+from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import CallKind, ListKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice, meant, nearest
-from moec.grammar.syntax.parser import parse_value
 from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence
 
 Meant = tuple[str, object]
@@ -48,10 +47,12 @@ def unknown_name(
     best, slip = nearest(name.text, free), meant(name.text, free)
     if best is not None:
         field = known[best]
-        worth, sure = mended(scope, field, value) if value is not None and not field.block else (BROKEN, False)
-        sure = sure or (value is None and field.block is not None)
-        scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=slip if sure else None)
-        return best, worth
+        found_value: object = BROKEN
+        is_certain = value is None and field.block is not None
+        if value is not None and not field.block:
+            found_value, is_certain = value_or_fixable(scope, field, value)
+        scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=slip if is_certain else None)
+        return best, found_value
     repeated = nearest(name.text, {word for word in known if word in given})
     if repeated is not None:
         label = Label(span=given[repeated], message="given here")
@@ -87,26 +88,25 @@ def _other_system(
             help = f"{found.said(text, here=True)}; `{word}` is given already: say it there"
         scope.error("MOE0201", name.span, message, label, help=help)
         return None
-    worth: object = BROKEN
+    found_value: object = BROKEN
     fix: list[Edit] = []
     help = found.said(text, here=True)
     if value is not None and renamed:
-        worth = fits(scope, known[word], value)
-        right = None if not isinstance(worth, Broken) else corrected(scope, known[word], value)
-        if word not in meant_before and (not isinstance(worth, Broken) or right):
+        found_value = value_in(scope, known[word], value)
+        right = None if not isinstance(found_value, Broken) else rewritten(scope, known[word], value)
+        if word not in meant_before and (not isinstance(found_value, Broken) or right):
             fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
         if right or (not found.plain and "{}" in found.form):
             help = f"here it is called `{word}`: `{word} = {right[0] if right else text or found.example}`"
     elif value is not None and found.convert and text and word not in meant_before:
         written = found.written(text)
-        expression, diagnostics = parse_value(word, written.partition(" = ")[2])
-        if expression is not None and not diagnostics and not isinstance(fits(scope, known[word], expression), Broken):
+        if has_value(scope, known[word], written.partition(" = ")[2]):
             fix = [Edit(name.span.to(value.span), written)]
     mark = known[word].not_yet
     if mark and not mark.words:
         help += "; moec cannot compile it yet: leave it out"
     scope.error("MOE0201", name.span, message, help=help, fix=fix)
-    return word, worth
+    return word, found_value
 
 
 def _here(cls: type[Node], found: Alias) -> str:

@@ -50,9 +50,9 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: 
             case ListKind() if isinstance(value, ListValue):
                 items = [resolve(scope, kind.items, item) for item in value.items]
                 return BROKEN if any(isinstance(item, Broken) for item in items) else tuple(items)
-    from moec.grammar.resolve.misfit import misfit  # good files do without it
+    from moec.grammar.resolve.misfit import diagnose_misfit  # good files do without it
 
-    return misfit(scope, known or Field("", "", tuple(kinds), True, None, ""), written, value)
+    return diagnose_misfit(scope, known or Field("", "", tuple(kinds), True, None, ""), written, value)
 
 
 def _word(value: Name | Call) -> str:

@@ -67,21 +67,21 @@ class Structure:
         if not self.open:
             self.kept.append(token)
             return
-        index, written = self.open[-1]
-        meant = self.kept[index].kind
-        if token.kind == CLOSERS[written] != CLOSERS[meant]:  # the other bracket of one that was replaced
-            if meant == "LPAR":
+        index, written_kind = self.open[-1]
+        kind = self.kept[index].kind
+        if token.kind == CLOSERS[written_kind] != CLOSERS[kind]:  # the other bracket of one that was replaced
+            if kind == "LPAR":
                 self._note_call(token, ")")
-            token = token._replace(kind=CLOSERS[meant], text=_TEXTS[CLOSERS[meant]])
-        elif token.kind != CLOSERS[meant] and "RBRACE" not in (token.kind, CLOSERS[meant]):
+            token = token._replace(kind=CLOSERS[kind], text=_TEXTS[CLOSERS[kind]])
+        elif token.kind != CLOSERS[kind] and "RBRACE" not in (token.kind, CLOSERS[kind]):
             if self._line(self.kept[index]) != self._line(token):
                 self.kept.append(token)
                 return
-            right = _TEXTS[CLOSERS[meant]]
-            message = f"`{_TEXTS[meant]}` is closed by `{right}`"
+            right = _TEXTS[CLOSERS[kind]]
+            message = f"`{_TEXTS[kind]}` is closed by `{right}`"
             edit = (token.start, token.end, right)
             self.notations.add("MOE0105", token.start, token.end, message, f"write `{right}`", edit)
-            token = token._replace(kind=CLOSERS[meant], text=right)
+            token = token._replace(kind=CLOSERS[kind], text=right)
         elif token.kind == "RBRACE":
             while self.open and self.kept[self.open[-1][0]].kind != "LBRACE":
                 self.open.pop()
@@ -92,8 +92,8 @@ class Structure:
     def _comma(self, token: Token, behind: Token | None) -> None:
         """Between statements a comma is none; within a group's parentheses it makes a list."""
         if not self._in_block():
-            index, written = self.open[-1]
-            if self.kept[index].kind == written == "LPAR" and (index == 0 or self.kept[index - 1].kind != "NAME"):
+            index, written_kind = self.open[-1]
+            if self.kept[index].kind == written_kind == "LPAR" and (index == 0 or self.kept[index - 1].kind != "NAME"):
                 self.kept[index] = self.kept[index]._replace(kind="LSQB", text="[")
                 self._note_list(index)
             self.kept.append(token)
