@@ -65,20 +65,42 @@ class Alias:
         return self.form.replace("{}", value or self.example)
 
     def said(self, value: str = "", *, here: bool = False) -> str:
-        """A sentence for help and pages; `here`: it is read in the block to which the form belongs."""
+        """A sentence for help and pages; `here`: it is read in the block to which the form belongs.
+
+        With the `value` of a file the other numbers of the form are blanks: they are the file's too.
+        """
         if value.lower() in self.but:
             return self.but[value.lower()]
         if not self.path:
             return self.note
         place = "" if here or not self.block else f", in {self.block}"
-        written = f"`{self.written(value)}`"
+        form = _with_blanks(self.form).replace("{}", value) if value else self.written()
+        written = f"`{form}`"
         if self.plain:
             text = f"here it is called `{self.name}`{place}: {written}"
-        elif "{}" not in self.form and any(letter.isdigit() for letter in self.form):
+        elif "{}" not in self.form and any(letter.isdigit() for letter in form):
             text = f"here it is written as, for example, {written}{place}"
         else:
             text = f"here it is {written}{place}"
-        return f"{text}; {self.note}" if self.note else text
+        note = _with_blanks(self.note) if value else self.note
+        return f"{text}; {note}" if note else text
+
+
+_SAMPLES = (
+    (re.compile(r"(?<=swiglu\()\d[\d_]*"), "WIDTH"),
+    (re.compile(r"\b\d+ \* (?=swiglu)"), "COUNT * "),
+    (re.compile(r"(?<=\(heads = )\d+"), "HEADS"),
+    (re.compile(r"(?<=kv_heads = )\d+"), "KV_HEADS"),
+    (re.compile(r"(?<=topk\()\d+"), "K"),
+    (re.compile(r"(?<=microbatches = )\d+"), "NUMBER"),
+)
+
+
+def _with_blanks(form: str) -> str:
+    """`form` with words for its sample numbers."""
+    for sample, blank in _SAMPLES:
+        form = sample.sub(blank, form)
+    return form
 
 
 @cache

@@ -81,20 +81,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(_unknown(name))
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name.startswith("_"):  # Python and tools ask for these
+        raise AttributeError(f"module 'moec' has no attribute {name!r}")
+    from moec.subject import unknown_name
 
-
-def _unknown(name: str) -> str:
-    """The message for a name that is not there. `hasattr` asks too: the nearest name is sought for words only."""
-    text = f"module 'moec' has no attribute {name!r}"
-    if name.startswith("_"):
-        return text
-    from moec.grammar.suggest import nearest
-
-    meant = nearest(name, _HOMES)
-    return f"{text}; did you mean `moec.{meant}`?" if meant else f"{text}; it has {', '.join(sorted(_HOMES))}"
+    raise unknown_name(name, _HOMES)
 
 
 def __dir__() -> list[str]:

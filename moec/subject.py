@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import PLAN, PLAN_TEXT, command_for, in_words, kind_of, listed
 from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest
-from moec.runtime.errors import CallError
+from moec.runtime.errors import CallError, UnknownNameError
+from moec.runtime.uncaught import show_uncaught
 
 
 def is_text(source: str) -> bool:
@@ -20,6 +21,26 @@ def is_text(source: str) -> bool:
 def is_plan(path: Path) -> bool:
     """Whether this is the folder of a plan."""
     return kind_of(path) == "plan"
+
+
+# ---- names of Python -----------------------------------------------------------------------------
+
+OTHER_NAMES = {
+    "initialize": "`moec.launch(plan)` makes a job, and `job.build()` its model",
+    "init": "`moec.launch(plan)` makes a job, and `job.build()` its model",
+    "from_pretrained": "`moec import hf FOLDER` makes a `.moe` file, and `moec.load_hf` reads the weights",
+    "save": "a plan is saved by `plan.save(path)`, a model by `job.save(path, model)`",
+    "train": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
+}
+"""What to call in place of functions that other libraries have."""
+
+
+def unknown_name(name: str, known: Iterable[str]) -> UnknownNameError:
+    """The error for `moec.name`, of which `known` are the names that there are."""
+    show_uncaught()
+    meant = nearest(name, known)
+    help = OTHER_NAMES.get(name) or (f"did you mean `moec.{meant}`?" if meant else f"it has {', '.join(sorted(known))}")
+    return UnknownNameError("MOE0750", f"there is no `moec.{name}`", help)
 
 
 # ---- calls of Python -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def _help(known: Field, value: Expression) -> str:
     classes = [cls for kind in kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
     product = next((kind for kind in kinds if isinstance(kind, ProductKind)), None)
     if number and product is not None:
-        return f"write the experts' kind and width after their number: `{number} * swiglu(14_336)`"
+        return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
     if number and taking:
         return f"write `{taking[0].word}({number})`" + (", or another of these words" if len(classes) > 1 else "")

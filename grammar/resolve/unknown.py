@@ -45,7 +45,8 @@ def unknown_name(
     taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
     free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
     best, slip = nearest(name.text, free), meant(name.text, free)
-    if best is not None:
+    owner = "" if slip else belongs(cls, name.text, _plain(value))
+    if best is not None and not owner:
         field = known[best]
         found_value: object = BROKEN
         is_certain = value is None and field.block is not None
@@ -54,11 +55,10 @@ def unknown_name(
         scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=slip if is_certain else None)
         return best, found_value
     repeated = nearest(name.text, {word for word in known if word in given})
-    if repeated is not None:
+    if repeated is not None and not owner:
         label = Label(span=given[repeated], message="given here")
         scope.error("MOE0201", name.span, message, label, help=f"`{repeated}` is given already: keep one of them")
         return None
-    owner = belongs(cls, name.text, _plain(value))
     scope.error("MOE0201", name.span, message, help=f"it belongs in {owner}" if owner else advice(name.text, free))
     return None
 
@@ -177,7 +177,7 @@ def belongs(cls: type[Node], word: str, value: str = "") -> str:
     blocks = _blocks()
     inside = [known.block.cls for known in fields(cls).values() if known.block]
     owners = [each for each in inside if word in fields(each)] or [each for each in blocks if word in fields(each)]
-    if owners and cls.form == "block":
+    if owners:
         return " or ".join(dict.fromkeys(f"`{each.word} {{ … }}`" for each in owners))
     return _owner(cls, word, value or "…") or _as_call(cls, word, value or "…") or ""
 

@@ -6,6 +6,7 @@ Each function reads one habit in tokens, as in `notations.py`.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from moec.grammar.alias_table import WORDS
 from moec.grammar.syntax.notations import Notations
@@ -137,7 +138,8 @@ def _power(part: list[Token]) -> str | None:
 
 
 def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `${LR}` and `$LR`, which a shell would fill in, as the constant `LR`."""
+    """Reads `${LR}` and `$LR`, which a shell would fill in, as the constant `LR`; replaces them where there is one."""
+    constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
     kept: list[Token] = []
     at = 0
     while at < len(tokens):
@@ -151,8 +153,8 @@ def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
         name, last = (behind[1], behind[2]) if braced else (behind[0], behind[0])
         message = "no variables of a shell are filled in here"
         help = f"use a constant, `let {name.text} = …`; `moec compile --let {name.text}=…` gives it another value"
-        edit = (dollar.start, last.end, name.text)
-        notations.add("MOE0109", dollar.start, last.end, message, help, edit, habit="variables")
+        edits = [(dollar.start, last.end, name.text)] if name.text in constants else []
+        notations.add("MOE0109", dollar.start, last.end, message, help, *edits, habit="variables")
         kept.append(name)
         at += 4 if braced else 2
     return kept

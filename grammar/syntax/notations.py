@@ -198,7 +198,7 @@ def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
             edits.append((behind.start, behind.end, " ="))
             kept[at + 1] = behind._replace(kind="EQUAL", text="=")
         message = "the name of a value is written without quotes"
-        help = f"write `{name} = …`"
+        help = "write `name = value`"
         notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit="names in quotes")
         kept[at] = token._replace(kind="NAME", text=name)
     return kept

@@ -25,7 +25,7 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
     if isinstance(error, click.NoSuchOption):
         message = f"`{name}` has no option {error.option_name}"
         known = [spelling for p in context.command.params for spelling in p.opts] if context else []
-        help = _meant(error.option_name, known, help)
+        help = _of_file(error.option_name) or _meant(error.option_name, known, help)
     elif isinstance(error, UnknownCommand):
         message, help = f"`{name}` has no command `{error.word}`", _meant_command(name, error)
     elif isinstance(error, click.MissingParameter) and error.param is not None and context:
@@ -35,6 +35,15 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
         what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[0]
         message = f"{what}: {error.message.rstrip('.')}"
     return diagnose("MOE0017", None, _small(message), help=help)
+
+
+def _of_file(option: str) -> str:
+    """Where a degree or another word of `parallel` stands, if the option is one."""
+    from moec.grammar.schema import fields
+    from moec.grammar.spec import Parallel
+
+    word = option.lstrip("-")
+    return f"`{word}` is the file's: `parallel {{ {word} = … }}`" if word in fields(Parallel) else ""
 
 
 def _meant_command(group: str, error: UnknownCommand) -> str:
@@ -48,7 +57,7 @@ def _meant_command(group: str, error: UnknownCommand) -> str:
 
 
 def _meant(word: str, known: list[str], otherwise: str) -> str:
-    meant = nearest(word, known)
+    meant = next((name for name in known if name.startswith(word)), None) or nearest(word, known)
     return f"did you mean {meant}?" if meant else otherwise
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from moec.commands.documents import WrittenFile
 from moec.commands.new_file import write_new
 from moec.commands.output import emit
+from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 STARTER = """\
 # A Mixture-of-Experts language model and its cluster. Check it with `moec check`, compile it with `moec compile`.
@@ -61,6 +62,8 @@ def run(file: Path | None, model: str | None = None, style: str = "full") -> Non
     The file's default name is `model.moe`, or the library model's.
     """
     text = STARTER
+    if model is None and file is not None and not file.suffix:
+        _require_no_model(file)
     if model is not None:
         from moec.commands.library import starter_from
 
@@ -74,3 +77,13 @@ def run(file: Path | None, model: str | None = None, style: str = "full") -> Non
         lambda: [f"wrote {file}; next: `{after[0]}`, then `{after[1]}`"],
         lambda: WrittenFile(file=str(file), text=text, next=after),
     )
+
+
+def _require_no_model(file: Path) -> None:
+    """Raises `DiagnosticError` MOE0017 for a file with the name of a model: `--from` is missing."""
+    from moec.grammar.resolve.library import library_names
+
+    if file.name in library_names("models"):
+        message = f"`{file.name}` is a model of the library, and this would write the starter file"
+        help = f"`moec init --from {file.name}` writes {file.name}.moe"
+        raise DiagnosticError([diagnose("MOE0017", None, message, help=help)])

@@ -13,7 +13,7 @@ import pytest
 import moec
 from moec.cli.root import COMMANDS, NOT_YET
 from moec.commands.version import TESTED
-from moec.grammar.resolve.files import library_names
+from moec.grammar.resolve.library import library_names
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
