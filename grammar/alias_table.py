@@ -55,7 +55,7 @@ _MLA_FORM = "attention = mla(heads = 128, kv_rank = 512, nope_dim = 128, rope_di
 _MODEL = (
     Row("hidden_size:hf,mg,ds n_embd:hf d_model:hf,fm model_dim:tu hidden_dim:hf dim_model:hf", "model.dim", "dim = {}", "4096"),
     Row("num_hidden_layers:hf num_layers:hf,mg,ds n_layer:hf n_layers:hf,tt", "model.depth", "depth = {}", "32"),
-    Row("vocab_size:hf,tt padded_vocab_size:mg n_vocab:hf", "model.vocab", "vocab = {}", "32_000"),
+    Row("vocab_size:hf,tt,mg padded_vocab_size:mg n_vocab:hf", "model.vocab", "vocab = {}", "32_000"),
     Row("max_position_embeddings:hf,mg n_positions:hf n_ctx:hf max_seq_len:tt context_length:hf block_size:hf", "model.context", "context = {}", "4096"),
     Row("torch_dtype:hf params_dtype:mg training_dtype:tt", "model.dtype", "dtype = {}", "bf16"),
     Row("rms_norm_eps:hf", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", convert=True),
@@ -92,6 +92,7 @@ _OF_ATTENTION = (
     Row("kv_lora_rank:hf,mg,tt", f"{_MLA}.kv_rank", _MLA_FORM.replace("512", "{}"), "512"),
     Row("qk_nope_head_dim:hf,tt qk_head_dim:mg", f"{_MLA}.nope_dim", _MLA_FORM.replace("nope_dim = 128", "nope_dim = {}"), "128"),
     Row("qk_rope_head_dim:hf,tt qk_pos_emb_head_dim:mg", f"{_MLA}.rope_dim", _MLA_FORM.replace("64", "{}"), "64"),
+    Row("multi_latent_attention:mg", f"{_ATTENTION}.mla", _MLA_FORM, "", but=_off()),
     Row("v_head_dim:hf,mg,tt", f"{_MLA}.value_dim", _MLA_FORM.replace("value_dim = 128", "value_dim = {}"), "128"),
 )
 
@@ -126,7 +127,7 @@ _OF_MIXTURES = (
     Row("moe_token_drop_policy:mg", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = priority)", "", "`priority` for Megatron's `probs`, `sequence` for `position`"),
     Row("moe_pad_expert_input_to_capacity:mg", f"{_MOE}.overflow", "overflow = pad", "", "beside `capacity = factor(…)`", but=_off()),
     Row("moe_aux_loss_coeff:mg", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the same value, with `group = rank`", but=_off()),
-    Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the weight is Hugging Face's number times k, over the number of layers with experts: docs/from/huggingface.md", but=_off()),
+    Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf load_balancing_loss:hf load_balance_loss:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the weight is Hugging Face's number times k, over the number of layers with experts: docs/from/huggingface.md", but=_off()),
     Row("aux_loss_alpha:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k", but=_off()),
     Row("aux_loss:tu aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first choices alone", but=_off()),
     Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=_off()),
@@ -166,9 +167,10 @@ _PARALLEL = (
     Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", "", but=_off()),
     Row("data_parallel_size:mg,ds dp_size:ds data_parallel:mg", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
     Row("data_parallel_shard_degree:tt data_parallel_replicate_degree:tt", "parallel.dp", "dp = 8", "", "it is the product of both; `zero = 3` cuts the weights over all of it"),
-    Row("zero_stage:ds zero_optimization:ds", "parallel.zero", "zero = {}", "2"),
+    Row("zero_stage:ds stage:ds zero_optimization:ds", "parallel.zero", "zero = {}", "2"),
     Row("fsdp:tt fully_shard:tt", "parallel.zero", "zero = 3", "", "it cuts weights, gradients and optimizer states over the data-parallel ranks", but=_off()),
     Row("recompute_granularity:mg", "parallel.recompute", "recompute = layer", "", "`layer` for Megatron's `full`; `experts` computes only the experts again", but=_off()),
+    Row("recompute_modules:mg", "parallel.recompute", "recompute = experts", "", "for `moe`; the attention of a layer is computed again with the rest of it: `recompute = layer`", but=_off()),
     Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=_off()),
     Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", "", but=_off()),
     Row("offload_param:ds", "parallel.offload", "offload = parameters", "", but=_off()),
@@ -188,9 +190,11 @@ _NOWHERE = (
     Row("mup_base_hidden_size:hf", "", "", "", "moec has no µP: initial values and learning rates are set in the training script"),
     Row("top2_2nd_expert_sampling:ds", "", "", "", "no gate here adds noise before the second choice: `gate = topk(2, normalize = true)` is DeepSpeed's with `False`"),
     Row("warmup_steps:hf,tt lr_warmup_iters:mg lr_decay_style:mg lr_scheduler:hf,tt lr_scheduler_type:hf num_warmup_steps:hf warmup_ratio:hf warmup:hf min_lr:mg lr_decay_iters:mg scheduler:ds", "", "", "", "a schedule is in the training script, by a scheduler of `torch.optim.lr_scheduler`; `optimizer = adamw(lr = …)` has the rate it begins with"),
+    Row("make_vocab_size_divisible_by:mg", "", "", "", "moec pads no vocabulary: `vocab` is the number of rows of the embedding and of the head; write the padded number where weights from Megatron have it"),
+    Row("recompute_method:mg recompute_num_layers:mg", "", "", "", "each layer is computed again by itself, as with Megatron's `uniform` and one layer; `parallel { layers 8..31 { recompute = layer } }` chooses layers"),
     Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf", "", "", "", "gradients are clipped in the training script: `job.clip_grad_norm_`"),
-    Row("train_iters:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
-    Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
+    Row("train_iters:mg train_samples:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
+    Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out"),
     Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"),
     Row("tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),
@@ -216,7 +220,6 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("adam_w",), "adamw"),
     **dict.fromkeys(("top_k", "topk_router"), "topk"),
     "noisy_top_k": "noisy_topk",
-    **dict.fromkeys(("load_balancing_loss", "aux_loss", "load_balance_loss"), "switch_loss"),
     **dict.fromkeys(("router_z_loss",), "z_loss"),
     **dict.fromkeys(("capacity_factor",), "factor"),
     **dict.fromkeys(("dropless_moe", "no_drop", "nodrop", "unlimited"), "dropless"),
@@ -235,6 +238,10 @@ _OPTIMIZER = (
     "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
     "(docs/optimizers.md)"
 )
+_AUX_LOSS = (
+    "the term is `switch_loss`, whose scale may differ: for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first "
+    "choices alone, and Hugging Face's weight is multiplied by k and divided by the number of layers with experts (docs/from)"
+)
 _FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
 
 NEAR: dict[str, str] = {
@@ -247,6 +254,7 @@ NEAR: dict[str, str] = {
     **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), _OPTIMIZER),
     "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and torch.backends.cuda.matmul says the rest",
     **dict.fromkeys(("mqa", "multi_query_attention", "multi_query"), "multi-query attention is `gqa(heads = 32, kv_heads = 1)`"),
+    **dict.fromkeys(("load_balancing_loss", "aux_loss", "load_balance_loss"), _AUX_LOSS),
     "cv_loss": "the squared coefficient of variation of the experts' importance is `importance_loss`",
     "global_aux_loss": "Megatron's is `switch_loss` with `group = batch`, where a step has one micro-batch",
     "sinkhorn": "no gate here balances by Sinkhorn's iteration: `topk(1)` with `balance = [switch_loss(0.01)]` is nearest",

@@ -22,14 +22,16 @@ def _values(field: Field) -> list[str]:
 def page(word: str, inside: str = "") -> str:
     """Markdown on a word. `inside` leaves out where else it can be written than in the block or call of this name.
 
-    Empty for what is no word.
+    A dtype comes before a field of its name: `dtype = bf16` before `bf16` of a `peak`. Empty for what is no word.
     """
     sections = [] if inside else [f"# `{cls.word}`\n\n{describe(cls)}\n" for cls in vocabulary().get(word, ())]
+    values = choices(word) if not inside and word not in vocabulary() else []
     given = [(cls, field) for cls, field in places(word) if not field.block and inside in ("", cls.word)]
     if given:
         sections.append(_of_fields(word, given))
-    if not inside and word not in vocabulary() and (values := choices(word)):
-        sections.append(_of_values(word, values))
+    if values:
+        dtype = any(field.word == "dtype" for _, field in values)
+        sections.insert(0 if dtype else len(sections), _of_values(word, values))
     return "\n".join(sections) or (page(word) if inside else "")
 
 

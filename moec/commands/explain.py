@@ -62,8 +62,9 @@ def _of_word(asked: str) -> Explanation:
     from moec.grammar.words_in_words import page, words
 
     known = words()
-    if asked in known:
-        return Explanation(asked=asked, subject=asked, kind="word", markdown=page(asked))
+    written = asked if asked in known else _plain(asked)  # `--weight-decay` is `weight_decay`
+    if written in known:
+        return Explanation(asked=asked, subject=written, kind="word", markdown=page(written))
     other = alias(asked)
     if other is not None:
         text = f"# `{other.word}`\n\nA word of {_listed(other.systems)}: {other.said()}.\n"

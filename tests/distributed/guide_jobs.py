@@ -256,8 +256,16 @@ class KilledError(Exception):
 
 
 def resumed(folder: str) -> tuple[bool, list[str], float]:
+    return stopped_and_resumed(folder, lambda **change: run("Saving and resuming", **change))
+
+
+def completed(folder: str) -> tuple[bool, list[str], float]:
+    return stopped_and_resumed(folder, lambda **change: run("A complete loop", **change), max_norm=1.0)
+
+
+def stopped_and_resumed(folder: str, once: Callable[..., Ran], max_norm: float = 0.0) -> tuple[bool, list[str], float]:
     """Whether a run that was stopped in step 5 and began again ends with the bits of one that was not; its
-    checkpoints; how far its weights are from plain PyTorch's."""
+    checkpoints; how far its weights are from plain PyTorch's. The runs are in the folders `whole` and `stopped`."""
 
     def stopping(ran: Ran) -> None:
         batch = ran["batch"]
@@ -269,13 +277,14 @@ def resumed(folder: str) -> tuple[bool, list[str], float]:
 
         ran["batch"] = until_the_fifth
 
-    whole = run("Saving and resuming")
-    os.chdir(folder)
+    os.chdir(os.path.join(folder, "whole"))
+    whole = once()
+    os.chdir(os.path.join(folder, "stopped"))
     with contextlib.suppress(KilledError):
-        run("Saving and resuming", change=stopping)
+        once(change=stopping)
     assert sorted(os.listdir("checkpoints")) == ["2", "4"]
-    again = run("Saving and resuming")
+    again = once()
     pairs = zip(parts(whole["model"]).values(), parts(again["model"]).values(), strict=True)
     names = sorted(os.listdir("checkpoints"))
-    halved = plain_training(again, 6, rate=lambda step: 0.5 ** (step // 4))
+    halved = plain_training(again, 6, max_norm=max_norm, rate=lambda step: 0.5 ** (step // 4))
     return all(torch.equal(a, b) for a, b in pairs), names, off(again, halved)

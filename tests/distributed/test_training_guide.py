@@ -137,14 +137,22 @@ def test_rank_0_writes_the_figures_of_every_second_step(on_ranks: OnRanks, folde
     assert all({"loss", "grad_norm", "lr", "perplexity", "load"} <= line.keys() for line in lines)
 
 
+@pytest.mark.parametrize("function", [guide_jobs.resumed, guide_jobs.completed])
 def test_a_resumed_run_ends_with_the_bits_of_one_that_nobody_stopped(
-    on_ranks: OnRanks, folder: Path, tmp_path: Path
+    on_ranks: OnRanks, folder: Path, tmp_path: Path, function: Any
 ) -> None:
-    (tmp_path / "guide.plan").symlink_to(folder / "guide.plan")
-    for equal, checkpoints, off in on_ranks(guide_jobs.resumed, str(tmp_path)):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "guide.plan").symlink_to(folder / "guide.plan")
+    for equal, checkpoints, off in on_ranks(function, str(tmp_path)):
         assert equal
         assert checkpoints == ["4", "6"]
         assert off < ROUNDING
+    if function is guide_jobs.completed:
+        for name in ("whole", "stopped"):
+            lines = [json.loads(line) for line in (tmp_path / name / "run.jsonl").read_text().splitlines()]
+            assert [line["step"] for line in lines] == [2, 4, 6]
+            assert [line.get("resumed") for line in lines] == [None, None, 4 if name == "stopped" else None]
 
 
 def test_the_command_for_several_nodes_is_that_of_moec_launch(tmp_path: Path) -> None:

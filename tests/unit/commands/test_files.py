@@ -142,12 +142,30 @@ def test_a_misspelt_word_shows_the_nearest_page_and_says_so(moec: Run, asked: st
 
 
 @pytest.mark.parametrize(
-    ("word", "here"), [("hidden_size", "dim"), ("capacity_factor", "factor"), ("--moe-router-topk", "k")]
+    ("word", "here"),
+    [("hidden_size", "dim"), ("capacity_factor", "factor"), ("--moe-router-topk", "k"), ("stage", "zero")],
 )
 def test_a_word_of_another_system_is_explained_with_the_word_here(moec: Run, word: str, here: str) -> None:
     out = moec("explain", word).out
     assert f"# `{word.lstrip('-').replace('-', '_')}`\n\nA word of " in out
     assert f"\n# `{here}` in `" in out
+
+
+@pytest.mark.parametrize("word", ["--lr", "--weight-decay", "--sequence-parallel"])
+def test_a_flag_of_the_same_name_is_explained_as_the_word(moec: Run, word: str) -> None:
+    ran = moec("explain", "--", word)
+    assert ran.out.startswith(f"# `{word.lstrip('-').replace('-', '_')}` in ")
+    assert (ran.status, ran.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [("bf16", "# `dtype = bf16` in "), ("--bf16", "# `dtype = bf16` in "), ("fp16", "# `dtype = fp16` in ")],
+)
+def test_a_dtype_is_explained_before_what_a_device_does_in_it(moec: Run, word: str, first: str) -> None:
+    out = moec("explain", "--", word).out
+    assert out.startswith(first)
+    assert f"`{word.lstrip('-')}` in `peak`" in out
 
 
 @pytest.mark.parametrize("asked", ["moe311", "311", "MOE0311"])

@@ -127,6 +127,11 @@ def test_flags_and_capitals_name_the_same_alias() -> None:
         ("moe { moe_aux_loss_coeff = 0.01 }", "`balance = [switch_loss(0.01)]`; the same value, with `group = rank`"),
         ("moe { is_gshard_loss = false }", "`balance = [importance_loss(0.005), load_loss(0.005)]`"),
         ("attention = mha(heads = 4, attention_bias = none)", "leave it out: that is the default here"),
+        (
+            "moe { balance = [aux_loss(0.01)] }",
+            "the term is `switch_loss`, whose scale may differ: for k = 2 DeepSpeed's",
+        ),
+        ("moe { balance = [load_balance_loss(0.01)] }", "the term is `switch_loss`, whose scale may differ"),
         ('moe { gate = "top3" }', "`topk(3)` weighs 3 experts by their probabilities"),
     ],
 )

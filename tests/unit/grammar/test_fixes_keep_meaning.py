@@ -124,6 +124,9 @@ def test_an_optimizer_of_another_library_is_not_replaced(tmp_path: Path, word: s
         ("topk(2)", "topk(2, bias = 1)"),
         ("topk(2)", "topk(2, bias = true)"),
         ("topk(2)", "topk(2); balance = [batch_loss(0.01)]"),
+        ("topk(2)", "topk(2); balance = [aux_loss(0.01)]"),
+        ("topk(2)", "topk(2); balance = [load_balance_loss(0.01)]"),
+        ("topk(2)", "topk(2); balance = aux_loss(0.01)"),
     ],
 )
 def test_a_word_or_number_of_another_meaning_is_not_replaced(tmp_path: Path, right: str, wrong: str):
