@@ -46,7 +46,7 @@ def run(snippet: str, names: dict[str, Any]) -> None:
 
 def test_every_snippet_of_these_pages_is_run_below() -> None:
     assert len(blocks("step.md", "python")) == 2
-    assert len(blocks("metrics.md", "python")) == 2
+    assert len(blocks("metrics.md", "python")) == 3
     assert len(blocks("launch.md", "console")) == 2
     assert not blocks("model.md", "python")
 
@@ -66,7 +66,7 @@ def test_states_change_at_the_end_of_a_step_of_ones_own(names: dict[str, Any]) -
 
 
 def test_progress_shows_every_batch(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    showing, _ = blocks("metrics.md", "python")
+    showing, _, _ = blocks("metrics.md", "python")
     body = "loss = job.step(model, *batch); norm = job.clip_grad_norm_(model, 1.0); optimizer.step()"
     assert "    ...\n" in showing
     run(showing.replace("    ...\n", f"    {body}\n"), names | {"loader": names["batches"]})
@@ -76,9 +76,23 @@ def test_progress_shows_every_batch(names: dict[str, Any], capsys: pytest.Captur
     assert "grad_norm" in shown
 
 
+def test_progress_of_a_run_that_goes_on_counts_to_its_end(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, resuming, _ = blocks("metrics.md", "python")
+    body = "job.step(model, tokens, labels); optimizer.step(); job.checkpoint('checkpoints', model, optimizer, every=1)"
+    resuming = resuming.replace("    ...\n", f"    {body}\n")
+    run(resuming, names | {"steps": 3})
+    assert "step 3 of 3" in re.sub(" +", " ", capsys.readouterr().out)
+    run(resuming, names | {"steps": 4})
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert "step 4 of 4" in shown
+    assert "step 3 of 4" not in shown
+
+
 def test_metrics_write_every_tenth_step(names: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    _, writing = blocks("metrics.md", "python")
+    _, _, writing = blocks("metrics.md", "python")
     run(writing, names)
     (line,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     assert line["step"] == 10
