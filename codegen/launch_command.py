@@ -58,11 +58,11 @@ def shell_text(words: Sequence[str]) -> str:
     )
 
 
-def start_command(plan: Plan, path: Path) -> str:
-    """How a shell starts the plan in `path` with train.py.
+def start_command(plan: Plan, path: Path | str, script: Sequence[str] = ("train.py",)) -> str:
+    """How a shell starts the plan in `path` with `script`, a script and its arguments.
 
     That is torchrun, or `moec launch` where nothing says how many ranks a node has: `N` is the user's to fill in.
     """
     if hosts_of(plan.spec.cluster).is_stated:
-        return shell_text(torchrun_command(plan))
-    return shell_text(["moec", "launch", str(path), "--per-node", "N", "train.py"])
+        return shell_text(torchrun_command(plan, script))
+    return shell_text(["moec", "launch", str(path), "--per-node", "N", *script])

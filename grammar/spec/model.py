@@ -186,7 +186,7 @@ class LayerModule(Node):
     labelled = True
     name: BlockLabel
     dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
-    dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
+    dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
     moe: Annotated[Moe, Doc("the mixture")]
 
     @property
@@ -207,7 +207,7 @@ class Model(Node):
     dim: Annotated[PositiveInt, Doc("width of the residual stream")]
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
-    dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
+    dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
     norm: Annotated[RmsNorm | LayerNorm, Doc("of each layer's attention and feed-forward, and at the end")] = RmsNorm()
     norm_place: Annotated[
         Literal["pre", "post", "res_post", "sandwich"],

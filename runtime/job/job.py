@@ -371,7 +371,7 @@ class Job(JobCheckpoints):
 
     @called("job.progress")
     def progress(self, steps: int | Iterable[Any] | None = None, *, total: int | None = None) -> Progress:
-        """`for step in (progress := job.progress(1000)):` shows a bar; `progress.step(loss, grad_norm=norm)` fills it.
+        """`for step in progress` shows a bar of `progress = job.progress(1000)`; `progress.step(loss)` fills it.
 
         `steps`: a number of steps, counted from 0; `range(job.steps, 1000)` in a run that goes on; batches to iterate
         over; or None in a `with` block without a loop over it. `total`: how many there are, where `steps` does not say

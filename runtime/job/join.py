@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from moec.codegen.launch_command import shell_text, torchrun_command
+from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
@@ -99,8 +99,7 @@ def require_world_size(plan: Plan, world_size: int) -> None:
     raise JobError(
         "MOE0701",
         f"the plan is for {ranks} ranks, but {found}",
-        f"start it with `{shell_text(torchrun_command(plan, _script()))}`, or compile the file for a cluster of "
-        f"{world_size}",
+        f"start it with `{start_command(plan, 'PLAN', _script())}`, or compile the file for a cluster of {world_size}",
     )
 
 
