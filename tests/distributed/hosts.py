@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +81,19 @@ def in_ddp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
     """The model in DistributedDataParallel."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, moec.expert_parameters(model))
     return DistributedDataParallel(model), lambda: None
+
+
+def in_compiled_ddp(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    """`torch.compile` around DistributedDataParallel, without the warnings of Dynamo while it compiles."""
+    hosted, reduce = in_ddp(model)
+    compiled = torch.compile(hosted, backend="aot_eager")
+
+    def quietly(x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compiled(x)
+
+    return quietly, reduce
 
 
 def in_fsdp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:

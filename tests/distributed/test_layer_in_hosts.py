@@ -41,6 +41,11 @@ def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
     require_equal(gloo.run(4, worst_error, "in_ddp", options))
 
 
+@pytest.mark.slow
+def test_gradients_of_a_compiled_model_in_ddp_are_those_of_the_unsharded_model(gloo: GlooPool) -> None:
+    require_equal(gloo.run(2, worst_error, "in_compiled_ddp", {"ep": 2}))
+
+
 @pytest.mark.parametrize(("host", "word"), [("in_fsdp", "layer"), ("in_ddp", "experts")])
 def test_a_recomputed_layer_in_a_host_has_the_unsharded_gradients(gloo: GlooPool, host: str, word: str) -> None:
     options = {"tail": f"parallel {{ ep = 2; recompute = {word} }}", "beside": "capacity = factor(1.0); group = batch"}

@@ -150,6 +150,17 @@ def test_what_is_written_here_is_good_in_a_file(cell: str, later: bool) -> None:
         assert not errors, render(errors)
 
 
+@pytest.mark.parametrize("page", SYSTEMS)
+def test_a_page_says_in_which_block_a_group_stands(page: str) -> None:
+    (line,) = re.findall(r"is a line of the `moe` block, .*: `(moe \{ …; .*group = rank \})`", PAGES[page])
+    filled = line.replace("…", "experts = 8 * gelu(8); gate = topk(2)")
+    found = load_text(file_of(f"`layers 0..31 {{ {filled} }}`")).diagnostics
+    assert {each.code for each in found} == {"MOE0315"}, render(found)  # the warning that it depends on the ranks
+    balance = re.findall(r"balance = \[(.*)\]", line)[0]
+    inside = f"`balance = [{balance.replace(')', ', group = rank)')}]`"
+    assert any(each.severity is Severity.ERROR for each in load_text(file_of(inside)).diagnostics)
+
+
 @pytest.mark.parametrize("wrong", ["`gate = topk(2, normalise = true)`", "`embedding = tokens(tie = true)`"])
 def test_a_misspelt_cell_is_found(wrong: str) -> None:
     assert any(each.severity is Severity.ERROR for each in load_text(file_of(wrong)).diagnostics)

@@ -6,6 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import moec
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
@@ -22,6 +26,23 @@ def test_the_first_example_runs_with_the_file_above_it(tmp_path: Path, monkeypat
     exec(blocks("python")[0], names)  # noqa: S102 - our own page
     assert names["y"].shape == (2, 10, 64)
     assert all(parameter.grad is not None for parameter in names["ffn"].parameters())
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dynamo while it compiles
+def test_a_compiled_model_with_a_layer_gives_the_outputs_and_gradients_of_the_model() -> None:
+    layer = moec.layer(blocks("moe")[0], seed=3)
+    model = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 64))
+    x = torch.randn(2, 10, 64)
+    found = []
+    for called in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        y = called(x)
+        (y.square().mean() + layer.aux_loss).backward()
+        found.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*found)
+    torch.compiler.reset()  # else the code compiled above is taken
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
 
 def test_what_hosts_are_told_is_what_the_example_tells_them() -> None:
