@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,8 +75,7 @@ def _load(
             statements = files.read(tree.body, identity, folder)
             complete = files.complete and not _failed(diagnostics)
             spec, errors, overridden = resolve(statements, lets, Span(source, 0, 0), complete=complete)
-            said = [found.span for found in diagnostics if found.span and found.severity is Severity.ERROR]
-            errors = [found for found in errors if found.fix or not _is_inside(found.span, said)]
+            errors = list(_of_meaning(errors, diagnostics))
             diagnostics += [_led_to(found, files.used_at) for found in (*files.diagnostics, *errors)]
     return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
 
@@ -85,12 +84,13 @@ SHORT_SPAN = 32
 """Characters of a word or value that is written in another language: what is wrong with its meaning follows from it."""
 
 
-def _is_inside(span: Span | None, others: list[Span]) -> bool:
-    """Whether the place is one that a syntax error is about."""
-    return span is not None and any(
-        other.source == span.source and other.start <= span.start < span.end <= other.end <= other.start + SHORT_SPAN
-        for other in others
-    )
+def _of_meaning(errors: Iterable[Diagnostic], of_notation: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """The `errors` but for those that follow from one of the notation at the same place, and have no fix."""
+    spans = [found.span for found in of_notation if found.span and found.severity is Severity.ERROR]
+    places = {(span.source.name, at) for span in spans for at in range(span.start, span.end)[:SHORT_SPAN]}
+    for found in errors:
+        if found.fix or found.span is None or (found.span.source.name, found.span.start) not in places:
+            yield found
 
 
 def _led_to(found: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:

@@ -86,7 +86,10 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
         if closing is None or any(each.kind in ("LBRACE", "RBRACE") for each in tokens[at + 1 : closing]):
             continue
         read = _read_braces(notations, kept[-2].text, tokens, (at, *ends, closing))
-        kept = [*kept[:-2], Token("ERROR", "", kept[-2].start, tokens[closing].end)] if read is None else [*kept, *read]
+        if read is None:
+            kept[-2:] = [Token("ERROR", "", kept[-2].start, tokens[closing].end)]
+        else:
+            kept += read
         at = closing + 1
     return kept
 

@@ -29,9 +29,10 @@ def layer_selectors(notations: Notations, tokens: list[Token]) -> list[Token]:
     while at < len(tokens):
         token, at = tokens[at], at + 1
         kept.append(token)
-        begins = len(kept) == 1 or kept[-2].kind in ("SEPARATOR", "LBRACE")
+        if token.text != "layers" or not (len(kept) == 1 or kept[-2].kind in ("SEPARATOR", "LBRACE")):
+            continue
         end = next((i for i in range(at, len(tokens)) if tokens[i].kind in SELECTOR_ENDS), len(tokens))
-        if token.text != "layers" or not begins or end == at:
+        if end == at:
             continue
         selector = tokens[at:end]
         reading = _read(_joined(selector), depth)

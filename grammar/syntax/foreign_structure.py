@@ -134,7 +134,7 @@ class Structure:
         """Reads a block's head without its brace: `moe` alone in a line, with more indented lines behind it."""
         size = 2 if self._kind(1) == "STRING" else 1
         begins = self._kind(size + 1) in ("", "SEPARATOR", "LBRACE", "RBRACE")
-        behind = next((each for each in tokens[at + 1 :] if each.kind != "SEPARATOR"), None)
+        behind = next((tokens[i] for i in range(at + 1, len(tokens)) if tokens[i].kind != "SEPARATOR"), None)
         if not begins or self._kind(size) != "NAME" or behind is None:
             self.kept.append(token)
             return

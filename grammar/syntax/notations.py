@@ -83,6 +83,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Takes `// …` and `/* … */` out."""
     text = notations.source.text
     starts = [token.start for token in tokens]
+    constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
     kept: list[Token] = []
     at = 0
     while at < len(tokens):
@@ -91,7 +92,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
         if pair == "//":
             end = _line_end(text, token.start)
             place = token.start, token.start + 2
-            if _divides(tokens, at):
+            if _divides(tokens, at, constants):
                 help = "write `/`, whose result is exact, or begin a comment with `#`"
                 notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
             else:
@@ -115,13 +116,13 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
 _OPERANDS = frozenset(("NUMBER", "NAME", "RPAR"))
 
 
-def _divides(tokens: list[Token], at: int) -> bool:
+def _divides(tokens: list[Token], at: int, constants: set[str]) -> bool:
     """Whether the two slashes at `at` may be a division: an operand on either side, which as a name is a `let`'s."""
     before, behind = tokens[at - 1 : at], tokens[at + 2 : at + 4]
     if not before or before[0].kind not in _OPERANDS or not behind:
         return False
     if behind[0].kind == "NAME":
-        return any(a.kind == "LET" and b.text == behind[0].text for a, b in pairwise(tokens))
+        return behind[0].text in constants
     return behind[0].kind in ("NUMBER", "LPAR") and [token.kind for token in behind[1:]] != ["NAME"]
 
 
