@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,11 +27,14 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
     """
     before = list(diagnostics)
     chosen: dict[str, list[tuple[Edit, ...]]] = {}
-    for diagnostic in before:
-        if _is_applicable(diagnostic.fix):
-            fixes = chosen.setdefault(diagnostic.fix[0].span.source.name, [])
-            if not any(_overlap(edit, other) for edit in diagnostic.fix for fix in fixes for other in fix):
-                fixes.append(diagnostic.fix)
+    taken: dict[str, list[tuple[int, int]]] = {}
+    for fix in (found.fix for found in before if _is_applicable(found.fix)):
+        name = fix[0].span.source.name
+        places = taken.setdefault(name, [])
+        if not any(_overlaps(edit, places) for edit in fix):
+            chosen.setdefault(name, []).append(fix)
+            for edit in fix:
+                insort(places, (edit.span.start, edit.span.end))
     count = 0
     for name, fixes in chosen.items():
         target = file.parent / name
@@ -45,10 +49,11 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
 
 def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
     """`text` after fixes that do not overlap."""
-    edits = [edit for fix in fixes for edit in fix]
-    for edit in sorted(edits, key=lambda edit: edit.span.start, reverse=True):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-    return text
+    pieces, at = [], 0
+    for edit in sorted((edit for fix in fixes for edit in fix), key=lambda edit: (edit.span.start, edit.span.end)):
+        pieces += [text[at : edit.span.start], edit.text]
+        at = edit.span.end
+    return "".join([*pieces, text[at:]])
 
 
 def _is_applicable(fix: Sequence[Edit]) -> bool:
@@ -94,6 +99,10 @@ def _grave(diagnostics: Iterable[Diagnostic]) -> Counter[str]:
     return Counter(code for code in errors if code.startswith(SYNTAX) or code == GIVEN_TWICE)
 
 
-def _overlap(one: Edit, other: Edit) -> bool:
-    a, b = one.span, other.span
-    return (a.start < b.end and b.start < a.end) or a.start == b.start
+def _overlaps(edit: Edit, places: Sequence[tuple[int, int]]) -> bool:
+    """Whether the edit begins where one of `places` does, or lies over it; they are sorted and do not overlap."""
+    start, end = edit.span.start, edit.span.end
+    behind = bisect_left(places, (start, start))
+    if behind < len(places) and (places[behind][0] == start or places[behind][0] < end):
+        return True
+    return behind > 0 and places[behind - 1][1] > start
