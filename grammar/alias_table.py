@@ -74,8 +74,8 @@ _MODEL = (
 )
 
 _OF_ATTENTION = (
-    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {})", "32", "with fewer key and value heads, both numbers go into one `gqa`"),
-    Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {})", "8", "`heads` is your number of attention heads"),
+    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {}, rope = rope())", "32", "with fewer key and value heads, both numbers go into one `gqa`; without `rope` there are no positions"),
+    Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {}, rope = rope())", "8", "`heads` is your number of attention heads"),
     Row("group_query_attention:mg", _ATTENTION, "attention = gqa(heads = 32, kv_heads = 8)", "", but=_off()),
     Row("kv_channels:mg attention_head_dim:hf", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128", but=_off()),
     Row("rope_theta:hf,tt rotary_base:mg rotary_emb_base:hf rope_base:hf", f"{_ROPE}.theta", "rope = rope(theta = {})", "1e6", convert=True),
@@ -177,7 +177,7 @@ _PARALLEL = (
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "node" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "rail" { size = {} }', "4", 'after `level "node" { size = 8 }`, which joins the devices of a node; with `from = dgx_h100` it is `nodes = …`'),
-    Row("num_gpus:ds world_size:fm,mg", "", "", "", 'the ranks are those of `cluster`: the product of its levels, as in `level "node" { size = 8 }; level "rail" { size = 4 }`'),
+    Row("num_gpus:ds world_size:fm,mg", "", "", "", 'leave it out: the ranks are the product of the levels of `cluster`, as in `cluster "mine" { device = h100; level "node" { size = 8 } }`'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),

@@ -181,7 +181,11 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None, progress: Prog
     return run(_plan(plan, "moec.verify"), scale=scale, progress=progress or (lambda what, done, total: None))
 
 
-@called("moec.launch", dtype="the dtype is the file's: `model { dtype = bf16 }`", seed="`job.build(seed=…)` takes it")
+@called(
+    "moec.launch",
+    dtype="the dtype is the file's: `model { dtype = bf16 }`; then compile it again",
+    seed="`job.build(seed=…)` takes it",
+)
 def launch(
     plan: Plan | str | Path,
     *,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from moec.grammar.diagnostics.diagnostic import Edit
+from moec.grammar.source import Span
 from moec.grammar.syntax.foreign_blocks import CLOSERS
-from moec.grammar.syntax.notations import Notations
+from moec.grammar.syntax.notations import NAMES_IN_QUOTES, Notations
 from moec.grammar.syntax.tokens import Token
 
 VALUE_ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))
@@ -19,10 +21,14 @@ class Structure:
         self.notations = notations
         self.source = notations.source
         self.kept: list[Token] = []
+        self.more_closed = False
+        """Whether the text has more closing than opening braces."""
         self.open: list[tuple[int, str]] = []
         """For each open bracket its index in `kept`, and the kind that it was written as."""
 
     def read(self, tokens: list[Token]) -> list[Token]:
+        kinds = [token.kind for token in tokens]
+        self.more_closed = kinds.count("RBRACE") > kinds.count("LBRACE")
         for at, token in enumerate(tokens):
             behind = tokens[at + 1] if at + 1 < len(tokens) else None
             if token.kind in CLOSERS:
@@ -104,9 +110,12 @@ class Structure:
         ends = behind is None or behind.kind in ("SEPARATOR", "RBRACE")
         edit = (token.start, token.end, "" if ends else ";")
         help = "a statement ends with its line, or with `;`"
-        habit = "names in quotes" if "names in quotes" in self.notations.found else ""
         message = "there is no comma between statements"
-        self.notations.add("MOE0109", token.start, token.end, message, help, edit, habit=habit)
+        quoted = self.notations.found.get(NAMES_IN_QUOTES)
+        if quoted is None:
+            self.notations.add("MOE0109", token.start, token.end, message, help, edit)
+        else:  # of lines of JSON: one error for both
+            quoted.edits.append(Edit(Span(self.source, edit[0], edit[1]), edit[2]))
         if not ends:
             self.kept.append(token._replace(kind="SEPARATOR", text=";"))
 
@@ -146,7 +155,8 @@ class Structure:
                 "MOE0109", behind.start, behind.end, "the brace of a block in a line of its own", help, edit
             )
         elif self._indent(behind) > self._indent(head):
-            message, help = "a block without its brace", "write `{` after it, and `}` after its last line"
+            help = "write `{` after it" + ("" if self.more_closed else ", and `}` after its last line")
+            message = "a block without its brace" + ("; its `}` is there" if self.more_closed else "")
             self.notations.add("MOE0109", head.start, head.end, message, help, (head.end, head.end, " {"))
             self.open.append((len(self.kept), "LBRACE"))
             self.kept.append(Token("LBRACE", "{", head.end, head.end))

@@ -152,7 +152,10 @@ def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
             continue
         name, last = (behind[1], behind[2]) if braced else (behind[0], behind[0])
         message = "no variables of a shell are filled in here"
-        help = f"use a constant, `let {name.text} = …`; `moec compile --let {name.text}=…` gives it another value"
+        help = (
+            f"write `let {name.text} = …` at the top of the file, and `{name.text}` here; "
+            f"`moec compile --let {name.text}=…` gives it another value"
+        )
         edits = [(dollar.start, last.end, name.text)] if name.text in constants else []
         notations.add("MOE0109", dollar.start, last.end, message, help, *edits, habit="variables")
         kept.append(name)

@@ -21,6 +21,7 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
+NAMES_IN_QUOTES = "names in quotes"
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
 _YAML = 'a block is written in braces, and its names with `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
 
@@ -199,8 +200,8 @@ def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
             edits.append((behind.start, behind.end, " ="))
             kept[at + 1] = behind._replace(kind="EQUAL", text="=")
         message = "the name of a value is written without quotes"
-        help = "write `name = value`"
-        notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit="names in quotes")
+        help = "write `name = value`, each in a line"
+        notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit=NAMES_IN_QUOTES)
         kept[at] = token._replace(kind="NAME", text=name)
     return kept
 

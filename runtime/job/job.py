@@ -357,7 +357,11 @@ class Job(JobCheckpoints):
         self._require_own(model)
         return loads.of_last_pass(self, model, "job.drop_rates").drop_rates(self.plan)
 
-    @called("job.metrics", progress="the display is `job.progress(…)`")
+    @called(
+        "job.metrics",
+        progress="leave it out; the display is a loop: `progress = job.progress(STEPS)`, `for step in progress:`, and "
+        "in it `progress.step(loss)`",
+    )
     def metrics(
         self, path: OutputPath = None, *, tensorboard: OutputPath = None, every: int = 1, start: int | None = None
     ) -> Metrics:

@@ -187,7 +187,7 @@ class PlanModule(nn.Module):
         whole = loss + aux_loss if self.training and aux_loss is not None else loss
         return ModelOutput(logits, whole, aux_loss, chosen)
 
-    @called("model.generate")
+    @called("model.generate", max_length="`max_new_tokens` counts new tokens alone, without those of the prompt")
     def generate(
         self,
         tokens: Tensor | Sequence[Tensor],
