@@ -19,7 +19,7 @@ def test_every_name_it_lists_is_there():
     assert set(moec.__all__) <= set(dir(moec))
     for name in moec.__all__:
         assert getattr(moec, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+    with pytest.raises(AttributeError, match=r"there is no `moec.frobnicate`"):
         moec.frobnicate  # noqa: B018
 
 
