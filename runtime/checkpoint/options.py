@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moec.grammar.suggest import meant
+from moec.grammar.suggest import is_slip
 from moec.runtime.errors import is_whole, wrong_argument
 
 SCHEDULE = ("every", "seconds", "on_signal")
@@ -21,7 +21,7 @@ def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...
         allowed = options
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()
-        if option := meant(name, allowed):
+        if option := next((each for each in allowed if is_slip(name, each) or is_slip(each, name)), None):
             help = f"did you mean `{option}`? It would be an extra by this name; if it is one, give it another name"
             raise wrong_argument(f"`{call}` has no argument `{name}`", help)
 
