@@ -194,7 +194,7 @@ def test_a_block_without_labels_in_its_passes_names_the_way_out_which_trains_the
     with moec.launch(plan, device="cpu") as job:
         model, whole = job.build(seed=1), job.build(seed=1)
         with (
-            pytest.raises(JobError, match="got 32 labels, its forward passes 0") as raised,
+            pytest.raises(JobError, match="got 32 labels, its forward passes had 0") as raised,
             job.accumulate(model, *parts),
         ):
             squares(model(tokens).logits, tokens).backward()
