@@ -54,7 +54,7 @@ def steps_as_rank(options: dict[str, Any], fault: str) -> tuple[list[str], list[
 def require_errors(results: list[tuple[list[str], list[float], bool]], message: str) -> None:
     """Every rank raises the same error once; the other steps are unaffected."""
     for errors, losses, graded in results:
-        assert errors == [
+        assert [error.split("\nhelp: ")[0] for error in errors] == [
             f"error[MOE0708]: a router's logits, or the biases added to them, are NaN or infinite: {message}"
         ]
         assert len(losses) == 3
