@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.unknown_names import KnownNames
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
@@ -74,8 +75,26 @@ class PlanParameter:
         return ZeroCut(axis=axis, dim=dim, group=group_name(axis, mesh))
 
 
+OTHER_NAMES: Mapping[str, str] = {
+    "build": "`with moec.launch(plan) as job:`, and in it `job.build()` makes the model",
+    "cluster": "it is `plan.spec.cluster`",
+    "config": "it is `plan.spec`",
+    "graph": "`plan.program` has the ops; `moec.launch` makes the graphs",
+    "launch": "`moec.launch(plan)` makes a job",
+    "mesh": "`plan.meshes` has them by name",
+    "model": "`plan.spec.model` describes it; `with moec.launch(plan) as job:`, and in it `job.build()` makes it",
+    "num_ranks": "it is `plan.world_size`",
+    "optimizer": "`plan.spec.train` describes it, and `job.optimizer(model)` makes it",
+    "state_dict": "a plan has no weights: `model.state_dict()` of `job.build()`, or `job.save(path, model)`",
+    "train": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
+    "verify": "`moec.verify(plan)` compares it with the unsharded model",
+    "write": "`plan.save(path)` writes it",
+}
+"""What to write in place of names that a plan does not have."""
+
+
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     """A compiled model. `codegen/folder.py` writes it, `codegen/reading.py` reads it.
 
     `moec` is the version that compiled it, `spec_text` the canonical text of the compiled Spec, `tiles` the tiles that

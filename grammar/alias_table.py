@@ -98,6 +98,7 @@ _OF_ATTENTION = (
 
 _OF_MIXTURES = (
     Row("intermediate_size:hf ffn_hidden_size:mg n_inner:hf d_ff:hf inter_dim:tt", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "`gelu`, `relu`, … for another activation; of an expert it is in `experts = 8 * swiglu(14_336)`"),
+    Row("mlp:hf,mg feed_forward:tt,hf ff:hf", "model.layers.ffn", "ffn = swiglu(14_336)", "", "of experts it is `experts = 8 * swiglu(14_336)` in `moe`"),
     Row("moe_intermediate_size:hf moe_ffn_hidden_size:mg moe_inter_dim:tt d_hidden:fm expert_ffn_hidden_size:hf hidden_size_per_expert:tu moe_hidden_dim:tt", f"{_MOE}.experts.swiglu.hidden", "experts = 8 * swiglu({})", "14_336", "`gelu`, `relu`, … for another activation"),
     Row("hidden_act:hf activation_function:hf activation_func:mg hidden_activation:hf ffn_activation:hf", "model.layers.ffn", "ffn = swiglu(14_336)", "", "the activation is the word of the call: `swiglu` for a gated `silu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`"),
     Row("num_experts:hf,mg,ds,tt num_local_experts:hf n_routed_experts:hf,tt num_moe_experts:mg moe_num_experts:hf n_experts:hf num_global_experts:tu expert_num:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "the width of one expert stands after the number"),
@@ -116,6 +117,7 @@ _OF_MIXTURES = (
     Row("router_noise:hf", f"{_GATE}.noise", "gate = topk(2, noise = {})", "1.0", but=_off()),
     Row("noisy_gate_policy:ds", f"{_MOE}.gate.switch.jitter", "gate = switch(jitter = 0.01)", "", "this is `Jitter`; for random noise on the logits `topk(1, noise = 1.0)`, which is Gaussian", but=_off()),
     Row("batch_prioritized_routing:tu", f"{_MOE}.gate", "gate = batch_priority(2)", "", but=_off()),
+    Row("router:mg,hf router_config:hf", f"{_MOE}.gate", "gate = topk(2)", "", "other gates are `switch`, `expert_choice`, `soft`, …: `moec explain gate`"),
     Row("gate_type:tu moe_router_type:mg router_type:hf", f"{_MOE}.gate", "gate = topk(2)", ""),
     Row("capacity_factor:ds,tu,fm", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "DeepSpeed's has `min = 4` too; Tutel counts otherwise: docs/from/tutel.md", but=_off("leave it out: without a capacity no token is dropped")),
     Row("moe_expert_capacity_factor:mg expert_capacity_factor:hf moe_train_capacity_factor:ds", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", convert=True, but=_off("leave it out: without a capacity no token is dropped")),
@@ -141,7 +143,8 @@ _OF_MIXTURES = (
     Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", "", but=_off()),
     Row("moe_layer_freq:mg,hf", _MOE, "layers 0..30 step 2 { moe { … } }", "", "that is every second layer, from layer 0; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
     Row("decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "that is every second layer, from layer 1; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
-    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf mlp_only_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names", but=_off()),
+    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names", but=_off() | {"1": "write `layers 0 { ffn = swiglu(WIDTH) }` in `model`, behind the `layers` block of all"} | {str(k): f"write `layers 0..{k - 1} {{ ffn = swiglu(WIDTH) }}` in `model`, behind the `layers` block of all" for k in range(2, 9)}),
+    Row("mlp_only_layers:hf", "model.layers.ffn", "layers [0, 5] { ffn = swiglu(18_432) }", "", "a later `layers` block replaces what it names", but=_off()),
 )
 
 _TRAINING = (
@@ -177,7 +180,7 @@ _PARALLEL = (
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "node" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "rail" { size = {} }', "4", 'after `level "node" { size = 8 }`, which joins the devices of a node; with `from = dgx_h100` it is `nodes = …`'),
-    Row("num_gpus:ds world_size:fm,mg", "", "", "", 'leave it out: the ranks are the product of the levels of `cluster`, as in `cluster "mine" { device = h100; level "node" { size = 8 } }`'),
+    Row("num_gpus:ds world_size:fm,mg gpus:hf n_gpus:hf ngpus:hf num_devices:hf devices:hf", "", "", "", 'leave it out: the ranks are the product of the levels of `cluster`, as in `cluster "mine" { device = h100; level "node" { size = 8 } }`'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),
@@ -190,6 +193,9 @@ _NOWHERE = (
     Row("mup_base_hidden_size:hf", "", "", "", "moec has no µP: initial values and learning rates are set in the training script"),
     Row("top2_2nd_expert_sampling:ds", "", "", "", "no gate here adds noise before the second choice: `gate = topk(2, normalize = true)` is DeepSpeed's with `False`"),
     Row("warmup_steps:hf,tt lr_warmup_iters:mg lr_decay_style:mg lr_scheduler:hf,tt lr_scheduler_type:hf num_warmup_steps:hf warmup_ratio:hf warmup:hf min_lr:mg lr_decay_iters:mg scheduler:ds", "", "", "", "a schedule is in the training script, by a scheduler of `torch.optim.lr_scheduler`; `optimizer = adamw(lr = …)` has the rate it begins with"),
+    Row("random_seed:hf,mg manual_seed:hf", "", "", "", "the seed is the script's: `job.build(seed = …)`, with the same weights on any number of ranks"),
+    Row("amp:ds autocast:hf mixed_precision:hf,tt", "model.dtype", "dtype = bf16", "", "layers compute in it, and `master = fp32` in `train` keeps the weights", but=_off()),
+    Row("fused:hf foreach:hf capturable:hf", "", "", "", "leave it out: moec chooses how the step is computed, and `adamw` is fused"),
     Row("make_vocab_size_divisible_by:mg", "", "", "", "moec pads no vocabulary: `vocab` is the number of rows of the embedding and of the head; write the padded number where weights from Megatron have it"),
     Row("recompute_method:mg recompute_num_layers:mg", "", "", "", "each layer is computed again by itself, as with Megatron's `uniform` and one layer; `parallel { layers 8..31 { recompute = layer } }` chooses layers"),
     Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf", "", "", "", "gradients are clipped in the training script: `job.clip_grad_norm_`"),

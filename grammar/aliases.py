@@ -60,6 +60,11 @@ class Alias:
         inner = f"`{blocks[-1]}(…)`" if blocks[-1] in CALLS else f"the `{blocks[-1]}` block"
         return f"{inner} of `{blocks[-2]}`" if len(blocks) > 1 else inner
 
+    @property
+    def blank_form(self) -> str:
+        """The form with words for its sample numbers: `COUNT * swiglu({})`."""
+        return _with_blanks(self.form)
+
     def written(self, value: str = "") -> str:
         """The form with `value`, or with an example of one."""
         return self.form.replace("{}", value or self.example)

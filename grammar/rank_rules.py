@@ -21,7 +21,7 @@ def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
     A file that states a cluster of one data-parallel rank has no warning; one without a cluster has, as it may be
     compiled for any.
     """
-    if _states_cluster(spec) and _data_parallel(spec) == 1:
+    if states_cluster(spec) and _data_parallel(spec) == 1:
         return
     layers = spec.model.layers if spec.has_model else ()
     mixtures = [layer.moe for layer in layers if layer.moe is not None] + [module.moe for module in spec.layers]
@@ -57,7 +57,7 @@ def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
         yield diagnose("MOE0375", span, message, labels=labels, help=help, severity=Severity.WARNING)
 
 
-def _states_cluster(spec: Spec) -> bool:
+def states_cluster(spec: Spec) -> bool:
     """Whether its cluster is another than the default one of the library."""
     span = spec.cluster.span()
     return span is None or span.source.name != f"library:{DEFAULT_CLUSTER}.moe"

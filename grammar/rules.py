@@ -240,12 +240,15 @@ def selected(first: int, last: int, span: Span | None, depth: int, depth_span: S
     if first > last:
         yield diagnose("MOE0306", span, f"{first}..{last} is no layer: a range goes upwards")
     elif last >= depth:
+        help = f"a range has both ends, which belong to it: the last layer is {depth - 1}"
+        if first == last == depth:
+            help = f"for all layers write `layers {{ … }}`; the last one is {depth - 1}"
         yield diagnose(
             "MOE0306",
             span,
             f"layers are numbered 0..{depth - 1}",
             labels=_labels((depth_span, f"{depth} layers")),
-            help=f"a range has both ends, which belong to it: the last layer is {depth - 1}",
+            help=help,
         )
 
 

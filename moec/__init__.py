@@ -85,9 +85,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name.startswith("_"):  # Python and tools ask for these
         raise AttributeError(f"module 'moec' has no attribute {name!r}")
-    from moec.subject import unknown_name
+    from moec.subject import no_function
 
-    raise unknown_name(name, _HOMES)
+    raise no_function(name, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec, Train
 from moec.grammar.supported import unsupported
+from moec.runtime import other_names
 from moec.runtime.calls import called
 from moec.subject import is_plan, is_text, require_plan, require_source
 
@@ -66,7 +67,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     return make_plan(spec, compile_program(spec).program, __version__)
 
 
-@called("moec.load")
+@called("moec.load", **other_names.LOAD)
 def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     """Reads a plan folder; executes nothing of it. `trust_nothing` compiles its Spec again and compares.
 
@@ -169,7 +170,7 @@ def layer(
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 
-@called("moec.verify")
+@called("moec.verify", **other_names.VERIFY)
 def verify(plan: Plan | str | Path, *, scale: bool | None = None, progress: Progress | None = None) -> Report:
     """Compares a plan with the unsharded model or layer on a virtual cluster, in float64 and in the plan's dtype.
 
@@ -181,11 +182,7 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None, progress: Prog
     return run(_plan(plan, "moec.verify"), scale=scale, progress=progress or (lambda what, done, total: None))
 
 
-@called(
-    "moec.launch",
-    dtype="the dtype is the file's: `model { dtype = bf16 }`; then compile it again",
-    seed="`job.build(seed=…)` takes it",
-)
+@called("moec.launch", **other_names.LAUNCH)
 def launch(
     plan: Plan | str | Path,
     *,

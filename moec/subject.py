@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from moec.codegen.unknown_names import UnknownNameError, unknown_name
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import PLAN, PLAN_TEXT, command_for, in_words, kind_of, listed
 from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest
-from moec.runtime.errors import CallError, UnknownNameError
+from moec.runtime.errors import CallError
 from moec.runtime.uncaught import show_uncaught
 
 
@@ -35,12 +36,10 @@ OTHER_NAMES = {
 """What to call in place of functions that other libraries have."""
 
 
-def unknown_name(name: str, known: Iterable[str]) -> UnknownNameError:
+def no_function(name: str, known: Iterable[str]) -> UnknownNameError:
     """The error for `moec.name`, of which `known` are the names that there are."""
     show_uncaught()
-    meant = nearest(name, known)
-    help = OTHER_NAMES.get(name) or (f"did you mean `moec.{meant}`?" if meant else f"it has {', '.join(sorted(known))}")
-    return UnknownNameError("MOE0750", f"there is no `moec.{name}`", help)
+    return unknown_name("moec", name, known, OTHER_NAMES)
 
 
 # ---- calls of Python -----------------------------------------------------------------------------

@@ -32,10 +32,6 @@ class CallError(JobError, ValueError, TypeError):
     """
 
 
-class UnknownNameError(CallError, AttributeError):
-    """A name that the module `moec` does not have (MOE0750); an `AttributeError` too, as `hasattr` needs."""
-
-
 def wrong_argument(message: str, help: str) -> CallError:
     """The error for an argument that a function does not take."""
     return CallError("MOE0750", message, help)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
+from moec.codegen.unknown_names import UnknownNameError
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
 from moec.grammar.source import Source, Span
 from moec.runtime.errors import CallError, JobError, RankError
@@ -28,6 +29,12 @@ CLIP_HELP = (
     "max_norm)`, or `moec.clip_grad_norm_` for `moec.layer`"
 )
 """What ends `torch.nn.utils.clip_grad_norm_` on several ranks."""
+
+DETACHED_HELP = "help: if this is the loss of `job.step`, leave `backward()` out: `job.step` has run it already"
+"""What ends `backward()` of a loss without a graph."""
+
+FORWARD_HELP = "help: call it as `model(tokens, labels)`, or `model(tokens)` for logits alone"
+"""What ends a call of the model with other arguments, which `torch.nn.Module` passes on."""
 
 _rank = int(os.environ.get("RANK") or "0")
 _inner = sys.excepthook
@@ -59,6 +66,15 @@ def located(diagnostics: tuple[Diagnostic, ...], trace: TracebackType | None) ->
     return replace(first, labels=(*first.labels, Label(span=place, message="from this call"))), *others
 
 
+def in_script(error: DiagnosticError, trace: TracebackType | None) -> tuple[Diagnostic, ...]:
+    """The error's diagnostics at the line of the script that it has called moec with.
+
+    An error in a function that the script gave to moec is at the function's line, with the call as a further place.
+    """
+    of_function = error.__cause__.__traceback__ if error.__cause__ is not None else None
+    return located(located(error.diagnostics, of_function), trace)
+
+
 def _install() -> None:
     global _inner, _installed
     if sys.excepthook is not _hook:
@@ -77,7 +93,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         _print(error, trace)
     else:
         # The launcher kills all ranks when the first one exits: rank 0 must print before that.
-        is_own = isinstance(error, CallError)
+        is_own = isinstance(error, CallError | UnknownNameError)
         time.sleep(OWN_ERROR_SECONDS if is_own else HEAD_START_SECONDS)
         if is_own:
             print(f"rank {_rank}:", file=sys.stderr)
@@ -85,10 +101,14 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _help_of_torch(error: BaseException, trace: TracebackType | None) -> str:
-    """The way out of an error of torch that moec's sharded parameters cause; empty where none is known."""
+    """The way out of an error of torch that parameters and losses of moec cause; empty where none is known."""
+    if isinstance(error, TypeError) and str(error).startswith("PlanModule.forward()"):
+        return FORWARD_HELP
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "clip_grad_norm_" and "mesh" in str(error):
             return CLIP_HELP
+        if trace.tb_frame.f_code.co_name == "backward" and "does not require grad" in str(error):
+            return DETACHED_HELP
         trace = trace.tb_next
     return ""
 
@@ -103,11 +123,16 @@ def script_line() -> str:
 
 def _print(error: DiagnosticError, trace: TracebackType | None) -> None:
     elsewhere = isinstance(error, JobError) and error.elsewhere
-    print(
-        render(error.diagnostics if elsewhere else located(error.diagnostics, trace), "full").rstrip("\n"),
-        file=sys.stderr,
-        flush=True,
-    )
+    shown = error.diagnostics if elsewhere else in_script(error, trace)
+    print(render(shown, width=_columns_of_terminal()).rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def _columns_of_terminal() -> int | None:
+    """The width of stderr's terminal; None where there is none, and a log has each sentence in one line."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # no terminal; a stream without a file
+        return None
 
 
 def _place(trace: TracebackType | None) -> Span | None:

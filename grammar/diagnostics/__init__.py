@@ -3,6 +3,7 @@
 from moec.grammar.diagnostics.codes import CODES, diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Edit, InternalError, Label, Severity
 from moec.grammar.diagnostics.render import STYLES, render
+from moec.grammar.diagnostics.visible import printable
 
 __all__ = [
     "CODES",
@@ -14,5 +15,6 @@ __all__ = [
     "Label",
     "Severity",
     "diagnose",
+    "printable",
     "render",
 ]

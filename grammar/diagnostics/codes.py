@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label, Severity
+from moec.grammar.diagnostics.visible import LONGEST_PATH, cut
 from moec.grammar.source import Span
 
 CODES: dict[str, str] = {
@@ -166,7 +167,7 @@ CODES: dict[str, str] = {
     "MOE0742": "more tokens than the model's context",
     "MOE0743": "no token can be chosen",
     "MOE0744": "this layer cannot run as a CUDA graph",
-    "MOE0750": "this call has a wrong argument",
+    "MOE0750": "wrong argument or name",
     "MOE0751": "something else was given for a plan or a `.moe` file",
     "MOE0752": "the job does not run",
     "MOE0800": "there is no checkpoint here",
@@ -210,14 +211,14 @@ def diagnose(
     severity: Severity = Severity.ERROR,
     fix: Iterable[Edit] = (),
 ) -> Diagnostic:
-    """The diagnostic `code`, with its registered title."""
+    """The diagnostic `code`, with its registered title. Very long names in its texts are cut."""
     return Diagnostic(
         code=code,
         title=CODES[code],
         span=span,
-        message=message,
-        labels=tuple(labels),
-        help=help,
+        message=cut(message),
+        labels=tuple(Label(span=label.span, message=cut(label.message)) for label in labels),
+        help=cut(help, LONGEST_PATH),
         severity=severity,
         fix=tuple(fix),
     )

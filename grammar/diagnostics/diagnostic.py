@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moec.grammar.diagnostics.visible import printable
 from moec.grammar.source import Span
 
 
@@ -66,7 +67,15 @@ class InternalError(Exception):
 
 
 def _lines(diagnostic: Diagnostic) -> str:
-    place = f"{diagnostic.span}: " if diagnostic.span else ""
+    place = f"{place_of(diagnostic.span, column=False)}: " if diagnostic.span else ""
     text = f"{place}{diagnostic.severity}[{diagnostic.code}]: {diagnostic.title}"
-    text = f"{text}: {diagnostic.message}" if diagnostic.message else text
-    return f"{text}\nhelp: {diagnostic.help}" if diagnostic.help else text
+    text = f"{text}: {printable(diagnostic.message)}" if diagnostic.message else text
+    return f"{text}\nhelp: {printable(diagnostic.help)}" if diagnostic.help else text
+
+
+def place_of(span: Span, *, column: bool = True) -> str:
+    """`mixtral.moe:31:8`; the name alone of a source without text, such as a missing file: it has no lines."""
+    name = printable(span.source.name)
+    if not span.source.text:
+        return name
+    return f"{name}:{span.line}:{span.column}" if column else f"{name}:{span.line}"

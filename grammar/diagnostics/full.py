@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from unicodedata import category, east_asian_width
 
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, place_of
+from moec.grammar.diagnostics.visible import printable
 from moec.grammar.source import Source, Span
 
 WIDEST = 160
@@ -52,18 +53,18 @@ def full(diagnostic: Diagnostic, color: bool = False, width: int | None = None) 
     title = paint(f"{diagnostic.severity}[{diagnostic.code}]", loud) + paint(f": {diagnostic.title}", _BOLD)
     lines = [title]
     if diagnostic.span is None and diagnostic.message:
-        lines += [f"  {part}" for part in _wrapped(diagnostic.message, width and width - 2)]
-    marks = [_Mark(label.span, label.message, primary=False) for label in diagnostic.labels]
+        lines += [f"  {part}" for part in _wrapped(printable(diagnostic.message), width and width - 2)]
+    marks = [_Mark(label.span, printable(label.message), primary=False) for label in diagnostic.labels]
     if diagnostic.span:
-        marks.insert(0, _Mark(diagnostic.span, diagnostic.message, primary=True))
+        marks.insert(0, _Mark(diagnostic.span, printable(diagnostic.message), primary=True))
     margin = max((len(str(mark.span.line)) for mark in marks), default=1)
     for number, source in enumerate(dict.fromkeys(mark.span.source.name for mark in marks)):
         here = [mark for mark in marks if mark.span.source.name == source]
-        place = f"{source}:{here[0].span.line}:{here[0].span.column}"
-        lines.append(f"{' ' * margin}{paint('-->' if number == 0 else ':::', _BLUE)} {place}")
+        arrow = paint("-->" if number == 0 else ":::", _BLUE)
+        lines.append(f"{' ' * margin}{arrow} {place_of(here[0].span)}")
         lines += _snippet(here, margin, loud, paint, width)
     if diagnostic.help:
-        first, *rest = _wrapped(diagnostic.help, width and width - len(_HELP))
+        first, *rest = _wrapped(printable(diagnostic.help), width and width - len(_HELP))
         lines += [f"{paint('help', _CYAN)}: {first}", *(f"{' ' * len(_HELP)}{part}" for part in rest)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
@@ -93,14 +94,19 @@ def _snippet(marks: list[_Mark], margin: int, loud: str, paint: _Painter, width:
         previous = line
         here = sorted((mark for mark in marks if mark.span.line == line), key=lambda mark: -mark.span.column)
         room = WIDEST if width is None else width - margin - 3
-        loudest = next((mark for mark in here if mark.primary), here[-1])
-        shown = _Line(source, line, loudest.span, room)
-        yield f"{paint(str(line).rjust(margin), _BLUE)} {bar} {shown.text}"
-        for mark in here:
-            start, length = shown.extent(mark.span)
-            sign, style = ("^", loud) if mark.primary else ("-", _BLUE)
-            for part in _marked(start, sign * length, mark.message, None if width is None else room):
-                yield f"{' ' * margin} {bar} {part[: len(part) - len(part.lstrip())]}{paint(part.lstrip(), style)}"
+        while here:  # a mark beside the part that is shown gets a part of its own
+            loudest = next((mark for mark in here if mark.primary), here[-1])
+            shown = _Line(source, line, loudest.span, room)
+            yield f"{paint(str(line).rjust(margin), _BLUE)} {bar} {shown.text}"
+            beside = [mark for mark in here if mark is not loudest and not shown.has(mark.span)]
+            for mark in here:
+                if mark in beside:
+                    continue
+                start, length = shown.extent(mark.span)
+                sign, style = ("^", loud) if mark.primary else ("-", _BLUE)
+                for part in _marked(start, sign * length, mark.message, None if width is None else room):
+                    yield f"{' ' * margin} {bar} {part[: len(part) - len(part.lstrip())]}{paint(part.lstrip(), style)}"
+            here = beside
     yield f"{' ' * margin} {bar}"
 
 
@@ -141,8 +147,8 @@ class _Line:
             if left < (1 if index + 1 < len(text) else 0):
                 break
             self.pieces.append(piece)
-        cut = self.skipped + len(self.pieces) < len(text)
-        self.text = self.before + "".join(self.pieces) + ("…" if cut else "")
+        self.is_cut = self.skipped + len(self.pieces) < len(text)
+        self.text = self.before + "".join(self.pieces) + ("…" if self.is_cut else "")
 
     @staticmethod
     def _fits(text: str, room: int) -> bool:
@@ -154,6 +160,11 @@ class _Line:
         while at > 0 and (room := room - _width(_shown(text[at - 1]))) >= 0:
             at -= 1
         return at
+
+    def has(self, span: Span) -> bool:
+        """Whether the start of `span` is shown."""
+        start = span.start - self.first - self.skipped
+        return start >= 0 and (not self.is_cut or start < len(self.pieces))
 
     def extent(self, span: Span) -> tuple[int, int]:
         """The first screen column of `span`, and its number of columns in this line (at least one)."""

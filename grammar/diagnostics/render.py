@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 
-from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic, place_of
 from moec.grammar.diagnostics.full import full
+from moec.grammar.diagnostics.visible import printable
 from moec.grammar.source import Span
 
 
@@ -54,9 +55,10 @@ def github(diagnostics: Sequence[Diagnostic]) -> str:
     for d in diagnostics:
         properties = {"title": d.code}
         if d.span:
-            properties = {"file": d.span.source.name, "line": str(d.span.line), "col": str(d.span.column), **properties}
+            lines_of = {"line": str(d.span.line), "col": str(d.span.column)} if d.span.source.text else {}
+            properties = {"file": printable(d.span.source.name), **lines_of, **properties}
         listed = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties.items())
-        text = _one_line(d) + (f"\nhelp: {d.help}" if d.help else "")
+        text = _one_line(d) + (f"\nhelp: {printable(d.help)}" if d.help else "")
         lines.append(f"::{d.severity} {listed}::{_escaped(text)}\n")
     return "".join(lines)
 
@@ -66,11 +68,11 @@ STYLES = ("full", *_STYLES)
 
 
 def _one_line(diagnostic: Diagnostic) -> str:
-    return f"{diagnostic.title}: {diagnostic.message}" if diagnostic.message else diagnostic.title
+    return f"{diagnostic.title}: {printable(diagnostic.message)}" if diagnostic.message else diagnostic.title
 
 
 def _place(span: Span | None) -> str:
-    return f"{span.source.name}:{span.line}:{span.column}: " if span else ""
+    return f"{place_of(span)}: " if span else ""
 
 
 def _position(span: Span | None) -> dict[str, object] | None:

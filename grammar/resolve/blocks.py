@@ -49,7 +49,8 @@ def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> N
     label = Label(span=first.span, message="first declared here")
     sources = [span.source.name for span in (first.span, again.head)]
     used = next((name for name in sources if name.startswith(_MODELS)), None)
-    help = "keep one of them"
+    same_name = first.label is not None and again.label is not None and first.label.value == again.label.value
+    help = "keep one of them, or give one another name" if same_name else "keep one of them"
     if used is not None and not all(name.startswith(_MODELS) for name in sources):
         name = used.removeprefix(_MODELS).removesuffix(".moe")
         help = f"a model of the library is used whole; `moec init --from {name}` writes a file with it to edit"
@@ -85,6 +86,7 @@ class _Reader:
     def __init__(self, scope: Scope, cls: type[Node], block: Block) -> None:
         self.scope = scope
         self.beside = dict(_named(statement) for statement in block.body if isinstance(statement, Assignment | Block))
+        self.body = block.body
         self.cls = cls
         self.known = fields(cls)
         self.given: dict[str, Given] = {}
@@ -158,12 +160,13 @@ class _Reader:
         earlier.append(part)
 
     def _unknown(self, statement: Assignment | Block) -> None:
-        from moec.grammar.resolve.unknown import unknown_name  # good files do without it
+        from moec.grammar.resolve.unknown import plain, unknown_name  # good files do without it
 
         assigned = isinstance(statement, Assignment)
         name = statement.name if isinstance(statement, Assignment) else statement.kind
         value = statement.value if isinstance(statement, Assignment) else None
-        meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant)
+        texts = {each.name.text: plain(each.value) for each in self.body if isinstance(each, Assignment)}
+        meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant, texts)
         if meant is None:
             return
         word, found_value = meant

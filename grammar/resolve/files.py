@@ -18,7 +18,7 @@ MAX_BYTES = 4 * 1024 * 1024
 
 def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]:
     """The source at `path`, called `name`, or the diagnostic of the read error."""
-    nowhere = Span(Source(name, ""), 0, 0)
+    nowhere = Span(Source(str(path) if path.name == name else name, ""), 0, 0)
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.aliases import near
-from moec.grammar.resolve.expected import described, expected, words
+from moec.grammar.resolve.expected import expected, words
+from moec.grammar.resolve.no_number import NONE, diagnose_no_number
 from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.rewriting import rewritten, text_of
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
@@ -16,9 +17,11 @@ from moec.grammar.resolve.unknown_words import diagnose_unknown_word
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, NumberKind, ProductKind, positional
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.experts import Activated
-from moec.grammar.suggest import advice, meant
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation, Range, String
 from moec.grammar.syntax.tree import Sequence as ListValue
+
+NARROW = 32
+"""No feed-forward is narrower: a smaller number is meant as their number."""
 
 
 def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Expression) -> Broken:
@@ -30,10 +33,7 @@ def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Express
     if isinstance(value, Name | Call) and words(kinds):
         return diagnose_unknown_word(scope, known, written, value, rewriting)
     if rewriting is None and isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
-        help, instead = advice(value.text, scope.lets), meant(value.text, scope.lets)
-        if not scope.lets:
-            help = f"write {described(kinds[0])}"
-        return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
+        return diagnose_no_number(scope, written, value.text, known)
     if isinstance(value, Operation) and any(isinstance(kind, NumberKind) for kind in kinds):
         compute(scope, value)  # which reports why it is no number
         return BROKEN
@@ -49,14 +49,23 @@ def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Express
 def _help(known: Field, value: Expression) -> str:
     """How a value of this field is written, with the number that was given."""
     kinds = known.kinds
+    if known.not_yet and not known.not_yet.words and not known.not_yet.lists:
+        return f"moec cannot compile `{known.word}` yet: leave it out"
+    if isinstance(value, Name) and value.text.lower() in NONE and known.word and not known.required:
+        return f"for none, leave `{known.word}` out"
     number = text_of(value) if isinstance(value, Number) else ""
     classes = [cls for kind in kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
     product = next((kind for kind in kinds if isinstance(kind, ProductKind)), None)
     if number and product is not None:
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
+    if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):
+        width = f"write `{known.word} = {taking[0].word}(WIDTH)`, with the width of its hidden layer"
+        return f"{width}; several are one of their total width"
     if number and taking:
         return f"write `{taking[0].word}({number})`" + (", or another of these words" if len(classes) > 1 else "")
+    if isinstance(value, String) and value.value.lower() in words(kinds):
+        return f"without quotes: `{value.value.lower()}(…)`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
         return "a list is written in brackets, even with one element: `[…]`"
     if isinstance(value, ListValue) and not any(isinstance(kind, ListKind) for kind in kinds):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import TypeGuard
 
 from moec.grammar.resolve.foreign_units import instead_of
 from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
-from moec.grammar.schema import NumberKind
-from moec.grammar.suggest import advice, meant
+from moec.grammar.schema import Field, NumberKind
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
 from moec.grammar.units import (
     EXAMPLES,
@@ -41,7 +41,9 @@ def is_arithmetic(scope: Scope, value: Expression) -> bool:
     return operator != "*" or not isinstance(scope.follow(last).value, Call | Name)
 
 
-def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Fraction | Broken:
+def number(
+    scope: Scope, written: Written, kind: NumberKind, known: Field | None = None
+) -> int | float | Fraction | Broken:
     """`written` as the number that a field of `kind` wants, in its base unit."""
     if isinstance(written.value, Broken):
         return BROKEN
@@ -60,12 +62,19 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Fr
     taken = int(value) if kind.whole else value if kind.exact else float(value)
     for bound in kind.bounds:
         if not bound.holds(taken):
-            return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}", help=_choices(kind))
+            help = _choices(kind) or (
+                f"leave `{known.word}` out for its default" if value == -1 and _has_default(known) else ""
+            )
+            return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}", help=help)
     if (kind.whole or kind.exact) and max(abs(value.numerator), value.denominator) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
     if isinstance(taken, float) and not a_layer_holds(taken):
         return scope.error("MOE0107", written, "beyond what layers compute with: 1e-45 to 3.38e38")
     return taken
+
+
+def _has_default(known: Field | None) -> TypeGuard[Field]:
+    return known is not None and not known.required and bool(known.name)
 
 
 def _choices(kind: NumberKind) -> str:
@@ -103,8 +112,9 @@ def _named(scope: Scope, name: Name) -> Quantity | Broken:
     if isinstance(written.value, Broken):
         return BROKEN
     if written.constant is None:
-        help, instead = advice(name.text, scope.lets), meant(name.text, scope.lets)
-        return scope.error("MOE0201", name.span, "no `let` of this name", help=help, instead=instead)
+        from moec.grammar.resolve.no_number import diagnose_no_number  # good files do without it
+
+        return diagnose_no_number(scope, name.span, name.text, None)
     if written.constant.number is None:
         return scope.error("MOE0206", written, "expected a number")
     return written.constant.number

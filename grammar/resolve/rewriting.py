@@ -74,7 +74,7 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
         yield plain, f"without quotes: `{plain}`"
         yield plain.lower(), f"here it is written `{plain.lower()}`"
         text, value = plain, Name(plain, value.span)
-    if isinstance(value, Name) and (found := synonym(value.text)):
+    if isinstance(value, Name | Number) and (found := synonym(text)):
         yield found, f"here it is written `{found}`"
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield text_of(value.items[0]), f"one value, without brackets: `{text_of(value.items[0])}`"
@@ -87,6 +87,12 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
         first = (
             value.first.items[0] if isinstance(value.first, ListValue) and len(value.first.items) == 1 else value.first
         )
+        last = value.rest[0][1]
+        if isinstance(last, ListValue) and len(last.items) == 1:
+            yield (
+                f"{text_of(value.first)} * {text_of(last.items[0])}",
+                f"one value, without brackets: `{text_of(value.first)} * {text_of(last.items[0])}`",
+            )
         swapped = f"{text_of(value.rest[0][1])} * {text_of(first)}"
         yield swapped, f"the number comes first: `{swapped}`"
     yield from _calls(kinds, value, text)

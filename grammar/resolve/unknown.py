@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from moec.grammar.aliases import Alias, alias
+from moec.grammar.aliases_together import together
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
-from moec.grammar.schema import CallKind, ListKind, fields
+from moec.grammar.schema import CallKind, Field, ListKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
@@ -29,10 +30,12 @@ def unknown_name(
     value: Expression | None,
     given: Mapping[str, Span],
     meant_before: Collection[str] = (),
+    texts: Mapping[str, str] | None = None,
 ) -> Meant | None:
     """Diagnose `name = value`, or a block `name`, which `cls` does not have.
 
-    `given` are the names beside it, and `meant_before` those that other unknown names were taken for.
+    `given` are the names beside it, `texts` the plain values of those, and `meant_before` those that other unknown
+    names were taken for.
     """
     message = f"`{name.text}` is not known here"
     if scope.trial:
@@ -40,12 +43,12 @@ def unknown_name(
         return None
     known = fields(cls)
     if found := alias(name.text):
-        return _other_system(scope, cls, name, value, given, found, meant_before)
+        return _other_system(scope, cls, name, value, given, found, meant_before, texts or {})
     taken = {word for word in known if word in given or word in meant_before}
     taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
     free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
     best, slip = nearest(name.text, free), meant(name.text, free)
-    owner = "" if slip else belongs(cls, name.text, _plain(value))
+    owner = "" if slip else belongs(cls, name.text, plain(value), given)
     if best is not None and not owner:
         field = known[best]
         found_value: object = BROKEN
@@ -71,26 +74,27 @@ def _other_system(
     given: Mapping[str, Span],
     found: Alias,
     meant_before: Collection[str],
+    texts: Mapping[str, str],
 ) -> Meant | None:
     """Diagnose a name of another system."""
     known, message = fields(cls), f"`{name.text}` is not known here"
     word = _here(cls, found)
-    text = _plain(value)
+    text = plain(value)
     scope.moved |= {found.head or found.name} if found.path else set()
     if not word or text.lower() in found.but:
-        scope.error("MOE0201", name.span, message, help=found.said(text))
+        scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=False))
         return None
     renamed = word == found.name and (found.plain or cls.form == "call")
     if word in given and (renamed or word in known):
         label = Label(span=given[word], message="given here")
         help = f"here it is called `{word}`, which is given already: keep one of them"
         if not renamed:
-            help = f"{found.said(text, here=True)}; `{word}` is given already: say it there"
+            help = f"{together(found, text, texts, here=True)}; `{word}` is given already: say it there"
         scope.error("MOE0201", name.span, message, label, help=help)
         return None
     found_value: object = BROKEN
     fix: list[Edit] = []
-    help = found.said(text, here=True)
+    help = together(found, text, texts, here=True)
     if value is not None and renamed:
         found_value = value_in(scope, known[word], value)
         right = None if not isinstance(found_value, Broken) else rewritten(scope, known[word], value)
@@ -125,7 +129,7 @@ def _of_block(found: Alias) -> bool:
     return found.head == found.name
 
 
-def _plain(value: Expression | None) -> str:
+def plain(value: Expression | None) -> str:
     """The text of a number or word, which an example can show."""
     if not isinstance(value, Number | Name | Negative | Operation):
         return ""
@@ -138,7 +142,7 @@ def outside(scope: Scope, statement: Assignment, blocks: list[str]) -> str:
     word = statement.name.text
     if found := alias(word):
         scope.moved |= {found.head or found.name} if found.path else set()
-        return found.said(_plain(statement.value))
+        return found.said(plain(statement.value))
     owner = belongs(Spec, word)
     return f"it belongs in {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"
 
@@ -172,36 +176,44 @@ def betas(scope: Scope, name: Name, value: Expression, known: Collection[str]) -
     return True
 
 
-def belongs(cls: type[Node], word: str, value: str = "") -> str:
-    """Where `word` belongs: a block in this one, a block elsewhere, or a call of this block or of the blocks in it."""
+def belongs(cls: type[Node], word: str, value: str = "", given: Collection[str] = ()) -> str:
+    """Where `word` belongs: a block in this one, a block elsewhere, or a call of this block or of the blocks in it.
+
+    A call may stand at one of the names that are `given` already.
+    """
     blocks = _blocks()
     inside = [known.block.cls for known in fields(cls).values() if known.block]
     owners = [each for each in inside if word in fields(each)] or [each for each in blocks if word in fields(each)]
     if owners:
         return " or ".join(dict.fromkeys(f"`{each.word} {{ … }}`" for each in owners))
-    return _owner(cls, word, value or "…") or _as_call(cls, word, value or "…") or ""
+    return _owner(cls, word, value or "…", given) or _as_call(cls, word, value or "…", given) or ""
 
 
-def _owner(block: type[Node], word: str, value: str) -> str | None:
+def _already(known: Field, given: Collection[str]) -> str:
+    return f"; `{known.word}` is given already: say it there" if known.word in given else ""
+
+
+def _owner(block: type[Node], word: str, value: str, given: Collection[str]) -> str | None:
     """The calls that have `word`, as in `` `attention = mha(heads = …)` ``, of this block or of the blocks in it."""
     for known in fields(block).values():
         classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
         if owners := [f"`{known.word} = {cls.word}({word} = {value})`" for cls in classes if word in fields(cls)]:
-            return " or ".join(owners[:3])
-        if known.block and (found := _owner(known.block.cls, word, value)):
+            return " or ".join(owners[:3]) + _already(known, given)
+        if known.block and (found := _owner(known.block.cls, word, value, ())):
             return found
     return None
 
 
-def _as_call(block: type[Node], word: str, value: str) -> str | None:
+def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -> str | None:
     """Where the call `word` stands in this block or in those in it, as in `` `balance = [z_loss(0.001)]` ``."""
     for known in fields(block).values():
         for kind in known.kinds:
             items = kind.items if isinstance(kind, ListKind) else (kind,)
             if any(isinstance(item, CallKind) and word in item.classes for item in items):
-                call = f"{word}({value})"
-                return f"`{known.word} = {f'[{call}]' if isinstance(kind, ListKind) else call}`"
-        if known.block and (found := _as_call(known.block.cls, word, value)):
+                call = f"{word}({'' if value == 'true' else value})"
+                written = f"`{known.word} = {f'[{call}]' if isinstance(kind, ListKind) else call}`"
+                return written + _already(known, given)
+        if known.block and (found := _as_call(known.block.cls, word, value, ())):
             return found
     return None
 

@@ -34,7 +34,7 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: 
     for kind in kinds:
         match kind:
             case NumberKind() if is_arithmetic(scope, value):
-                return number(scope, written, kind)
+                return number(scope, written, kind, known)
             case TextKind() if isinstance(value, String):
                 return value.value
             case ReferenceKind() if isinstance(value, String):

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.source import Source
-from moec.grammar.syntax.foreign_blocks import block_calls, values_in_braces
+from moec.grammar.syntax.foreign_blocks import block_calls, lists_of_blocks, values_in_braces
 from moec.grammar.syntax.foreign_layers import layer_selectors
+from moec.grammar.syntax.foreign_lines import foreign_statements
+from moec.grammar.syntax.foreign_numbers import percents, powers, thousands, units
 from moec.grammar.syntax.foreign_structure import Structure
-from moec.grammar.syntax.foreign_values import betas, powers, torch_names, units, variables
+from moec.grammar.syntax.foreign_values import arguments, betas, torch_names, types, variables
 from moec.grammar.syntax.notations import (
     Notations,
     equals,
@@ -22,16 +24,22 @@ from moec.grammar.syntax.notations import (
 from moec.grammar.syntax.tokens import Token
 
 READINGS: tuple[Callable[[Notations, list[Token]], list[Token]], ...] = (
+    torch_names,
+    thousands,
+    foreign_statements,
     quoted,
     paths,
-    torch_names,
+    types,
+    lists_of_blocks,
     layer_selectors,
     values_in_braces,
     equals,
     units,
+    percents,
     betas,
     powers,
     variables,
+    arguments,
     block_calls,
 )
 """Each reads one habit in the tokens that the one before it left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from moec.grammar.aliases import alias
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
@@ -63,6 +64,34 @@ def _block_for_call(
     return replaced
 
 
+def lists_of_blocks(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `layers = [{ … }, { … }]` as one block after the other."""
+    kept: list[Token] = []
+    left_out: set[int] = set()
+    heads: dict[int, Token] = {}
+    for at, token in enumerate(tokens):
+        behind = [i for i in range(at + 1, min(at + 9, len(tokens))) if tokens[i].kind != "SEPARATOR"][:3]
+        kinds = [tokens[i].kind for i in behind]
+        if token.text in BLOCKS and kinds == ["EQUAL", "LSQB", "LBRACE"]:
+            closing, commas = split(tokens, behind[1])
+            if closing is None:
+                continue
+            help = (
+                f"write `{token.text} {{ … }}`; another one behind it, `{token.text} 0 {{ … }}`, replaces what it names"
+            )
+            if token.text != "layers":
+                help = f"write `{token.text} {{ … }}`, once for each"
+            notations.add("MOE0109", token.start, tokens[behind[1]].end, f"`{token.text}` is a block, not a list", help)
+            left_out |= {*range(at + 1, behind[2]), closing}
+            heads |= dict.fromkeys(commas, token)
+    for at, token in enumerate(tokens):
+        if at in heads:
+            kept += [_as(token, "SEPARATOR", ";"), heads[at]]
+        elif at not in left_out:
+            kept.append(token)
+    return kept
+
+
 def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Reads `heads = {4}` as 4, `[…]` for `{0, 1}`, and `gate = {type: topk, k: 2}` as `gate = topk(k = 2)`.
 
@@ -83,9 +112,19 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
             and behind.kind == "LBRACE"
         )
         closing, ends = split(tokens, at, (",", ";")) if value else (None, [])
-        if closing is None or any(each.kind in ("LBRACE", "RBRACE") for each in tokens[at + 1 : closing]):
+        if closing is None:
             continue
-        read = _read_braces(notations, kept[-2].text, tokens, (at, *ends, closing))
+        bounds = (at, *ends, closing)
+        parts = [_without_newlines(tokens[first + 1 : last]) for first, last in pairwise(bounds)]
+        pairs = [_pair(part) for part in parts if part]
+        keyed = any(key for key, _ in pairs)
+        if any(each.kind == "LBRACE" for each in tokens[at + 1 : closing]) and not keyed:
+            continue
+        read = (
+            _settings(notations, kept[-2].text, pairs, tokens[at], tokens[closing])
+            if keyed
+            else _values(notations, kept[-2].text, tokens, bounds)
+        )
         if read is None:
             kept[-2:] = [Token("ERROR", "", kept[-2].start, tokens[closing].end)]
         else:
@@ -94,36 +133,57 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
     return kept
 
 
-def _read_braces(notations: Notations, name: str, tokens: list[Token], bounds: tuple[int, ...]) -> list[Token] | None:
-    """The tokens of the value that is in braces; None where no call is said.
+def _values(notations: Notations, name: str, tokens: list[Token], bounds: tuple[int, ...]) -> list[Token]:
+    """The tokens of the value or values that are in braces.
 
     `bounds` are the indices of the opening brace, of the commas and `;` between the parts, and of the closing brace.
     """
     source, opener, closer = notations.source.text, tokens[bounds[0]], tokens[bounds[-1]]
     parts = [_without_newlines(tokens[first + 1 : last]) for first, last in pairwise(bounds)]
-    pairs = [_pair(part) for part in parts if part]
-    if not any(key for key, _ in pairs):
-        several = len(pairs) != 1
-        text = ", ".join(source[value[0].start : value[-1].end] for _, value in pairs if value)
-        left, right = ("[", "]") if several else ("", "")
-        help = f"write `{name} = {left}{text}{right}`"
-        edits = [(opener.start, opener.end, left), (closer.start, closer.end, right)]
-        inner = _without_newlines(tokens[bounds[0] + 1 : bounds[-1]])
-        if several:
-            ends = [tokens[end] for end in bounds[1:-1] if tokens[end].kind == "SEPARATOR"]
-            edits += [(end.start, end.end, ",") for end in ends]
-            inner = [_as(token, "COMMA", ",") if token in ends else token for token in inner]
-            inner = [_as(opener, "LSQB", "["), *inner, _as(closer, "RSQB", "]")]
-        notations.add("MOE0109", opener.start, closer.end, "a value in braces", help, *edits)
-        return inner
+    values = [part for part in parts if part]
+    several = len(values) != 1
+    text = ", ".join(source[value[0].start : value[-1].end] for value in values)
+    left, right = ("[", "]") if several else ("", "")
+    edits = [(opener.start, opener.end, left), (closer.start, closer.end, right)]
+    inner = _without_newlines(tokens[bounds[0] + 1 : bounds[-1]])
+    if several:
+        ends = [tokens[end] for end in bounds[1:-1] if tokens[end].kind == "SEPARATOR"]
+        edits += [(end.start, end.end, ",") for end in ends]
+        inner = [_as(token, "COMMA", ",") if token in ends else token for token in inner]
+        inner = [_as(opener, "LSQB", "["), *inner, _as(closer, "RSQB", "]")]
+    help = f"write `{name} = {left}{text}{right}`"
+    notations.add("MOE0109", opener.start, closer.end, "a value in braces", help, *edits)
+    return inner
+
+
+Pair = tuple[str, list[Token]]
+"""A key and the tokens of its value."""
+
+
+def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token, closer: Token) -> list[Token] | None:
+    """The tokens of the call that `{key: value, …}` means; None where no call is said, or braces are in it."""
+    source = notations.source.text
     word = next((value[0] for key, value in pairs if key in _KIND_KEYS and len(value) == 1), None)
-    call = Token("NAME", word.text.strip("\"'"), word.start, word.end) if word is not None else None
     settings = [(key, value) for key, value in pairs if value and (word is None or value[0] is not word)]
     arguments = ", ".join(f"{key} = {source[value[0].start : value[-1].end]}" for key, value in settings)
-    help = f"a value with settings is a call: write `{name} = {call.text if call else 'WORD'}({arguments})`"
-    edit = [(opener.start, closer.end, f"{call.text}({arguments})")] if call else []
-    notations.add("MOE0109", opener.start, opener.end, "settings in braces", help, *edit)
-    if call is None:
+    call = Token("NAME", word.text.strip("\"'"), word.start, word.end) if word is not None else None
+    nested = any(token.kind == "LBRACE" for _, value in settings for token in value)
+    help, edits = f"a value with settings is a call: write `{name} = WORD({arguments})`", []
+    if nested:
+        help = f"a value with settings is a call: write `{name} = {call.text.lower() if call else 'WORD'}(…)`"
+    elif call is not None:
+        help = f"a value with settings is a call: write `{name} = {call.text}({arguments})`"
+        edits = [(opener.start, closer.end, f"{call.text}({arguments})")]
+    elif name == "balance":
+        terms = ", ".join(f"{key}({source[value[0].start : value[-1].end]})" for key, value in settings)
+        help, edits = (
+            f"terms are a list of calls: write `balance = [{terms}]`",
+            [(opener.start, closer.end, f"[{terms}]")],
+        )
+    elif len(settings) == 1 and (found := alias(name)) is not None:
+        help = found.said(source[settings[0][1][0].start : settings[0][1][-1].end])
+    notations.add("MOE0109", opener.start, opener.end, "settings in braces", help, *edits)
+    if call is None or nested:
         return None
     read = [call, _as(opener, "LPAR", "(")]
     for index, (key, value) in enumerate(settings):
@@ -137,7 +197,7 @@ def _without_newlines(tokens: list[Token]) -> list[Token]:
     return [token for token in tokens if token.kind != "SEPARATOR" or token.text == ";"]
 
 
-def _pair(part: list[Token]) -> tuple[str, list[Token]]:
+def _pair(part: list[Token]) -> Pair:
     """The key, without quotes, and the value of `key: value` or `key = value`; an empty key for a value alone."""
     if len(part) > 2 and part[0].kind in ("NAME", "STRING") and (part[1].kind == "EQUAL" or part[1].text == ":"):
         return part[0].text.strip("\"'"), part[2:]

@@ -10,7 +10,7 @@ from moec.grammar.syntax.tokens import Token, lex
 SELECTOR_ENDS = frozenset(("SEPARATOR", "LBRACE", "RBRACE", "EQUAL"))
 """Tokens that end the selector of `layers`."""
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
-_RANGE = re.compile(r"(-?\d+)?\.\.\.?(-?\d+)?(?:(?:\.\.|:|step)(\d+))?")
+_RANGE = re.compile(r"(-?\d+)?\.\.\.?(-?\d+)?(?:(?:\.\.|:|step|by)(\d+))?")
 _FROM_END = re.compile(r"-(\d+)")
 _DASH = re.compile(r"(\d+)-(\d+)")
 _COMMAS = re.compile(r"\d+(,\d+)+")

@@ -40,7 +40,7 @@ class Structure:
             elif token.kind == "SEPARATOR" and token.text != ";" and self._in_block():
                 self._line_ends(token, tokens, at)
             else:
-                self._separated(token)
+                self._separated(token, behind)
                 self.kept.append(token)
         return self.kept
 
@@ -122,13 +122,17 @@ class Structure:
     def _note_list(self, index: int) -> None:
         opener = self.kept[index]
         closer = self.source.text.find(")", opener.end)
-        edits = [(opener.start, opener.end, "["), *([(closer, closer + 1, "]")] if closer >= 0 else [])]
+        inner = self.source.text[opener.end : closer] if closer >= 0 else ""
+        plain = bool(inner) and "(" not in inner and "\n" not in inner
+        edits = [(opener.start, opener.end, "["), (closer, closer + 1, "]")] if plain else []
         message = "several values in parentheses"
-        help = "a list is written in brackets: `[0.9, 0.95]`"
+        help = f"a list is written in brackets: `[{inner if plain else '…'}]`"
         self.notations.add("MOE0109", opener.start, opener.end, message, help, *edits)
 
-    def _separated(self, token: Token) -> None:
-        """Adds the comma that is missing between two arguments of a line."""
+    def _separated(self, token: Token, behind: Token | None) -> None:
+        """Adds what is missing in a line: the `;` between two statements, or the comma between two arguments."""
+        if self._in_block() and token.kind == "NAME" and behind is not None and behind.kind == "EQUAL":
+            self._statement_begins(token)
         if self._in_block() or token.kind not in ("NAME", "NUMBER", "STRING") or self._kind(1) not in VALUE_ENDS:
             return
         before = self.kept[-1]
@@ -138,6 +142,21 @@ class Structure:
         edit = (before.end, before.end, ",")
         self.notations.add("MOE0101", token.start, token.end, message, "arguments have commas between them", edit)
         self.kept.append(Token("COMMA", ",", before.end, before.end))
+
+    def _statement_begins(self, token: Token) -> None:
+        before = self._kind(1)
+        if before not in VALUE_ENDS or before == "RBRACE" or self._line(self.kept[-1]) != self._line(token):
+            return
+        for earlier in reversed(self.kept):
+            if earlier.kind in ("SEPARATOR", "LBRACE", "RBRACE"):
+                return  # the statement in front has no `=`: it may be a misspelt `let`
+            if earlier.kind == "EQUAL":
+                break
+        end = self.kept[-1].end
+        message = f"`;` is missing before `{token.text}`"
+        help = "a statement ends with its line, or with `;`"
+        self.notations.add("MOE0101", token.start, token.end, message, help, (end, end, ";"), habit="statements")
+        self.kept.append(Token("SEPARATOR", ";", end, end))
 
     def _line_ends(self, token: Token, tokens: list[Token], at: int) -> None:
         """Reads a block's head without its brace: `moe` alone in a line, with more indented lines behind it."""

@@ -1,4 +1,4 @@
-"""Values as other languages write them: `torch.bfloat16`, `80 GB`, `betas = (0.9, 0.95)`, `2**6`, `${LR}`.
+"""Values as other languages write them: `torch.bfloat16`, `betas = (0.9, 0.95)`, `${LR}`, `let n: int = 8`.
 
 Each function reads one habit in tokens, as in `notations.py`.
 """
@@ -11,77 +11,47 @@ from itertools import pairwise
 from moec.grammar.alias_table import WORDS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
-from moec.grammar.units import UNITS
 
-_TIMES = re.compile(r"[\d_]+[xX]")
-
-LARGEST_POWER = 10**15
-"""A power that is written out has at most so many digits that a person reads them."""
+_OPTIMIZER = re.compile(r"(?:torch\.)?optim\.(AdamW|SGD|Muon|Adafactor)\b")
 
 
 def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `torch.bfloat16` as `bf16`."""
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, at = tokens[at], at + 1
-        behind = tokens[at : at + 2]
-        if token.text == "torch" and [each.kind for each in behind] == ["UNKNOWN", "NAME"]:
-            start, end = token.start, behind[1].end
-            text = notations.source.text[start:end]
-            if text in WORDS and WORDS[text] != "fp16":  # which is not compiled yet: advising it would mislead
-                message, help = f"`{text}` is PyTorch's name", f"write `{WORDS[text]}`"
-                notations.add("MOE0109", start, end, message, help, (start, end, WORDS[text]))
-                token, at = Token("NAME", WORDS[text], start, end), at + 2
-        kept.append(token)
-    return kept
-
-
-def units(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Joins a number and the unit behind it: `80 GB`, `10 GB/s`, and reads `8 x` and `8x` as `8 *`."""
+    """Reads `torch.bfloat16` as `bf16`, and `torch.optim.AdamW` as `adamw`."""
     text = notations.source.text
     kept: list[Token] = []
     at = 0
     while at < len(tokens):
-        token = tokens[at]
-        behind = tokens[at + 1] if at + 1 < len(tokens) else None
-        if token.kind == "NUMBER" and _TIMES.fullmatch(token.text) and behind and behind.kind == "NAME":
-            cut = token.end - 1
-            notations.add("MOE0109", cut, token.end, "`x` multiplies nothing here", "write `*`", (cut, token.end, " *"))
-            kept += [token._replace(text=token.text[:-1], end=cut), Token("STAR", "*", cut, token.end)]
-            at += 1
+        token, behind = tokens[at], tokens[at + 1 : at + 3]
+        size = 1
+        if token.text in ("torch", "optim") and [each.kind for each in behind] == ["UNKNOWN", "NAME"]:
+            word, start, end = WORDS.get(text[token.start : behind[1].end]), token.start, behind[1].end
+            if optimizer := _OPTIMIZER.match(text, start):
+                word, end = optimizer[1].lower(), optimizer.end()
+            if word is not None and word != "fp16":  # which is not compiled yet: advising it would mislead
+                message = f"`{text[start:end]}` is PyTorch's name"
+                notations.add("MOE0109", start, end, message, f"write `{word}`", (start, end, word))
+                token = Token("NAME", word, start, end)
+                size = next(count for count in (3, 5) if tokens[at + count - 1].end == end)
+        kept.append(token)
+        at += size
+    return kept
+
+
+def types(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `let n: int = 8` without its type."""
+    pattern = ["LET", "NAME", "UNKNOWN", "NAME", "EQUAL"]
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        part = tokens[at : at + len(pattern)]
+        if tokens[at].kind == "LET" and [token.kind for token in part] == pattern and part[2].text == ":":
+            name, first, last = part[1], part[2], part[3]
+            edit = (name.end, last.end, "")
+            notations.add("MOE0109", first.start, last.end, "a constant has no type", "leave the type out", edit)
+            kept += part[:2]
+            at += 4
             continue
-        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and not kept[-1].text[-1].isalpha() else None
-        if number is None or token.kind != "NAME" or token.start == number.end or (behind and behind.kind == "EQUAL"):
-            kept.append(token)
-        elif token.text in UNITS:
-            rate = text[token.start : token.end + 2]
-            end = token.end + 2 if rate in UNITS and behind and behind.kind == "SLASH" else token.end
-            joined = number.text + text[token.start : end]
-            help = f"a unit comes right after its number: `{joined}`"
-            notations.add(
-                "MOE0101",
-                token.start,
-                end,
-                "a space before the unit",
-                help,
-                (number.end, token.start, ""),
-                habit="units",
-            )
-            kept[-1] = Token("NUMBER", joined, number.start, end)
-            at += 2 if end != token.end else 0
-        elif token.text in ("x", "X") and behind and behind.kind == "NAME":
-            notations.add(
-                "MOE0109",
-                token.start,
-                token.end,
-                "`x` multiplies nothing here",
-                "write `*`",
-                (token.start, token.end, "*"),
-            )
-            kept.append(token._replace(kind="STAR", text="*"))
-        else:
-            kept.append(token)
+        kept.append(tokens[at])
         at += 1
     return kept
 
@@ -105,36 +75,6 @@ def betas(notations: Notations, tokens: list[Token]) -> list[Token]:
         kept += [name._replace(text="beta2"), equal, second]
         at += len(pattern)
     return kept
-
-
-def powers(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `2**6` as 64."""
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        part = tokens[at : at + 4]
-        number = _power(part)
-        if number is None:
-            kept.append(tokens[at])
-            at += 1
-            continue
-        start, end = part[0].start, part[3].end
-        edit = (start, end, number)
-        notations.add("MOE0109", part[1].start, part[2].end, "`**` is no operator here", f"write `{number}`", edit)
-        kept.append(Token("NUMBER", number, start, end))
-        at += 4
-    return kept
-
-
-def _power(part: list[Token]) -> str | None:
-    """The number that `base ** exponent` is; None for anything else."""
-    if [token.kind for token in part] != ["NUMBER", "STAR", "STAR", "NUMBER"] or part[1].end != part[2].start:
-        return None
-    base, exponent = part[0].text.replace("_", ""), part[3].text.replace("_", "")
-    if not (base.isdecimal() and exponent.isdecimal()) or int(base) > 1000 or int(exponent) > 50:
-        return None
-    power = int(base) ** int(exponent)
-    return f"{power:_}" if power <= LARGEST_POWER else None
 
 
 def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
@@ -161,3 +101,25 @@ def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
         kept.append(name)
         at += 4 if braced else 2
     return kept
+
+
+def arguments(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `gate = topk 2` as `gate = topk(2)`."""
+    kept: list[Token] = []
+    for at, token in enumerate(tokens):
+        before, behind = [each.kind for each in kept[-2:]], tokens[at + 1 : at + 2]
+        ends = not behind or behind[0].kind in ("SEPARATOR", "RBRACE")
+        if token.kind != "NUMBER" or before != ["EQUAL", "NAME"] or not ends or _splits(notations, kept[-1], token):
+            kept.append(token)
+            continue
+        name = kept[-1]
+        edits = (name.end, token.start, "("), (token.end, token.end, ")")
+        help = f"write `{name.text}({token.text})`"
+        notations.add("MOE0109", token.start, token.end, "an argument stands in parentheses", help, *edits)
+        kept += [Token("LPAR", "(", name.end, token.start), token, Token("RPAR", ")", token.end, token.end)]
+    return kept
+
+
+def _splits(notations: Notations, name: Token, token: Token) -> bool:
+    """Whether a line ends between two tokens."""
+    return "\n" in notations.source.text[name.end : token.start]

@@ -6,6 +6,7 @@ tokens are replaced by ours: one habit gives one error, and the rest of the file
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +23,9 @@ _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
 NAMES_IN_QUOTES = "names in quotes"
+_MERGE = re.compile(r"(?:<{7}|={7}|>{7})(?![<=>])", re.MULTILINE)
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
+_KEEP = "keep one of the two, and take out the lines that begin with `<<<<<<<`, `=======` and `>>>>>>>`"
 _YAML = 'a block is written in braces, and its names with `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
 
 
@@ -64,7 +67,13 @@ class Notations:
 
 
 def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
-    """The one diagnostic of a file that is JSON or YAML all over."""
+    """The one diagnostic of a file that is JSON or YAML all over, or two files with the marks of a merge."""
+    for token in tokens:
+        if token.text[:1] in "<=>" and (mark := _MERGE.match(source.text, token.start)) and _begins_line(source, token):
+            span = Span(source, token.start, mark.end())
+            return diagnose(
+                "MOE0102", span, "a merge is not finished: two versions of these lines are here", help=_KEEP
+            )
     kinds = [token.kind for token in tokens if token.kind != "SEPARATOR"][:3]
     if kinds[:2] == ["LBRACE", "STRING"] and len(kinds) == 3:
         span = Span(source, tokens[0].start, tokens[0].end)
@@ -72,12 +81,16 @@ def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
     for at in range(len(tokens) - 2):
         name, colon, end = tokens[at : at + 3]
         begins = at == 0 or tokens[at - 1].kind == "SEPARATOR"
-        if begins and (name.kind, colon.text, end.text) == ("NAME", ":", "\n"):
+        if begins and (name.kind, colon.text) == ("NAME", ":") and end.text in ("\n", "*", "&"):
             behind = next((token for token in tokens[at + 3 :] if token.kind != "SEPARATOR"), None)
             if behind is None or behind.kind != "LBRACE":
                 span = Span(source, name.start, colon.end)
                 return diagnose("MOE0109", span, "this is YAML: indentation makes no block here", help=_YAML)
     return None
+
+
+def _begins_line(source: Source, token: Token) -> bool:
+    return source.text[token.start - 1 : token.start] in ("", "\n")
 
 
 def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
@@ -106,12 +119,24 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             help = "a comment begins with `#`, and ends with its line"
             edits = _as_comment(text, token.start, end, inner)
             notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, *edits)
+        elif token.kind == "STRING" and text.startswith('"""', token.start) and _begins(tokens, at):
+            closed = text.find('"""', token.start + 3)
+            end = closed + 3 if closed >= 0 else len(text)
+            inner = text[token.start + 3 : closed if closed >= 0 else len(text)]
+            edits = _as_comment(text, token.start, end, inner)
+            help = "a comment begins with `#`, and ends with its line"
+            notations.add("MOE0109", token.start, token.start + 3, "three quotes begin no text here", help, *edits)
         else:
             kept.append(token)
             at += 1
             continue
         at = bisect_left(starts, end)
     return kept
+
+
+def _begins(tokens: list[Token], at: int) -> bool:
+    """Whether a statement may begin at a token."""
+    return at == 0 or tokens[at - 1].kind in ("SEPARATOR", "LBRACE", "RBRACE")
 
 
 _OPERANDS = frozenset(("NUMBER", "NAME", "RPAR"))
@@ -150,12 +175,18 @@ def _as_comment(text: str, start: int, end: int, inner: str) -> list[tuple[int, 
 
 def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Replaces the characters of text processors, and takes invisible ones out."""
-    kept = []
+    kept: list[Token] = []
     for token in tokens:
         if token.kind == "UNKNOWN" and token.text in _INVISIBLE:
             help = "write a space, or nothing"
             message = f"U+{ord(token.text):04X} cannot be seen, and has no meaning in a .moe file"
             notations.add("MOE0102", token.start, token.end, message, help, (token.start, token.end, " "))
+            continue
+        if token.text == "…" and kept and kept[-1].kind in ("COMMA", "LPAR"):
+            first = kept.pop() if kept[-1].kind == "COMMA" else token
+            message = "`…` stands for what a message leaves out"
+            help = "write the arguments that are meant, or leave it out"
+            notations.add("MOE0102", token.start, token.end, message, help, (first.start, token.end, ""))
             continue
         if token.kind == "UNKNOWN" and token.text in CHARACTERS:
             plain = CHARACTERS[token.text]
@@ -193,6 +224,8 @@ def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
     kept = list(tokens)
     for at, (token, behind) in enumerate(pairwise(tokens)):
         name = token.text[1:-1]
+        if at and tokens[at - 1].kind == "NAME" and _begins(tokens, at - 1):
+            continue  # the label of a block: `model "m": {`
         if token.kind != "STRING" or not (behind.kind == "EQUAL" or behind.text == ":") or not name.isidentifier():
             continue
         edits = [(token.start, token.end, name)]
@@ -259,6 +292,10 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             notations.add(
                 "MOE0109", kept[-1].start, token.end, "`==` compares in other languages", "write `=`", (*place, "")
             )
+            continue
+        elif token.text == ">" and kept and kept[-1].kind == "EQUAL" and kept[-1].end == token.start:
+            message = "`=>` has no meaning in a .moe file"
+            notations.add("MOE0102", kept[-1].start, token.end, message, "write `=`", (*place, ""))
             continue
         elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
             help = "a block has no `=`: `moe { … }`"

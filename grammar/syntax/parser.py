@@ -220,7 +220,7 @@ class _Parser:
 
     def _advice(self, token: Token) -> str:
         previous = self.values[-1] if self.values else None
-        unit = token.kind == "NAME" and nearest(token.text, UNITS) is not None
+        unit = token.kind == "NAME" and token.text.lower() in {unit.lower() for unit in UNITS}
         if unit and isinstance(previous, Number | Token) and _is_number(previous):
             return f"a unit comes right after its number: `{previous.text}{token.text}`"
         if token.kind in ("USE", "LET", "STEP"):

@@ -41,6 +41,14 @@ class Command(click.Command):
         super().__init__(*arguments, **attributes)
         self.examples, self.fails, self.documents = examples or {}, fails, documents
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses arguments and options. Raises `MoreArguments`."""
+        ctx.allow_extra_args = True
+        more = super().parse_args(ctx, args)
+        if more and not ctx.resilient_parsing:
+            raise MoreArguments(more, ctx)
+        return more
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections Arguments and Options."""
         explained = [p for p in self.get_params(ctx) if isinstance(p, Argument)]
@@ -59,11 +67,19 @@ class Command(click.Command):
 
 
 class UnknownCommand(click.UsageError):
-    """A group has no command of the name `word`."""
+    """A group has no command of the name `word`, which `rest` follows."""
 
-    def __init__(self, word: str, ctx: click.Context) -> None:
+    def __init__(self, word: str, rest: list[str], ctx: click.Context) -> None:
         super().__init__(f"no such command: {word}", ctx)
-        self.word = word
+        self.word, self.rest = word, rest
+
+
+class MoreArguments(click.UsageError):
+    """A command has fewer arguments than it was given: `words` are too many."""
+
+    def __init__(self, words: list[str], ctx: click.Context) -> None:
+        super().__init__(f"too many arguments: {' '.join(words)}", ctx)
+        self.words = words
 
 
 class Group(click.Group):
@@ -87,7 +103,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command of the first argument. Raises `UnknownCommand`."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise UnknownCommand(args[0], ctx)
+            raise UnknownCommand(args[0], args[1:], ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -60,6 +60,7 @@ def inspect(
     plot: Path | None,
 ) -> None:
     """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
+    from moec.commands.other_files import require_moe_file, require_plan
     from moec.commands.output import show
 
     if source and not kernels:
@@ -68,6 +69,8 @@ def inspect(
         raise click.UsageError("--svg needs --memory")
     views = {"--rank": rank is not None, "--graph": graph is not None}
     views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
+    require = require_plan if path.is_dir() else require_moe_file
+    require(path, "moec inspect")
     _require_one_view(path, views)
     if every and (params or path.is_dir()):
         raise click.UsageError(

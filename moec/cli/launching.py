@@ -95,9 +95,8 @@ def launch(
         )
     from moec.commands.launch import make_launch
     from moec.driver import load
-    from moec.subject import require_plan_folder
 
-    require_plan_folder(plan, "moec launch")
+    _require_plan_first(plan, script, "--run" if starts else f"--{way}")
     made = make_launch(
         load(plan),
         plan,
@@ -120,6 +119,23 @@ def launch(
     from moec.commands.launch_print import print_launch
 
     print_launch(made, way, style)
+
+
+def _require_plan_first(plan: Path, script: tuple[str, ...], way: str) -> None:
+    """Raises `DiagnosticError` for what is no plan: MOE0017 where a plan follows it."""
+    from moec.commands.other_files import require_plan
+    from moec.grammar.diagnostics import DiagnosticError, diagnose
+    from moec.grammar.folder_kinds import kind_of
+
+    end = "" if way == "--torchrun" else f" {way}"
+    if script and kind_of(plan) != "plan" and kind_of(Path(script[0])) == "plan":
+        message = f"`{plan}` is no plan, and the plan comes before the script"
+        words = " ".join((script[0], str(plan), *script[1:]))
+        raise DiagnosticError([diagnose("MOE0017", None, message, help=f"did you mean `moec launch {words}{end}`?")])
+    if plan.suffix == ".py":  # a plan that is not there may follow it
+        script = (str(plan), *(script[1:] if script and script[0].endswith((".plan", ".moe")) else script))
+    words = "".join(f" {word}" for word in script).replace("{", "{{").replace("}", "}}")
+    require_plan(plan, "moec launch", f"moec launch {{}}{words}{end}")
 
 
 def _way(**given: bool) -> str:

@@ -85,10 +85,12 @@ def compile_(
 ) -> None:
     """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
     from moec.commands.compile import run
+    from moec.commands.other_files import require_moe_file
     from moec.commands.output import show
 
     if stop_after and emit not in ("ir", "placed"):
         raise click.UsageError("--stop-after needs --emit=ir or --emit=placed: a stopped compilation has no plan")
+    require_moe_file(file, "moec compile")
     show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes, style), style)
 
 
@@ -107,10 +109,10 @@ def compile_(
 @click.option("--scale", is_flag=True, help="Use toy widths; default: only for plans too large for this machine.")
 def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
     """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
+    from moec.commands.other_files import require_plan
     from moec.commands.verify import run
-    from moec.subject import require_plan_folder
 
-    require_plan_folder(plan, "moec verify")
+    require_plan(plan, "moec verify")
     if not run(plan, style, trust_nothing=trust_nothing, scale=scale or None):
         raise SystemExit(1)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from moec.cli.command import UnknownCommand
+from moec.cli.command import MoreArguments, UnknownCommand
+from moec.cli.meant import command_with_more, command_without_name
 from moec.grammar.diagnostics import Diagnostic, diagnose
 from moec.grammar.suggest import nearest
 
@@ -28,6 +29,8 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
         help = _of_file(error.option_name) or _meant(error.option_name, known, help)
     elif isinstance(error, UnknownCommand):
         message, help = f"`{name}` has no command `{error.word}`", _meant_command(name, error)
+    elif isinstance(error, MoreArguments) and context:
+        message, help = command_with_more(context, error.words, help)
     elif isinstance(error, click.MissingParameter) and error.param is not None and context:
         what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[-1]
         message = f"`{name}` needs {what}"
@@ -50,8 +53,8 @@ def _meant_command(group: str, error: UnknownCommand) -> str:
     assert error.ctx is not None
     assert isinstance(error.ctx.command, click.Group)
     known = error.ctx.command.list_commands(error.ctx)
-    if error.word.endswith(".moe"):
-        return f"`moec check {error.word}` checks the file, `moec compile {error.word}` makes a plan of it"
+    if instead := command_without_name(error.word, error.rest):
+        return instead
     meant = nearest(error.word, known)
     return f"did you mean `{group} {meant}`?" if meant else f"the commands are {', '.join(known)}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moec.commands.output import show
 from moec.commands.terminal import failure, success
-from moec.grammar.diagnostics import Diagnostic, Severity, render
+from moec.grammar.diagnostics import Diagnostic, Severity, printable, render
 
 STDIN = "<stdin>"
 ROUNDS = 10
@@ -24,12 +24,16 @@ def run(
     The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
     another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
+    from moec.commands.other_files import not_moe
     from moec.driver import check
 
     found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
     for file in files:
         if str(file) == "-":
             found.append((stdin_name, _check_stdin(stdin_name, lets)))
+            continue
+        if other := not_moe(file, "moec check"):
+            found.append((str(file), (other,)))
             continue
         diagnostics = check(file, **lets)
         if fix:
@@ -65,7 +69,7 @@ def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:
     errors = sum(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics)
     numbers = (errors, "error"), (len(diagnostics) - errors, "warning")
     counts = [f"{number} {what}{'s' * (number > 1)}" for number, what in numbers if number]
-    text = f"{', '.join(counts)} in {name}" if counts else name
+    text = f"{', '.join(counts)} in {printable(name)}" if counts else printable(name)
     return failure(text, sys.stderr) if errors else success(text, sys.stderr)
 
 

@@ -19,6 +19,8 @@ from moec.commands.output import emit
 from moec.commands.progress import progress
 from moec.commands.table import table
 from moec.grammar.amounts import amount_of_bytes, count
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.folder_kinds import command_for, in_words, kind_of
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
 from moec.subject import require_plan_folder
@@ -34,12 +36,14 @@ def inspect(checkpoint: Path, style: str) -> None:
     if found:
         emit(style, lambda: checkpoint_list.lines(checkpoint, found), lambda: CheckpointsDocument(checkpoints=found))
     else:
+        _require_checkpoint(checkpoint)
         opened = Checkpoint(checkpoint)
         emit(style, lambda: _lines(opened), lambda: _as_json(opened))
 
 
 def verify(checkpoint: Path, style: str) -> int:
     """Compares every digest and prints what is damaged; returns the exit status. Raises `DiagnosticError`."""
+    _require_checkpoint(checkpoint)
     opened = Checkpoint(checkpoint)
     with progress("reading the checkpoint", sum(opened.head.shard_bytes), of_bytes=True) as bar:
         found = list(damages(opened, bar.advance))
@@ -51,6 +55,14 @@ def verify(checkpoint: Path, style: str) -> int:
         lambda: DigestsDocument(ok=not found, tensors=tensors, damages=found),
     )
     return 1 if found else 0
+
+
+def _require_checkpoint(folder: Path) -> None:
+    """Raises `DiagnosticError` MOE0800 for a folder that is known to be something else."""
+    kind = kind_of(folder)
+    if kind not in (None, "checkpoint"):
+        message = f"`{folder}` is {in_words(kind)}"
+        raise DiagnosticError([diagnose("MOE0800", None, message, help=command_for(kind, folder))])
 
 
 def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:

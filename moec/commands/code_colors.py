@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from textwrap import wrap
 
 from moec.grammar.editor.token_table import table
 
@@ -36,6 +37,16 @@ def folded(line: str, width: int) -> list[str]:
             lines.append(indent)
         lines[-1] += part
     return lines
+
+
+def folded_text(line: str, width: int) -> list[str]:
+    """A line of output that is longer than `width`, folded. What follows stands under the text, behind its bar."""
+    if len(line) <= width:
+        return [line]
+    found = re.match(r"[ \d]*(?:\|)?[ ^-]*(?:help: )?", line)
+    start = found[0] if found and found.end() <= width // 2 else ""
+    rest = re.sub(r"[^ |]", " ", start)
+    return wrap(line[len(start) :], width, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def _moe(text: str) -> str:

@@ -127,7 +127,7 @@ def _lines(report: DoctorDocument) -> Iterator[str]:
             yield f"  {'':{width}}  → {one.help}"
     yield ""
     if any(one.state == "note" for one in report.findings):
-        yield "· optional: training works without it"
+        yield "· a note: training works on this machine as it is"
     where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
     wrong = [one.name for one in report.findings if one.state == "wrong"]
     broken = f"training cannot work here; fix: {', '.join(wrong)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import shutil
@@ -127,14 +128,19 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def network() -> Iterator[Finding]:
-    """Whether this machine's name has an address, which gloo and torchrun ask for."""
+    """Whether this machine's name has an address, which gloo and torchrun ask for, and other nodes could reach it."""
     name = socket.gethostname()
     try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError as error:
         help = f"ranks find each other by it. One machine: add `127.0.0.1 {name}` to /etc/hosts. Several nodes: "
         help += "add the address that the other nodes reach, or set GLOO_SOCKET_IFNAME to that interface (`ip addr`)"
         yield finding("hostname", "wrong", f"{name} has no address ({error})", help)
+        return
+    if ipaddress.ip_address(address).is_loopback:
+        help = "several nodes: the others cannot reach ranks of this one at it. Map the name to the address that they "
+        help += "reach, in /etc/hosts, or set GLOO_SOCKET_IFNAME to that interface (`ip addr`). One machine: it is fine"
+        yield finding("hostname", "note", f"{name}, {address}: this machine itself", help)
         return
     yield finding("hostname", "ok", f"{name}, {address}")
 

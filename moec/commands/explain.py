@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Literal
 
 from moec.commands.output import document, emit
-from moec.commands.terminal import colored, columns
+from moec.commands.terminal import PIPE_WIDTH, colored, known_columns
 from moec.grammar.diagnostics import CODES, DiagnosticError, diagnose
 
 CODE = re.compile(r"(?:MOE)?0*(\d{1,4})", re.IGNORECASE)
@@ -26,7 +26,7 @@ class Explanation:
 
 
 def run(asked: str, style: str) -> None:
-    """Prints the page: rendered where stdout has colours, else as Markdown. Raises `DiagnosticError` MOE0015."""
+    """Prints the page: rendered for a terminal or a stated width, else as Markdown. Raises MOE0015."""
     found = explain(asked)
     if found.kind != "code" and style != "json" and _plain(found.subject) != _plain(asked):
         print(f"there is no word `{asked}`; this is the page of `{found.subject}`", file=sys.stderr)
@@ -38,11 +38,14 @@ def _plain(word: str) -> str:
 
 
 def _shown(markdown: str) -> str:
-    if not colored(sys.stdout):
+    width, has_colors = known_columns(sys.stdout), colored(sys.stdout)
+    if width is None and not has_colors:
         return markdown
+    from moec.commands.inline_markdown import without_colors
     from moec.commands.markdown import rendered
 
-    return rendered(markdown, columns(sys.stdout))
+    page = rendered(markdown, width or PIPE_WIDTH)
+    return page if has_colors else without_colors(page)
 
 
 def explain(asked: str) -> Explanation:

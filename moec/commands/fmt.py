@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moec.commands.documents import FormattedFile
+from moec.commands.other_files import not_moe
 from moec.commands.output import print_json, show
 from moec.commands.replace_file import replace_file
 from moec.grammar.diagnostics import Diagnostic, Severity
@@ -56,6 +57,8 @@ def _say(done: FormattedFile) -> None:
 
 def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:
     """The file's text, its source, and its syntax errors."""
+    if other := not_moe(file, "moec fmt"):
+        return "", None, [other]
     if str(file) == "-":
         data = sys.stdin.buffer.read()
         source, diagnostics = source_of(data, "<stdin>")

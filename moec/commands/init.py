@@ -81,9 +81,11 @@ def run(file: Path | None, model: str | None = None, style: str = "full") -> Non
 
 def _require_no_model(file: Path) -> None:
     """Raises `DiagnosticError` MOE0017 for a file with the name of a model: `--from` is missing."""
-    from moec.grammar.resolve.library import library_names
+    from moec.commands.library import near_models
 
-    if file.name in library_names("models"):
+    if near := near_models(file.name):
         message = f"`{file.name}` is a model of the library, and this would write the starter file"
-        help = f"`moec init --from {file.name}` writes {file.name}.moe"
+        if file.name not in near:
+            message = f"`{file.name}` is like a model of the library, and this would write the starter file"
+        help = f"`moec init --from {near[0]}` writes {near[0]}.moe, `moec init {file.name}.moe` the starter file"
         raise DiagnosticError([diagnose("MOE0017", None, message, help=help)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 CODE, BOLD = "36", "1"
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;;[^\x1b]*\x1b\\")
 SPAN = re.compile(r"`(?P<code>[^`]+)`|\*\*(?P<bold>.+?)\*\*|\[(?P<link>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -79,6 +80,11 @@ def _groups(words: Sequence[Piece]) -> Iterator[list[Piece]]:
         group.append(piece)
     if group:
         yield group
+
+
+def without_colors(page: str) -> str:
+    """`page` without ANSI codes."""
+    return ESCAPES.sub("", page)
 
 
 def written(line: Sequence[Piece]) -> str:

@@ -36,6 +36,11 @@ LONGEST = 200
 """Characters of a last line that a message shows."""
 
 
+def plain_text(line: str) -> str:
+    """`line` without colours and blanks around it."""
+    return ANSI.sub("", line).strip()
+
+
 class Kind(Enum):
     """What the newest block of lines is."""
 

@@ -60,7 +60,8 @@ def _start(launch: Launch, folder: Path) -> int:
             print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
         else:
             logs = [path for path in output.logs() if path.parts[-2] == str(rank)]
-            show([failed(rank, status, output.last_line(rank), logs[-1] if logs else folder)], "full")
+            last, is_above = output.last_line(rank), output.shows_last_line(rank)
+            show([failed(rank, status, last, logs[-1] if logs else folder, is_above=is_above)], "full")
         return 128 - status if status < 0 else status
     except SignalException as error:
         output.finish(None)
@@ -104,8 +105,11 @@ def _require_here(launch: Launch) -> None:
             raise DiagnosticError([diagnose("MOE0916", None, message, help=help)])
 
 
-def failed(rank: int, status: int, last: str, log: Path) -> Diagnostic:
-    """What is known of a rank whose end no exception or diagnostic explains. `last`: its last line on stderr."""
+def failed(rank: int, status: int, last: str, log: Path, *, is_above: bool = False) -> Diagnostic:
+    """What is known of a rank whose end no exception or diagnostic explains. `last`: its last line on stderr.
+
+    `is_above`: that line is the last on the screen, such as the text of `sys.exit("…")`.
+    """
     if status == -signal.SIGKILL:
         help = "the system kills what takes too much memory: see `dmesg`, and the memory in `moec compile`'s summary"
     elif last:
@@ -115,6 +119,8 @@ def failed(rank: int, status: int, last: str, log: Path) -> Diagnostic:
     how = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
     if not last:
         wrote = ", without a diagnostic or an exception"
+    elif is_above and status > 0:
+        wrote = "; the line above is the last that it wrote"
     else:
         wrote = f"; before that, it wrote: {last}" if status < 0 else f"; the last line that it wrote: {last}"
     return diagnose("MOE0915", None, f"rank {rank} ended {how}{wrote}", help=help)

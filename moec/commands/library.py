@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 
 from moec.commands.documents import ListedModel
@@ -22,6 +23,8 @@ SEQUENCE = 4096
 MOST_NODES = 4096
 MOST_RANKS_OF_EXPERTS = 64
 """The largest `ep` of a starter file: with more ranks experts have replicas."""
+SHORTEST_BEGINNING = 3
+"""Letters of a name that are enough to name the models which begin so."""
 CLUSTER, RANKS_OF_NODE = "dgx_h100", 8
 
 
@@ -63,11 +66,10 @@ def starter_from(name: str) -> str:
     Raises `DiagnosticError` MOE0016 for a name that the library does not have.
     """
     name = name.removeprefix("models/")
-    known = library_names("models")
-    if name not in known:
-        meant = nearest(name, known)
-        help = (f"did you mean `{meant}`? " if meant else "") + f"the library has {', '.join(known)}"
-        raise DiagnosticError([diagnose("MOE0016", None, f"`{name}`", help=help)])
+    if name not in library_names("models"):
+        near = " or ".join(f"`moec init --from {model}`" for model in near_models(name))
+        ways = "`moec init --list` lists the models; `moec import hf DIR` makes a file of another model's folder"
+        raise DiagnosticError([diagnose("MOE0016", None, f"`{name}`", help=f"did you mean {near}?" if near else ways)])
     model = to_spec(text_that_uses(name))
     for nodes in (2**power for power in range(MOST_NODES.bit_length())):
         for zero in (1, 2, 3):
@@ -75,6 +77,26 @@ def starter_from(name: str) -> str:
             if _fits(text):
                 return text
     return text
+
+
+def near_models(name: str) -> list[str]:
+    """The library's models that `name` is near to: Hugging Face's spelling, a beginning, or a slip of the keyboard."""
+    wanted = _letters(name.rpartition("/")[2])
+    letters = {model: _letters(model) for model in library_names("models")}
+    for near in (
+        [model for model, its in letters.items() if its == wanted],
+        [model for model, its in letters.items() if len(wanted) >= SHORTEST_BEGINNING and its.startswith(wanted)],
+        [max((model for model, its in letters.items() if wanted.startswith(its)), key=len, default="")],
+        [nearest(name.rpartition("/")[2].replace("-", "_"), letters) or ""],
+    ):
+        if any(near):
+            return near
+    return []
+
+
+def _letters(name: str) -> str:
+    """The letters and digits of a name: `Qwen3-30B` and `qwen3_30b` have the same."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _fits(text: str) -> bool:

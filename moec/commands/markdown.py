@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from moec.commands.code_colors import colored_code, folded
+from moec.commands.code_colors import colored_code, folded, folded_text
 from moec.commands.inline_markdown import Piece, pieces, width_of, wrapped, written
 
 NARROW_COLUMN = 12
@@ -19,7 +19,7 @@ BOLD, UNDERLINED = "1", "4"
 
 
 def rendered(text: str, width: int) -> str:
-    """The page `text` for a terminal of `width` columns, with ANSI colours. Only `.moe` code is wrapped."""
+    """The page `text` for a terminal of `width` columns, with ANSI colours. Commands are not wrapped."""
     return "\n\n".join("\n".join(_block(block, width)) for block in _blocks(text)) + "\n"
 
 
@@ -50,6 +50,8 @@ def _block(lines: Sequence[str], width: int) -> Iterator[str]:
         language = first[3:].strip()
         if language == "moe":
             code = [part for line in code for part in folded(line, width - 2)]
+        elif language == "text":
+            code = [part for line in code for part in folded_text(line, width - 2)]
         yield from (f"  {line}".rstrip() for line in colored_code("\n".join(code), language))
     elif first.startswith("#"):
         level = len(first) - len(first.lstrip("#"))

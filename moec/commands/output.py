@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
-from moec.commands.terminal import RED, RESET, colored, columns
-from moec.grammar.diagnostics import Diagnostic, render
+from moec.commands.terminal import RED, RESET, colored, columns, known_columns
+from moec.grammar.diagnostics import Diagnostic, printable, render
 
 WRONG_USAGE = "MOE0017"
 """The code of a wrong command line: the command exits with 2."""
@@ -49,7 +49,7 @@ def print_json(data: object) -> None:
 
 
 def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    """Prints diagnostics to stderr, with colours where stderr has them. For people wrong usage is one line."""
+    """Prints diagnostics to stderr, with colours where it has them. Wrong usage is one line, or folded to a width."""
     shown = list(diagnostics)
     color = style == "full" and colored(sys.stderr)
     if style == "full" and len(shown) == 1 and shown[0].code == WRONG_USAGE:
@@ -59,10 +59,15 @@ def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
 
 
 def _one_line(found: Diagnostic, color: bool) -> str:
-    """`error[MOE0017]: what is wrong; what is meant`."""
+    """`error[MOE0017]: what is wrong; what is meant`, in a narrow terminal folded."""
     head = f"error[{found.code}]"
-    text = "; ".join(filter(None, (found.message, found.help)))
-    return f"{RED}{head}{RESET}: {text}" if color else f"{head}: {text}"
+    text = printable(f"{head}: {'; '.join(filter(None, (found.message, found.help)))}")
+    width = known_columns(sys.stderr)
+    if width is not None and len(text) > width:
+        from textwrap import fill
+
+        text = fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return text.replace(head, f"{RED}{head}{RESET}", 1) if color else text
 
 
 def _plain(data: object) -> object:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 REFRESHED = 4
 """Times a second that the line is drawn: each redraw holds the GIL for some milliseconds."""
 
+NARROW, WIDEST = 90, 100
+"""Columns below which there is no room for a bar and the time left, and the most that the line takes."""
+
 
 class Bar(Protocol):
     """What a command tells of its progress."""
@@ -53,9 +56,14 @@ def progress(what: str, total: int | None = None, *, of_bytes: bool = False) -> 
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    done = DownloadColumn() if of_bytes else TaskProgressColumn()
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), done, TimeRemainingColumn(), TextColumn("left")
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, refresh_per_second=REFRESHED) as shown:
+    console.width = min(console.width, WIDEST)
+    what_runs = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+    done = DownloadColumn() if of_bytes else TaskProgressColumn()
+    shown_columns = [what_runs, BarColumn(bar_width=20), done, TimeRemainingColumn(), TextColumn("left")]
+    if console.width < NARROW:
+        shown_columns = [what_runs, done]
+    with Progress(*shown_columns, expand=True, console=console, transient=True, refresh_per_second=REFRESHED) as shown:
         yield _RichBar(shown, shown.add_task(what, total=total))

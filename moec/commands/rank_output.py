@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from moec.commands.last_words import BEGINNING, MARK, Kind, LastWords
+from moec.commands.last_words import BEGINNING, MARK, Kind, LastWords, plain_text
 
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which another follows in its place."""
@@ -49,6 +49,8 @@ class RankOutput:
         self._folder, self._run_id, self._stream = folder, run, stream
         self._logs: dict[Path, _Log] = {}
         self._attempt = 0
+        self._newest = ""
+        """The newest line with text that was shown, without colours."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moec-output", daemon=True)
 
@@ -78,6 +80,10 @@ class RankOutput:
     def last_line(self, rank: int) -> str:
         """The last line with text that `rank` has written, for a message; empty if there is none."""
         return next((log.words.shown_line for log in self._logs.values() if log.rank == rank), "")
+
+    def shows_last_line(self, rank: int) -> bool:
+        """Whether the newest line on `stream` is the last one of `rank`."""
+        return any(log.words.line == self._newest for log in self._logs.values() if log.rank == rank)
 
     def logs(self) -> list[Path]:
         """Every rank's file of this run, those of a later start last."""
@@ -199,6 +205,7 @@ class RankOutput:
         return any(words.since + POLL_SECONDS > of_failed.words.newest for words in found)
 
     def _write(self, text: str) -> None:
+        self._newest = next((line for part in reversed(text.splitlines()) if (line := plain_text(part))), self._newest)
         self._stream.write(text)
         self._stream.flush()
 

@@ -27,13 +27,18 @@ def colored(stream: TextIO) -> bool:
 
 def columns(stream: TextIO) -> int:
     """The width of `stream`'s terminal: `COLUMNS` where it is set, `PIPE_WIDTH` where there is no terminal."""
+    return known_columns(stream) or PIPE_WIDTH
+
+
+def known_columns(stream: TextIO) -> int | None:
+    """`columns`, but None where there is no terminal and `COLUMNS` is not set: lines may be as long as they are."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated):
         return max(NARROWEST, int(stated))
     try:
         return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns)
     except (OSError, ValueError):  # no terminal; a stream without a file
-        return PIPE_WIDTH
+        return None
 
 
 def success(text: str, stream: TextIO | None = None) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.kernels.tiles import KERNELS
+from moec.commands.other_files import require_plan
 from moec.commands.output import document, emit
 from moec.commands.table import table
 from moec.driver import load
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
-from moec.subject import require_plan_folder
 
 HEAD = ("product", "tried", "default", "ms", "tuned", "ms")
 
@@ -46,7 +46,7 @@ class TunedPlan:
 
 def run(path: Path, output: Path | None, tries: int | None, style: str = "full") -> None:
     """Measures the plan in `path` and writes it to `output` (default: `path`). Raises `DiagnosticError`."""
-    require_plan_folder(path, "moec tune")
+    require_plan(path, "moec tune")
     plan = load(path)
     device = plan.spec.cluster.device
     if device.kind == "cpu":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.mixture_rules import mixture
+from moec.grammar.rank_rules import states_cluster
 from moec.grammar.rules import attention
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Experts, Moe, Spec
@@ -65,6 +66,11 @@ def _mesh_problems(spec: Spec, mixtures: Mixtures, changes: Changes) -> Iterator
 
 def _not_whole(spec: Spec, span: Span | None, degree: int, help: str) -> Diagnostic:
     message = f"{spec.cluster.ranks} / {degree} is not whole"
+    if not states_cluster(spec):
+        help = (
+            "without a `cluster` there is one rank: declare yours, "
+            f'`cluster "mine" {{ device = h100; level "node" {{ size = {max(degree, 8)} }} }}`, or leave the degree out'
+        )
     return diagnose("MOE0312", span, message, labels=_cluster_label(spec), help=help)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.files import shown, written_but
 from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
+from moec.runtime.checkpoint.options import require_path
 from moec.runtime.checkpoint.reading import read_head
 from moec.runtime.checkpoint.temporary import MARK, remove_left_over
 from moec.runtime.errors import JobError
@@ -28,6 +29,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     A checkpoint is complete if its shards have the sizes that `checkpoint.json` states; digests are not compared.
     Anything else in the folder is ignored, temporary folders of killed runs among it.
     """
+    require_path("moec.latest", "folder", folder)
     return next((path for path, head in heads_in(Path(folder)) if fault_of(path, head) is None), None)
 
 

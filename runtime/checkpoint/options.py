@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,13 @@ from moec.runtime.errors import is_whole, wrong_argument
 
 SCHEDULE = ("every", "seconds", "on_signal")
 OPTIMIZER = "optimizer"
+
+
+def require_path(call: str, name: str, path: object, then: str = "") -> None:
+    """Raises `CallError` unless `path`, the first argument of `call`, is a path. `then`: the arguments after it."""
+    if not isinstance(path, str | os.PathLike):
+        message = f"{name} must be a path, not an object of class {type(path).__name__}"
+        raise wrong_argument(message, f"the path comes first: `{call}('checkpoints'{then})`")
 
 
 def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:

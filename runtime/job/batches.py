@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -148,6 +148,9 @@ def _as_tensor(name: str, ids: object) -> str:
     """How the object becomes a tensor, where torch takes it."""
     if type(ids).__module__.partition(".")[0] == "numpy":
         return f": `torch.from_numpy({name}).long()`"
+    if isinstance(ids, Mapping):
+        key = "input_ids" if name == "tokens" else "labels"
+        return f": tokens and labels are two arguments, such as `{name}[{key!r}]`"
     return f": `torch.tensor({name})`" if isinstance(ids, list | tuple) else ""
 
 

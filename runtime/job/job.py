@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
+from moec.codegen.unknown_names import KnownNames
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
 from moec.passes.place.sequence_cuts import sequence_pieces
+from moec.runtime import other_names
 from moec.runtime.backends import select
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.saves import Saves
@@ -61,7 +63,7 @@ TIMEOUT = 100.0
 """Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
 
 
-class Job(JobCheckpoints):
+class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
     Entering it joins the process group (or uses the existing one) and builds the plan's meshes; the last job that
@@ -153,7 +155,7 @@ class Job(JobCheckpoints):
 
     # ---- what a training script calls --------------------------------------------------------------
 
-    @called("job.build")
+    @called("job.build", **other_names.BUILD)
     def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
         """This rank's part of the model, newly drawn on `device`. Initial values do not depend on the sharding.
 
@@ -169,10 +171,7 @@ class Job(JobCheckpoints):
         with torch.inference_mode(False):  # the parameters are to be trained
             return PlanModule(self.plan.spec, self.plan.program, limits, home)
 
-    @called(
-        "job.optimizer",
-        lr="it is the file's: `train { optimizer = adamw(lr = …) }`; schedules set it in `optimizer.param_groups`",
-    )
+    @called("job.optimizer", **other_names.OPTIMIZER)
     def optimizer(self, model: PlanModule) -> Optimizer:
         """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.
 
@@ -190,7 +189,7 @@ class Job(JobCheckpoints):
         watch_steps(optimizer)
         return optimizer
 
-    @called("job.step", labels="labels are the tokens that come next, int64 as the tokens, -100 where ignored")
+    @called("job.step", **other_names.STEP)
     def step(
         self,
         model: PlanModule,
@@ -206,8 +205,9 @@ class Job(JobCheckpoints):
         segments: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
+        """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss.
 
+        The loss is fp32, 0-d and detached: `backward()` has run. Gradients are in `.grad`, added to those before.
         tokens and labels int64 `[batch, sequence]`. The gradient is that of all ranks' whole batch, for any number of
         `microbatches` (default: the plan's) and any masked labels. With `check_replicas=N` replicas are compared before
         every N-th step or block of `accumulate`.
@@ -228,8 +228,10 @@ class Job(JobCheckpoints):
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
+        given = {} if inputs is None else inputs
+        _require_class("inputs", given, Mapping, "a dict of tensors", "`inputs={'weights': weights}`")
         step = Step(
-            tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
+            tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=given,
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
             beside=Beside(routes, segments, padding),
         )  # fmt: skip
@@ -323,6 +325,7 @@ class Job(JobCheckpoints):
 
         All ranks of a tp group must compute the same with them. A collective: every rank must call it, or none.
         """
+        _require_class("output", output, ModelOutput, "what the model returned", "`job.whole_logits(model(tokens))`")
         logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
             return logits
@@ -467,3 +470,9 @@ def _device(device: str | torch.device) -> torch.device:
         return torch.device(device)
     except RuntimeError:
         raise wrong_argument(f"torch has no device {device!r}", "'cuda', 'cpu', 'meta', or leave it out") from None
+
+
+def _require_class(name: str, value: object, kind: type, wanted: str, help: str) -> None:
+    """Raises `CallError` unless the argument `name` is of class `kind`, which is what is `wanted`."""
+    if not isinstance(value, kind):
+        raise wrong_argument(f"{name} must be {wanted}, not an object of class {type(value).__name__}", help)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.loading import load
-from moec.runtime.checkpoint.options import SCHEDULE, require_extras
+from moec.runtime.checkpoint.options import SCHEDULE, require_extras, require_path
 from moec.runtime.checkpoint.resuming import resume
 from moec.runtime.checkpoint.saving import save
 from moec.runtime.checkpoint.schedule import save_if_due
@@ -39,6 +39,7 @@ class JobCheckpoints:
         Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
         MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
         """
+        require_path("job.save", "path", path, ", model, optimizer")
         require_extras("job.save", extras, ("keep",), optimizer)
         self._job()._require_own(model)
         return save(self._job(), path, model, optimizer, keep, extras)
@@ -58,6 +59,7 @@ class JobCheckpoints:
         optimizer over other parameters than the model's (MOE0807); but if a method
         of an extra raises (MOE0809), model and optimizer are loaded by then. A collective.
         """
+        require_path("job.load", "path", path, ", model, optimizer")
         require_extras("job.load", extras, (), optimizer)
         self._job()._require_own(model)
         with torch.inference_mode(False):
@@ -84,6 +86,7 @@ class JobCheckpoints:
         default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
         `save`: it removes checkpoints of this model with numbers as names, and no others.
         """
+        require_path("job.checkpoint", "folder", folder, ", model, optimizer")
         require_extras("job.checkpoint", extras, (*SCHEDULE, "keep"), optimizer)
         self._job()._require_own(model)
         return save_if_due(
@@ -102,6 +105,7 @@ class JobCheckpoints:
         before it is loaded. If all are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters
         that the plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
         """
+        require_path("job.resume", "folder", folder, ", model, optimizer")
         require_extras("job.resume", extras, (), optimizer)
         self._job()._require_own(model)
         with torch.inference_mode(False):

@@ -86,6 +86,11 @@ class Metrics:
         if start is not None and (not is_whole(start) or start < 0):
             message = f"start must be the number of steps taken before, at least 0, not {start!r}"
             raise wrong_argument(message, "leave it out to count on from `job.steps`")
+        outputs: dict[str, object] = {"path": path, "tensorboard": tensorboard}
+        for name, output in outputs.items():
+            if output is not None and not isinstance(output, str | PathLike):
+                message = f"{name} must be a path, not an object of class {type(output).__name__}"
+                raise wrong_argument(message, "`job.metrics('run.jsonl', every=10)`; TensorBoard's folder by name")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
         self._wanted = path is not None or tensorboard is not None

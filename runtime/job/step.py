@@ -19,6 +19,7 @@ from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.job.custom_functions import complaint_of, require, result_of
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
@@ -235,18 +236,25 @@ def _custom_loss(
     output: ModelOutput = model(tokens, **beside.given())
     if step.count_takes_logits:
         total = _count(job, step, job.whole_logits(output).detach(), inputs)
+    name, function = (
+        ("loss", step.loss) if step.loss is not None else ("logprob_loss", step.logprob_loss or _negative_sum)
+    )
     if step.loss is not None:
-        summed = step.loss(job.whole_logits(output), labels, **inputs)
+        given = {"logits": job.whole_logits(output), "labels": labels}
     else:
         tp = job.plan.result_layout.get("tp")
-        logprobs = label_log_probabilities(
-            output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
-        )
-        summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
+        cut = tp.dim if isinstance(tp, Shard) else None
+        logprobs = label_log_probabilities(output.logits, labels, cut, f"{job.number}tp")
+        given = {"logprobs": logprobs, "labels": labels}
+    summed, error = result_of(function, given, inputs)
+    complaint = _scalar_complaint(summed)
+    if error is not None:
+        complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
+    del given  # whole logits: not held while ranks agree
     depends = isinstance(summed, Tensor) and summed.requires_grad
-    (graded,) = job.checks.require("a custom loss", _scalar_complaint(summed), counts=(int(depends),))
+    (graded,) = require(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
     if step.count is None and depends:
-        warn_of_mean(model, "loss" if step.loss is not None else "logprob_loss", summed, labels)
+        warn_of_mean(model, name, summed, labels)
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
         summed = summed + output.logits[..., :0].sum()
@@ -255,6 +263,10 @@ def _custom_loss(
         summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
     loss: Tensor = summed / total
     return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
+
+
+def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    return -logprobs.sum()
 
 
 def _scalar_complaint(summed: object) -> Complaint | None:
@@ -269,7 +281,11 @@ def _scalar_complaint(summed: object) -> Complaint | None:
 def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
     """The sum of all ranks' custom counts: 0-d fp32."""
     assert step.count is not None
-    counted = step.count(*(() if logits is None else (logits,)), step.labels, **inputs)
+    given = {"labels": step.labels} if logits is None else {"logits": logits, "labels": step.labels}
+    counted, error = result_of(step.count, given, inputs)
+    if error is not None:
+        complaint = complaint_of(error, "count", "a number, of this rank's tokens", given, inputs)
+        require(job.checks, "a custom count", complaint, error)
     try:
         number = float(counted)
     except (TypeError, ValueError, RuntimeError):

@@ -41,12 +41,16 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
         def bad_on_last_rank(logits: Tensor, labels: Tensor) -> Any:
             return logits.sum() if job.rank < job.world_size - 1 else logits
 
+        def raises_on_last_rank(logits: Tensor, labels: Tensor) -> Tensor:
+            return logits.sum() if job.rank < job.world_size - 1 else torch.nn.functional.cross_entropy(logits, labels)
+
         def autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 model(tokens)
 
         found = {
             "no scalar": said(step(loss=bad_on_last_rank)),
+            "a loss that raises": said(step(loss=raises_on_last_rank)),
             "no tensor": said(step(loss=lambda logits, labels: 1.0)),
             "a detached loss": said(step(loss=lambda logits, labels: logits.sum().detach())),
             "no tokens": said(lambda: job.step(model, tokens if job.rank else None, labels)),

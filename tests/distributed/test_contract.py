@@ -146,6 +146,7 @@ OTHER_INPUTS = "MOE0702 ranks 0 and 1 have the same `job.data_rank`, but differe
 
 ERRORS = {
     "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
+    "a loss that raises": "MOE0713 .*the function `loss` raised RuntimeError: Expected target size",
     "no tensor": "MOE0713 .*the loss gave float, and must give a scalar tensor",
     "a detached loss": "MOE0713 the loss does not depend on the model's logits on any rank",
     "no tokens": "MOE0702 .*tokens are of class NoneType, and must be a torch.Tensor",

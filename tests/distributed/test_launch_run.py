@@ -91,11 +91,13 @@ def test_a_signal_after_a_caught_exception_is_named(folder: Path):
     assert "has raised" not in done.stderr
 
 
-def test_a_last_line_is_named_with_its_rank(folder: Path):
+def test_a_last_line_is_shown_once_and_its_rank_named(folder: Path):
     done = launch(folder, "if rank == 1: sys.exit('bad config: no data')\ntime.sleep(60)")
     assert done.returncode == 1
     said = " ".join(done.stderr.split())  # lines are folded to the terminal's width
-    assert "rank 1 ended with exit status 1; the last line that it wrote: bad config: no data" in said
+    assert said.startswith("bad config: no data error[MOE0915]")
+    assert said.count("bad config: no data") == 1
+    assert "rank 1 ended with exit status 1; the line above is the last that it wrote" in said
 
 
 def test_the_exit_status_is_the_scripts_without_stderr(folder: Path):

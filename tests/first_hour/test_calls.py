@@ -14,7 +14,7 @@ import pytest
 import moec
 from moec.grammar import render
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.uncaught import located
+from moec.runtime.uncaught import in_script
 
 PAGES = sorted((Path(__file__).parent / "calls").glob("*.md"))
 
@@ -80,7 +80,7 @@ def said(script: str, path: Path) -> str:
     try:
         exec(compile(script, path.name, "exec"), {"__name__": "__main__"})  # noqa: S102
     except DiagnosticError as error:
-        return render(located(error.diagnostics, error.__traceback__), "full")
+        return render(in_script(error, error.__traceback__), "full")
     except AttributeError as error:
         return f"AttributeError: {error}\n"
     raise AssertionError("the script raises nothing")

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from models import moe_plan
+
+from moec.runtime.errors import wrong_argument
+from moec.runtime.uncaught import _print
 
 MISTAKE = """\
 import moec
@@ -47,6 +51,25 @@ with moec.launch("a.plan", device="cpu") as job:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """
 
+BACKWARD_AGAIN = """\
+import torch
+import moec
+
+tokens = torch.zeros(4, 8, dtype=torch.int64)
+with moec.launch("a.plan", device="cpu") as job:
+    model = job.build()
+    job.step(model, tokens, tokens).backward()
+"""
+
+DICT_FOR_A_MODEL = """\
+import torch
+import moec
+
+tokens = torch.zeros(4, 8, dtype=torch.int64)
+with moec.launch("a.plan", device="cpu") as job:
+    job.build()(**{"input_ids": tokens})
+"""
+
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -67,6 +90,30 @@ def test_a_script_ends_with_its_own_line_and_no_traceback(tmp_path: Path) -> Non
     assert "train.py:3:" in done.stderr
     assert "did you mean `checks`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "help"),
+    [(BACKWARD_AGAIN, "`job.step` has run it already"), (DICT_FOR_A_MODEL, "call it as `model(tokens, labels)`")],
+    ids=["backward", "forward"],
+)
+def test_an_error_of_torch_ends_with_how_it_is_called_here(tmp_path: Path, script: str, help: str) -> None:
+    moe_plan(ranks=1, ep=1).save(tmp_path / "a.plan")
+    done = ended(tmp_path, script)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert help in done.stderr.splitlines()[-1]
+
+
+def test_a_message_is_wrapped_in_a_terminal_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = wrong_argument("a message", "a sentence with many words and a way out, " * 3)
+    _print(error, None)
+    assert max(map(len, capfd.readouterr().err.splitlines())) > 100
+    monkeypatch.setattr(os, "get_terminal_size", lambda stream: os.terminal_size((60, 20)))
+    _print(error, None)
+    assert max(map(len, capfd.readouterr().err.splitlines())) <= 60
 
 
 def test_a_batch_that_is_wrong_on_all_ranks_is_printed_once_under_torchrun(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`import moec`: its names, and which imports are lazy."""
 
+import copy
 import subprocess
 import sys
 
@@ -21,6 +22,33 @@ def test_every_name_it_lists_is_there():
         assert getattr(moec, name) is not None
     with pytest.raises(AttributeError, match=r"there is no `moec.frobnicate`"):
         moec.frobnicate  # noqa: B018
+
+
+def test_a_name_that_a_plan_or_a_job_lacks_is_an_attribute_error_that_says_what_it_is_called():
+    plan = moec.compile(moe_text(ranks=1, ep=1))
+    job = moec.launch(plan, device="cpu")
+    for owner, name, help in (
+        (plan, "graph", "`plan.program`"),
+        (plan, "world_sise", "did you mean `plan.world_size`?"),
+        (job, "local_rank", "LOCAL_RANK"),
+        (job, "load_checkpoint", "`job.resume(folder, model, optimizer)`"),
+        (job, "frobnicate", "it has accumulate, "),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=f"MOE0750.*there is no `(plan|job).{name}`") as caught:
+            getattr(owner, name)
+        assert isinstance(caught.value, moec.DiagnosticError)
+        assert help in caught.value.diagnostics[0].help
+    with pytest.raises(AttributeError, match="'Plan' object has no attribute '_frobnicate'"):
+        plan._frobnicate  # noqa: B018
+    assert copy.copy(plan) == plan
+
+
+def test_an_attribute_error_inside_of_a_property_is_not_hidden(monkeypatch):
+    plan = moec.compile(moe_text(ranks=1, ep=1))
+    monkeypatch.setattr(type(plan), "data_size", property(lambda self: (1).size))
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'size'"):
+        plan.data_size  # noqa: B018
 
 
 def test_a_path_a_text_and_a_spec_compile_to_the_same_plan(tmp_path):

@@ -86,6 +86,14 @@ def test_a_name_without_an_address_is_wrong(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("address", "state"), [("127.0.1.1", "note"), ("::1", "note"), ("10.0.0.5", "ok")])
+def test_a_name_that_only_this_machine_reaches_is_noted(monkeypatch, address, state):
+    monkeypatch.setattr("socket.getaddrinfo", lambda name, port: [(2, 1, 6, "", (address, 0))])
+    (found,) = doctor_checks.network()
+    assert found.state == state
+    assert found.help.startswith("several nodes: the others cannot reach" if state == "note" else "")
+
+
 def test_unknown_variables_of_moec_are_noted(monkeypatch):
     monkeypatch.setenv("MOEC_BACKENDS", "torch")
     assert ("MOEC_BACKENDS", "note") in [(found.name, found.state) for found in doctor_checks.variables()]

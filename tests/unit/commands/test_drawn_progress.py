@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from checkpoint_draft import Draft
 
+from moec.commands.progress import progress
+
 CLEARED = "\x1b[2K"
 CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]"
 
@@ -58,3 +60,20 @@ def test_a_pipe_sees_nothing(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "moec", "checkpoint", "verify", "100"]
     ran = subprocess.run(command, cwd=checkpoint, capture_output=True, check=True)
     assert ran.stderr == b""
+
+
+@pytest.mark.parametrize("width", [40, 60, 89, 100, 200])
+@pytest.mark.parametrize("of_bytes", [False, True])
+def test_the_line_never_wraps(
+    width: int, of_bytes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    with progress("verifying 32 ranks", of_bytes=of_bytes) as bar:
+        bar.at("float64, the unsharded model: backward, layer 12 of 32", 1 << 30, 1 << 32)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
+    assert any(line.startswith("float64, the unsharded ") for line in lines)
+    assert max(map(len, lines)) <= width
+    assert sum(bool(line.strip()) for line in lines) <= 2  # drawn at the start, and at the end

@@ -61,9 +61,12 @@ def test_explain_renders_where_colours_are_asked_for_and_is_markdown_in_a_pipe(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert moec("explain", "topk").out.startswith("# `topk`\n")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     assert moec("explain", "topk").out.startswith("\x1b[1;4;36mtopk\x1b[0m\n")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert moec("explain", "topk").out.startswith("# `topk`\n")
+    monkeypatch.setenv("NO_COLOR", "1")  # the stated width is kept
+    assert moec("explain", "topk").out.startswith("topk\n")
+    for word in ("topk", "MOE0016", "MOE0501"):
+        assert max(map(len, moec("explain", word).out.splitlines())) <= 80

@@ -16,6 +16,21 @@ WRONG = {
     ("first.moe",): "`moec` has no command `first.moe`; `moec check first.moe` checks the file, ",
     ("checkpoint", "verifi"): "`moec checkpoint` has no command `verifi`; did you mean `moec checkpoint verify`?",
     ("compile", "a.moe", "--lets", "a=1"): "`moec compile` has no option --lets; did you mean --let?",
+    ("train", "first.plan"): "`moec` has no command `train`; your script trains, and "
+    "`moec launch first.plan train.py --run` starts it on this machine",
+    ("run", "pretrain.py"): "`moec` has no command `run`; your script trains, and "
+    "`moec launch PLAN pretrain.py --run` starts it on this machine",
+    ("run", "a.moe", "b.py"): "`moec` has no command `run`; `moec compile a.moe` makes the plan, and "
+    "`moec launch a.plan b.py --run` starts your script with it",
+    ("build", "a.moe"): "`moec` has no command `build`; did you mean `moec compile a.moe`?",
+    ("help", "compile"): "`moec` has no command `help`; did you mean `moec compile --help`?",
+    ("compile", "a.moe", "b.moe"): "`moec compile` takes FILE, and `b.moe` is too much; "
+    "run it for each: `moec compile a.moe`, `moec compile b.moe`",
+    ("compile", "a.moe", "a.plan"): "`moec compile` takes FILE, and `a.plan` is too much; "
+    "the output is an option: `moec compile a.moe -o a.plan`",
+    ("doctor", "a"): "`moec doctor` takes no argument, and `a` is too much; `moec doctor --help` shows its usage",
+    ("init", "qwen3-30b"): "`qwen3-30b` is like a model of the library, and this would write the starter file; "
+    "`moec init --from qwen3_30b_a3b` writes qwen3_30b_a3b.moe, `moec init qwen3-30b.moe` the starter file",
     ("compile",): "`moec compile` needs FILE; `moec compile --help` shows its usage",
     ("compile", "a.moe", "--let", "x"): "--let: expected NAME=VALUE, found 'x'; `moec compile --help` shows its usage",
     ("compile", "a.moe", "--stop-after", "fuse"): "--stop-after needs --emit=ir or --emit=placed: ",
@@ -31,6 +46,13 @@ def test_wrong_usage_is_one_line(moec: Run, arguments: tuple[str, ...]) -> None:
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith(f"error[MOE0017]: {WRONG[arguments]}")
     assert ran.err.count("\n") == 1
+
+
+def test_wrong_usage_is_folded_where_the_width_is_known(moec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = moec("run", "train.py").err.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
 
 
 def test_wrong_usage_as_json(moec: Run) -> None:

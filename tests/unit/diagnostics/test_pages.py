@@ -140,10 +140,13 @@ def test_every_code_in_the_sources_is_registered_and_every_registered_code_is_us
 
 
 @pytest.mark.parametrize("path", FILE_PAGES, ids=lambda path: path.stem)
-def test_page_shows_what_the_wrong_file_gives(path: Path, tmp_path: Path, update_golden: bool) -> None:
+def test_page_shows_what_the_wrong_file_gives(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_golden: bool
+) -> None:
     page, code = read(path), path.stem
     check = CHECKS.get(code) or EVERY.get(code, check_file)
-    diagnostics = check(page.wrong, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    diagnostics = check(page.wrong, Path())
     output = render(diagnostics)
     assert code in {diagnostic.code for diagnostic in diagnostics}
     assert str(tmp_path) not in output

@@ -8,7 +8,7 @@ import unicodedata
 import pytest
 
 from moec.grammar import Diagnostic, Source, Span, load_text, render
-from moec.grammar.diagnostics import STYLES, Label, Severity
+from moec.grammar.diagnostics import STYLES, DiagnosticError, Label, Severity
 
 SOURCE = Source("m.moe", "one = 1\n\ttwo = 2\nthree = 3\nfour = 4\nfünf = 漢字 + 5\n")
 
@@ -164,3 +164,21 @@ def test_every_style_renders_nothing_as_nothing_and_others_are_refused() -> None
     assert [render([], style) for style in STYLES] == ["", "", "[]\n", ""]
     with pytest.raises(ValueError, match="full, concise, json, github"):
         render([], "html")
+
+
+@pytest.mark.parametrize(("first", "second"), [("one", "two"), ("two", "one")])
+def test_a_second_mark_beside_the_shown_part_stands_under_its_word(first: str, second: str) -> None:
+    source = Source("m.moe", f"a = {'x' * 100} one {'y' * 200} two {'z' * 100}\n")
+    lines = render([diagnostic(at(first, source), (at(second, source), "there"))], width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    for sign, word in (("^^^ here", first), ("--- there", second)):
+        (row,) = (number for number, line in enumerate(lines) if line.rstrip().endswith(sign))
+        assert lines[row - 1][lines[row].index(sign) :].startswith(word)
+
+
+def test_texts_and_names_of_files_do_not_reach_a_terminal_raw() -> None:
+    source = Source("\x1b[31mm.moe", "a = 1\n")
+    found = diagnostic(at("1", source), message="\x1b]0;x\x07 `\u202e`", help="\x9b31m")
+    for style in ("full", "concise", "github"):
+        assert not set("\x1b\x07\u202e\x9b") & set(render([found], style)), style
+    assert not set("\x1b\x07\u202e\x9b") & set(str(DiagnosticError([found])))

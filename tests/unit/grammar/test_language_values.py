@@ -83,7 +83,7 @@ def test_quantities_can_be_scaled_and_divided() -> None:
     ("text", "code"),
     [
         ("1.5", "MOE0206"),
-        ("true", "MOE0201"),
+        ("true", "MOE0206"),
         ('"256"', "MOE0206"),
         ("[1]", "MOE0206"),
         ("0", "MOE0207"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from typing import Any
 
@@ -240,3 +241,43 @@ def test_an_evaluation_between_the_passes_of_a_step_counts_its_own_labels() -> N
         assert torch.equal(between.loss, alone)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(one.grad, two.grad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        (
+            {"loss": torch.nn.functional.cross_entropy},
+            r"loss\(logits, labels\)` with logits \[2, 8, 32\], labels \[2, 8\]",
+        ),
+        ({"logprob_loss": torch.nn.functional.nll_loss}, r"logprob_loss\(logprobs, labels\)` with logprobs \[2, 8\]"),
+        (
+            {"count": lambda labels, weights: weights.sum()},
+            r"count\(labels\)` with labels \[2, 8\]; it must give a number",
+        ),
+    ],
+    ids=["loss", "logprob_loss", "count"],
+)
+def test_a_function_that_raises_over_its_arguments_is_told_what_it_is_called_with(
+    arguments: dict[str, Any], call: str
+) -> None:
+    (name,) = arguments
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        with pytest.raises(JobError, match=f"MOE0713.*the function `{name}` raised") as raised:
+            job.step(model, TOKENS, TOKENS, **arguments)
+        assert re.search(call, raised.value.diagnostics[0].help)
+        assert type(raised.value.__cause__) in (RuntimeError, TypeError, ValueError)
+        assert job.steps == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ZeroDivisionError(), JobError("MOE0713", "")])
+def test_other_errors_of_a_loss_stay_as_they_are(error: Exception) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        with pytest.raises(type(error)) as raised:
+            job.step(model, TOKENS, TOKENS, loss=loss)
+    assert raised.value is error

@@ -140,3 +140,14 @@ def test_a_verdict_is_shown_and_explains_no_signal(tmp_path: Path, status: int, 
 
 def test_a_diagnostic_of_rank_0_explains_ranks_that_leave_it_to_rank_0(tmp_path: Path):
     assert ended(tmp_path, {0: HANDLED, 1: ""}, 1, 1)[:2] == (HANDLED, True)
+
+
+def test_the_newest_line_on_the_screen_is_known_by_its_rank(tmp_path: Path):
+    shown = io.StringIO()
+    output = RankOutput(tmp_path, "run", shown)
+    written(tmp_path, "run_x", 1, b"bad config\n")
+    output._poll()
+    assert (output.shows_last_line(1), output.shows_last_line(0)) == (True, False)
+    written(tmp_path, "run_x", 0, b"on and on\n")
+    output._poll()
+    assert (output.shows_last_line(1), output.shows_last_line(0)) == (False, True)

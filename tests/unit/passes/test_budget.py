@@ -9,6 +9,7 @@ from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
+from moec.passes.budget import gigabytes
 from moec.passes.cost.memory import memory_of
 from moec.passes.pipeline import compile_program
 
@@ -68,3 +69,11 @@ def test_a_file_without_a_step_is_not_refused() -> None:
     text = text_of(1e6)
     spec: Spec = load_text(text).unwrap()
     compile_source(spec.replace(train=None))
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "text"),
+    [(61.3e9, 80e9, "61.3 of 80 GB"), (5.349e14, 80e9, "535 TB of 80 GB"), (2e18, 72e6, "2 EB of 72 MB")],
+)
+def test_a_size_has_the_unit_that_it_needs(size: float, memory: float, text: str) -> None:
+    assert gigabytes(size, memory) == text

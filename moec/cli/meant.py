@@ -1,0 +1,70 @@
+"""The command that is meant where there is no such command, or where a command got too many arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Argument
+from moec.commands.other_files import launch_of, other_file
+from moec.grammar.folder_kinds import command_for, kind_of
+
+STARTS = frozenset(("train", "run", "start", "torchrun", "fit"))
+OTHER_NAMES = {
+    "build": "compile",
+    "lint": "check",
+    "validate": "check",
+    "format": "fmt",
+    "show": "inspect",
+    "info": "inspect",
+    "new": "init",
+    "test": "verify",
+    "version": "--version",
+}
+"""Names that commands have elsewhere."""
+
+
+def command_without_name(word: str, rest: Sequence[str]) -> str:
+    """A help for `word` in a command's place: a command of another name, or a file without one. Empty for others."""
+    if word in STARTS:
+        return _launch(rest)
+    if word == "help":
+        return f"did you mean `{' '.join(('moec', *rest, '--help'))}`?"
+    if word in OTHER_NAMES:
+        return f"did you mean `{' '.join(('moec', OTHER_NAMES[word], *rest))}`?"
+    if word.endswith(".moe"):
+        return f"`moec check {word}` checks the file, `moec compile {word}` makes a plan of it"
+    kind = kind_of(Path(word))
+    if kind == "plan":
+        return f"`moec inspect {word}` shows the plan, `moec verify {word}` compares it with the unsharded model"
+    if kind is not None:
+        return command_for(kind, Path(word))
+    found = other_file(Path(word))
+    return found[1] if found else ""
+
+
+def _launch(words: Sequence[str]) -> str:
+    """How a script is started, with the plan and the script that are among `words`."""
+    plan = next((word for word in words if word.endswith(".plan") or kind_of(Path(word)) == "plan"), "")
+    file = next((word for word in words if word.endswith(".moe")), "")
+    script = next((word for word in words if word.endswith(".py")), "train.py")
+    if file and not plan:
+        plan = f"{Path(file).stem}.plan"
+        return f"`moec compile {file}` makes the plan, and `{launch_of(script, plan)}` starts your script with it"
+    return f"your script trains, and `{launch_of(script, plan)}` starts it on this machine"
+
+
+def command_with_more(context: click.Context, more: Sequence[str], otherwise: str) -> tuple[str, str]:
+    """The message and help for a command with `more` arguments than it takes."""
+    name, arguments = context.command_path, [p for p in context.command.params if isinstance(p, Argument)]
+    takes = " and ".join(argument.make_metavar(context) for argument in arguments) or "no argument"
+    listed = ", ".join(f"`{word}`" for word in more)
+    message = f"`{name}` takes {takes}, and {listed} {'is' if len(more) == 1 else 'are'} too much"
+    given = [context.params.get(argument.name or "") for argument in arguments]
+    if len(given) != 1 or not isinstance(given[0], Path):
+        return message, otherwise
+    if any("-o" in p.opts for p in context.command.params) and Path(more[0]).suffix != given[0].suffix:
+        return message, f"the output is an option: `{name} {given[0]} -o {more[0]}`"
+    return message, f"run it for each: {', '.join(f'`{name} {path}`' for path in (given[0], *more))}"

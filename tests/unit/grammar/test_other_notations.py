@@ -1,0 +1,232 @@
+"""What people write by habit of other languages: one error with a way out, and a fix only where the meaning is sure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moec.commands.fixes import edited
+from moec.driver import check_text
+from moec.grammar.diagnostics import Diagnostic, Severity
+
+FILE = """model "m" {
+  vocab = 256; dim = 64; depth = 2; dtype = fp32
+  layers {
+    attention = mha(heads = 4, rope = rope())
+    moe { experts = 8 * swiglu(128); gate = topk(2); balance = [switch_loss(0.01)] }
+  }
+}
+cluster "laptop" { device = cpu; level "process" { size = 4 } }
+train { batch = 8; sequence = 64; optimizer = adamw(lr = 1e-4) }
+parallel { ep = 2 }
+"""
+
+
+def errors(text: str) -> list[Diagnostic]:
+    found = check_text(text, "m.moe", Path.cwd(), {})
+    return [diagnostic for diagnostic in found if diagnostic.severity is Severity.ERROR]
+
+
+def fixed(text: str) -> str:
+    return edited(text, [diagnostic.fix for diagnostic in errors(text)])
+
+
+SURE = {
+    "a label with a colon": ('model "m" {', 'model "m": {', "leave the `:` out", 'model "m" {'),
+    "thousands": ("vocab = 256", "vocab = 32,000", "write `32_000`", "vocab = 32_000"),
+    "millions": ("vocab = 256", "vocab = 1,000,000", "write `1_000_000`", "vocab = 1_000_000"),
+    "percent": ("switch_loss(0.01)", "switch_loss(1%)", "write `0.01`", "switch_loss(0.01)"),
+    "a power of ten": ("lr = 1e-4", "lr = 10^-4", "write `1e-4`", "lr = 1e-4"),
+    "a power": ("dim = 64", "dim = 2^6", "write `64`", "dim = 64"),
+    "a typed constant": ('model "m"', 'let n: int = 8\nmodel "m"', "leave the type out", 'let n = 8\nmodel "m"'),
+    "a unit in words": (
+        "size = 4",
+        "size = 4; bandwidth = 450 GB/sec",
+        "a unit comes right after its number: `450GB/s`",
+        "size = 4; bandwidth = 450GB/s",
+    ),
+    "two statements": ("dim = 64;", "dim = 64", "a statement ends with its line, or with `;`", "dim = 64;"),
+    "a fat arrow": ("depth = 2", "depth => 2", "write `=`", "depth = 2"),
+    "a step with by": (
+        "layers {",
+        "layers 0..1 by 1 {",
+        "a range has both ends, which belong to it: write `0..1`",
+        "layers 0..1 {",
+    ),
+    "terms in braces": (
+        "[switch_loss(0.01)]",
+        "{switch_loss: 0.01}",
+        "terms are a list of calls: write `balance = [switch_loss(0.01)]`",
+        "[switch_loss(0.01)]",
+    ),
+    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw`", "adamw("),
+    "an argument without brackets": ("topk(2)", "topk 2", "write `topk(2)`", "topk(2)"),
+    "a list in a product": (
+        "8 * swiglu(128)",
+        "8 * [swiglu(128)]",
+        "one value, without brackets: `8 * swiglu(128)`",
+        "8 * swiglu(128)",
+    ),
+    "an ellipsis": (
+        "mha(heads = 4, rope = rope())",
+        "mha(heads = 4, rope = rope(), …)",
+        "write the arguments that are meant, or leave it out",
+        "mha(heads = 4, rope = rope())",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
+    old, new, help, right = SURE[name]
+    text = FILE.replace(old, new, 1)
+    assert text != FILE
+    assert [diagnostic.help for diagnostic in errors(text)] == [help]
+    assert fixed(text) == FILE.replace(old, right, 1)
+    assert errors(fixed(text)) == []
+
+
+LOOP = "the language has no loops"
+NAMED = {
+    "an optimizer of JSON": (
+        "adamw(lr = 1e-4)",
+        '{"type": "AdamW", "params": {"lr": 1e-4}}',
+        "a value with settings is a call: write `optimizer = adamw(…)`",
+    ),
+    "a loop": ("layers {", "for i in range(2) {", LOOP),
+    "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", LOOP),
+    "a module list": ("8 * swiglu(128)", "nn.ModuleList(swiglu(128))", LOOP),
+    "a condition": ("layers {", "if ep > 1 {", "the language has no conditions"),
+    "an import": ('model "m"', 'import "clusters/dgx_h100"\nmodel "m"', "another .moe file is read by `use"),
+    "a flag": ("dtype = fp32", "dtype = fp32\n--num-experts 8", "here it is `experts = 8 * swiglu(WIDTH)`"),
+    "a flag of nothing": ("dtype = fp32", "dtype = fp32\n--foo 8", "write `name = value`"),
+    "a list of YAML": ("[switch_loss(0.01)]", "[switch_loss(0.01)]\n  - z_loss(1e-3)", "a list is written in brackets"),
+    "a fence": ('model "m"', '```moe\nmodel "m"', "leave the line out"),
+    "a name with dots": ("parallel { ep = 2 }", "parallel.ep = 4", "write `parallel { ep = 4 }`"),
+    "settings of ZeRO": ("ep = 2", "ep = 2; zero_optimization = {stage = 2}", "here it is called `zero`"),
+    "a list of blocks": ("  layers {", "  layers = [{", "write `layers { … }`"),
+    "an unfinished merge": (
+        "depth = 2;",
+        "\n<<<<<<< HEAD\ndepth = 2;\n=======\ndepth = 3;\n>>>>>>> x\n",
+        "keep one of",
+    ),
+    "an anchor of YAML": ("layers {", "layers: *default", "a block is written in braces"),
+    "three quotes": ('model "m"', '"""My model."""\nmodel "m"', "a comment begins with `#`"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_habit_without_an_equal_here_is_one_error(name: str) -> None:
+    old, new, help = NAMED[name]
+    text = FILE.replace(old, new, 1)
+    if name == "a list of blocks":
+        text = text.replace("  }\n}", "  }]\n}", 1)
+    assert text != FILE
+    found = errors(text)
+    if name == "an optimizer of JSON":  # its quotes are a habit of their own
+        assert found.pop().message.startswith("the name of a value is written without quotes")
+    assert [diagnostic.help.startswith(help) for diagnostic in found] == [True], [d.help for d in found]
+
+
+VALUES = {
+    "experts of one kind": ("num_experts = 8; moe_intermediate_size = 128", ["`experts = 8 * swiglu(128)`"] * 2),
+    "heads": (
+        "num_attention_heads = 8; num_key_value_heads = 2",
+        ["`attention = gqa(heads = 8, kv_heads = 2, rope = rope())`"] * 2,
+    ),
+    "heads alone": (
+        "num_key_value_heads = 2",
+        ["`attention = gqa(heads = HEADS, kv_heads = 2, rope = rope())`"],
+    ),
+    "choices": ("num_experts_per_tok = 2; norm_topk_prob = true", ["`gate = topk(2, normalize = true)`"] * 2),
+    "choices alone": ("num_experts_per_tok = 2", ["`gate = topk(2)`"]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_names_beside_each_other_give_one_form(name: str) -> None:
+    given, forms = VALUES[name]
+    found = errors(FILE.replace("depth = 2;", f"depth = 2; {given};", 1))
+    assert [form in diagnostic.help for form, diagnostic in zip(forms, found, strict=True)] == [True] * len(forms), [
+        diagnostic.help for diagnostic in found
+    ]
+
+
+WORDS = {
+    "a yes for a number": ("topk(2)", "topk(2, noise = true)", "expected a number, found `true`", "write a number"),
+    "none for a number": (
+        "dtype = fp32",
+        "dtype = fp32; context = null",
+        "expected a number, found `null`",
+        "for none, leave `context` out",
+    ),
+    "a name of a block": (
+        "swiglu(128)",
+        "swiglu(dim * 2)",
+        "no `let` of this name",
+        "a name of `model` is no constant: write `let dim = …` at the top of the file, and `dim = dim` in `model`",
+    ),
+    "a yes beside words": ("ep = 2", "ep = 2; zero = true", "`true` is not known here", "write a whole number"),
+    "a rest of -1": ("ep = 2", "ep = 2; dp = -1", "must be at least 1, and is -1", "leave `dp` out for its default"),
+    "a number of shared experts": (
+        "topk(2)",
+        "topk(2); shared = 2",
+        "expected `swiglu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`, …, found a number",
+        "write `shared = swiglu(WIDTH)`, with the width of its hidden layer; several are one of their total width",
+    ),
+    "a call as a switch": (
+        "topk(2)",
+        "topk(2); dropless = true",
+        "`dropless` is not known here",
+        "it belongs in `capacity = dropless()`",
+    ),
+    "an option of what is given": (
+        "optimizer = adamw(lr = 1e-4)",
+        "optimizer = adamw(lr = 1e-4); momentum = 0.9",
+        "`momentum` is not known here",
+        "it belongs in `optimizer = sgd(momentum = 0.9)` or `optimizer = muon(momentum = 0.9)`; `optimizer` is given "
+        "already: say it there",
+    ),
+    "a quoted word in a list": (
+        "switch_loss(0.01)",
+        '"switch_loss"',
+        "expected `switch_loss`, `gshard_loss`, `importance_loss`, `load_loss`, `sequence_loss`, `device_loss`, …, "
+        "found a text",
+        "without quotes: `switch_loss(…)`",
+    ),
+    "no balance": ("[switch_loss(0.01)]", "none", "", "for none, leave `balance` out"),
+    "all layers by their number": (
+        "layers {",
+        "layers 2 {",
+        "layers are numbered 0..1",
+        "for all layers write `layers",
+    ),
+    "no cluster": (
+        'cluster "laptop" { device = cpu; level "process" { size = 4 } }',
+        "",
+        "1 / 2 is not whole",
+        "without a `cluster` there is one rank: declare yours",
+    ),
+    "two levels of one name": (
+        "level ",
+        'level "process" { size = 2 } level ',
+        'there is a `level "process"` already',
+        "keep one of them, or give one another name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_value_that_does_not_fit_says_what_to_write(name: str) -> None:
+    old, new, message, help = WORDS[name]
+    text = FILE.replace(old, new, 1)
+    assert text != FILE
+    (found,) = errors(text)
+    assert message in found.message
+    assert found.help.startswith(help), found.help
+
+
+def test_constants_may_be_named_like_words_of_python() -> None:
+    text = FILE.replace('model "m"', 'let for = 8; let print = 2; let import = 64\nmodel "m"').replace("8 *", "for *")
+    assert errors(text) == []
