@@ -23,10 +23,14 @@ class Ran:
 
 
 def run_python(*arguments: str) -> Ran:
-    """Runs this interpreter with `arguments` to its end. Exits, showing the output, if it fails."""
+    """Runs this interpreter with `arguments` to its end. Exits, showing the output, if it fails.
+
+    It may write bytecode, as an installed moec has it: compiling the sources would be most of a short command's time.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     assert process.stdout is not None
     output = process.stdout.read()
