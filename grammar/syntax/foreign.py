@@ -10,14 +10,13 @@ from moec.grammar.syntax.foreign_blocks import block_calls, lists_of_blocks, val
 from moec.grammar.syntax.foreign_layers import layer_selectors
 from moec.grammar.syntax.foreign_lines import foreign_statements
 from moec.grammar.syntax.foreign_numbers import percents, powers, thousands, units
+from moec.grammar.syntax.foreign_quotes import paths, quoted
 from moec.grammar.syntax.foreign_structure import Structure
 from moec.grammar.syntax.foreign_values import arguments, betas, torch_names, types, variables
 from moec.grammar.syntax.notations import (
     Notations,
     equals,
-    paths,
     plain_characters,
-    quoted,
     whole_file,
     without_comments,
 )

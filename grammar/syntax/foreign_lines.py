@@ -16,10 +16,8 @@ from moec.grammar.syntax.tokens import Token
 Found = tuple[str, str]
 """What is wrong with a statement, and a help."""
 
-_LOOP = (
-    "the language has no loops: equal experts are a product, `8 * swiglu(WIDTH)`, and `layers 0..31 { … }` says what "
-    "is in several layers"
-)
+_LOOP = "the language has no loops: `layers 0..31 { … }` says what is in several layers"
+_LIST = "equal experts are a product: write `8 * swiglu(WIDTH)`"
 _CONDITION = (
     "the language has no conditions: `let` gives a constant, and `moec compile --let NAME=…` another value for it"
 )
@@ -84,7 +82,7 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
     if first.text in _PYTHON and second.kind != "EQUAL" and not (first.text == "from" and "import" not in _texts(part)):
         return f"`{first.text}` is no word of the language", _PYTHON[first.text]
     if {"for", "in"} <= _texts(part):
-        return "`for` is no word of the language", _LOOP
+        return "the language has no comprehensions", _LIST
     dotted = _dotted(text, part)
     if dotted is None:
         return None
@@ -95,7 +93,7 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
         closed = " }" * name.count(".")
         return "a name of a block stands in its braces", f"write `{part[0].text} {{ {inner} {value}{closed}`"
     if name in _MODULES:
-        return f"`{name}` is a name of PyTorch", _LOOP
+        return f"`{name}` is a name of PyTorch", _LIST
     return f"`{name}` is a name of Python", "names have no dots here; `moec explain` lists the words of the language"
 
 

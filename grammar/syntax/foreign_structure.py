@@ -5,7 +5,8 @@ from __future__ import annotations
 from moec.grammar.diagnostics.diagnostic import Edit
 from moec.grammar.source import Span
 from moec.grammar.syntax.foreign_blocks import CLOSERS
-from moec.grammar.syntax.notations import NAMES_IN_QUOTES, Notations
+from moec.grammar.syntax.foreign_quotes import NAMES_IN_QUOTES
+from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
 VALUE_ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))

@@ -20,9 +20,7 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 """Characters of text processors, and the `.moe` characters to write instead."""
 
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
-_QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
-NAMES_IN_QUOTES = "names in quotes"
 _MERGE = re.compile(r"(?:<{7}|={7}|>{7})(?![<=>])", re.MULTILINE)
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
 _KEEP = "keep one of the two, and take out the lines that begin with `<<<<<<<`, `=======` and `>>>>>>>`"
@@ -119,7 +117,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             help = "a comment begins with `#`, and ends with its line"
             edits = _as_comment(text, token.start, end, inner)
             notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, *edits)
-        elif token.kind == "STRING" and text.startswith('"""', token.start) and _begins(tokens, at):
+        elif token.kind == "STRING" and text.startswith('"""', token.start) and begins(tokens, at):
             closed = text.find('"""', token.start + 3)
             end = closed + 3 if closed >= 0 else len(text)
             inner = text[token.start + 3 : closed if closed >= 0 else len(text)]
@@ -134,7 +132,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
     return kept
 
 
-def _begins(tokens: list[Token], at: int) -> bool:
+def begins(tokens: list[Token], at: int) -> bool:
     """Whether a statement may begin at a token."""
     return at == 0 or tokens[at - 1].kind in ("SEPARATOR", "LBRACE", "RBRACE")
 
@@ -197,80 +195,6 @@ def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
             token = token._replace(kind=_KINDS[plain], text=plain)
         kept.append(token)
     return kept
-
-
-def quoted(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Replaces other quotes around a text in one line, and quotes around the name of a statement."""
-    text = notations.source.text
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token = tokens[at]
-        closing = _closing_quote(tokens, at)
-        if closing is not None:
-            end = tokens[closing]
-            inner = text[token.end : end.start]
-            message = f"U+{ord(token.text):04X} has no meaning in a .moe file"
-            edits = (token.start, token.end, '"'), (end.start, end.end, '"')
-            notations.add("MOE0102", token.start, token.end, message, 'write `"` around a text', *edits)
-            token, at = Token("STRING", f'"{inner}"', token.start, end.end), closing
-        kept.append(token)
-        at += 1
-    return _bare_names(notations, kept)
-
-
-def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `"key": value` and `"key" = value`."""
-    kept = list(tokens)
-    for at, (token, behind) in enumerate(pairwise(tokens)):
-        name = token.text[1:-1]
-        if at and tokens[at - 1].kind == "NAME" and _begins(tokens, at - 1):
-            continue  # the label of a block: `model "m": {`
-        if token.kind != "STRING" or not (behind.kind == "EQUAL" or behind.text == ":") or not name.isidentifier():
-            continue
-        edits = [(token.start, token.end, name)]
-        if behind.text == ":":
-            edits.append((behind.start, behind.end, " ="))
-            kept[at + 1] = behind._replace(kind="EQUAL", text="=")
-        message = "the name of a value is written without quotes"
-        help = "write `name = value`, each in a line"
-        notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit=NAMES_IN_QUOTES)
-        kept[at] = token._replace(kind="NAME", text=name)
-    return kept
-
-
-def paths(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `use clusters/dgx_h100` without its quotes."""
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        kept.append(tokens[at])
-        at += 1
-        if kept[-1].kind != "USE":
-            continue
-        end = at
-        while end < len(tokens) and tokens[end].kind in ("NAME", "SLASH", "NUMBER", "UNKNOWN"):
-            end += 1
-        if end > at:
-            start, stop = tokens[at].start, tokens[end - 1].end
-            text = f'"{notations.source.text[start:stop].removesuffix(".moe")}"'
-            notations.add("MOE0109", start, stop, "a path is written in quotes", f"write `{text}`", (start, stop, text))
-            kept.append(Token("STRING", text, start, stop))
-            at = end
-    return kept
-
-
-def _closing_quote(tokens: list[Token], at: int) -> int | None:
-    """The index of the token that closes the quote at `at`, in the same line."""
-    if tokens[at].kind != "UNKNOWN" or tokens[at].text not in _QUOTES:
-        return None
-    for index in range(at + 1, len(tokens)):
-        token = tokens[index]
-        if token.kind in ("STRING", "UNCLOSED") or token.text == "\n" or token.text == "\r\n":
-            return None
-        if token.kind == "UNKNOWN" and token.text in _QUOTES:
-            return index
-    return None
 
 
 def equals(notations: Notations, tokens: list[Token]) -> list[Token]:

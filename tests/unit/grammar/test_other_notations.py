@@ -87,16 +87,15 @@ def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
     assert errors(fixed(text)) == []
 
 
-LOOP = "the language has no loops"
 NAMED = {
     "an optimizer of JSON": (
         "adamw(lr = 1e-4)",
         '{"type": "AdamW", "params": {"lr": 1e-4}}',
         "a value with settings is a call: write `optimizer = adamw(…)`",
     ),
-    "a loop": ("layers {", "for i in range(2) {", LOOP),
-    "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", LOOP),
-    "a module list": ("8 * swiglu(128)", "nn.ModuleList(swiglu(128))", LOOP),
+    "a loop": ("layers {", "for i in range(2) {", "the language has no loops"),
+    "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", "equal experts are a product"),
+    "a module list": ("8 * swiglu(128)", "nn.ModuleList(swiglu(128))", "equal experts are a product"),
     "a condition": ("layers {", "if ep > 1 {", "the language has no conditions"),
     "an import": ('model "m"', 'import "clusters/dgx_h100"\nmodel "m"', "another .moe file is read by `use"),
     "a flag": ("dtype = fp32", "dtype = fp32\n--num-experts 8", "here it is `experts = 8 * swiglu(WIDTH)`"),
@@ -124,8 +123,6 @@ def test_a_habit_without_an_equal_here_is_one_error(name: str) -> None:
         text = text.replace("  }\n}", "  }]\n}", 1)
     assert text != FILE
     found = errors(text)
-    if name == "an optimizer of JSON":  # its quotes are a habit of their own
-        assert found.pop().message.startswith("the name of a value is written without quotes")
     assert [diagnostic.help.startswith(help) for diagnostic in found] == [True], [d.help for d in found]
 
 
