@@ -60,11 +60,6 @@ class Alias:
         inner = f"`{blocks[-1]}(…)`" if blocks[-1] in CALLS else f"the `{blocks[-1]}` block"
         return f"{inner} of `{blocks[-2]}`" if len(blocks) > 1 else inner
 
-    @property
-    def blank_form(self) -> str:
-        """The form with words for its sample numbers: `COUNT * swiglu({})`."""
-        return _with_blanks(self.form)
-
     def written(self, value: str = "") -> str:
         """The form with `value`, or with an example of one."""
         return self.form.replace("{}", value or self.example)
@@ -87,7 +82,7 @@ class Alias:
             text = f"here it is written as, for example, {written}{place}"
         else:
             text = f"here it is {written}{place}"
-        note = _with_blanks(self.note) if value else self.note
+        note = (_with_blanks(self.note) if value else self.note).replace("{}", value or self.example)
         return f"{text}; {note}" if note else text
 
 
@@ -152,7 +147,7 @@ def near(word: str) -> str | None:
     if best := _BEST.fullmatch(word):
         k = best[1]
         return (
-            f"`topk({k})` weighs {k} experts by their probabilities, and `topk({k}, normalize = true)` "
-            "divides these by their sum"
+            f"write `topk({k}, normalize = true)` if a token's {k} weights add to 1, as in Mixtral and GShard, "
+            f"else `topk({k})`"
         )
     return NEAR.get(word)

@@ -1,4 +1,4 @@
-"""One form for several names of other systems that stand beside each other: `num_experts` and `moe_intermediate_size`.
+"""One form for names of other systems beside each other: `num_experts = 8` and `moe_intermediate_size = 128`.
 
 Imported where there is an error.
 """
@@ -6,38 +6,47 @@ Imported where there is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
-from moec.grammar.aliases import Alias, alias
+from moec.grammar.aliases import Alias, aliases
 
-_MIXTURE = ("model", "layers", "moe")
-_ATTENTION = ("model", "layers", "attention")
-_HEADS = (*_ATTENTION, "mha", "heads")
-_K = (*_MIXTURE, "gate", "topk", "k")
-BLANKS = {
-    (*_MIXTURE, "experts", "swiglu", "hidden"): "WIDTH",
-    (*_MIXTURE, "experts", "count"): "COUNT",
-    _HEADS: "HEADS",
-    (*_ATTENTION, "gqa", "kv_heads"): "KV_HEADS",
-    _K: "K",
+_MOE, _ATTENTION = "model.layers.moe", "model.layers.attention"
+FORMS: dict[str, dict[str, str]] = {
+    "experts = {count} * swiglu({width})": {
+        f"{_MOE}.experts.count": "count",
+        f"{_MOE}.experts.swiglu.hidden": "width",
+    },
+    "attention = gqa(heads = {heads}, kv_heads = {kv_heads}, rope = rope())": {
+        f"{_ATTENTION}.mha.heads": "heads",
+        f"{_ATTENTION}.gqa.kv_heads": "kv_heads",
+    },
+    "gate = topk({k}, normalize = {normalize})": {
+        f"{_MOE}.gate.topk.k": "k",
+        f"{_MOE}.gate.topk.normalize": "normalize",
+    },
 }
-"""The word that stands for the value of a path in the forms of other paths."""
-WIDER = {_HEADS: (*_ATTENTION, "gqa", "kv_heads"), _K: (*_MIXTURE, "gate", "topk", "normalize")}
-"""Paths whose value stands in the form of another path too, which says more."""
+"""Each form with the paths of the words here whose values it has, and their places in it."""
 
 
 def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool) -> str:
-    """The help for `found` with its `value`, and with the values of the names `beside` it that the form has too."""
-    values = {other.path: text for word, text in beside.items() if text and (other := alias(word)) is not None}
-    values[found.path] = value
-    by_path = {other.path: other for word in beside if (other := alias(word)) is not None}
-    wider = by_path.get(WIDER.get(found.path, ()))
-    said = wider if value and wider is not None and values.get(wider.path) else found
-    own = values.get(said.path, "")
-    form, filled = said.blank_form, said is not found
-    for path, blank in BLANKS.items():
-        if path != said.path and values.get(path) and blank in form:
-            form, filled = form.replace(blank, values[path]), True
-    if not filled or value.lower() in found.but:
-        return found.said(value, here=here)
-    place = "" if here or not said.block else f", in {said.block}"
-    return f"here it is `{form.replace('{}', own)}`{place}"
+    """The help for `found` with its `value`: one form, where the names `beside` it have all other values of a form."""
+    if value and value.lower() not in found.but and "{}" in found.form:
+        for form, places in FORMS.items():
+            values = {place: _value_of(path, found, value, beside) for path, place in places.items()}
+            if ".".join(found.path) in places and all(values.values()):
+                where = "" if here or not found.block else f", in {found.block}"
+                return f"here it is `{form.format_map(values)}`{where}"
+    return found.said(value, here=here)
+
+
+def _value_of(path: str, found: Alias, value: str, beside: Mapping[str, str]) -> str:
+    """The value of the word here at `path`; empty if no name gives it."""
+    if ".".join(found.path) == path:
+        return value
+    return next((beside[word] for word in _words_of(path) if beside.get(word)), "")
+
+
+@cache
+def _words_of(path: str) -> tuple[str, ...]:
+    """The names of other systems for the word here at `path`, which have the same value."""
+    return tuple(word for word, other in aliases().items() if ".".join(other.path) == path and "{}" in other.form)

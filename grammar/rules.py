@@ -240,7 +240,7 @@ def selected(first: int, last: int, span: Span | None, depth: int, depth_span: S
     if first > last:
         yield diagnose("MOE0306", span, f"{first}..{last} is no layer: a range goes upwards")
     elif last >= depth:
-        help = f"a range has both ends, which belong to it: the last layer is {depth - 1}"
+        help = f"a range includes its last layer, and the last one is {depth - 1}"
         if first == last == depth:
             help = f"for all layers write `layers {{ … }}`; the last one is {depth - 1}"
         yield diagnose(
@@ -261,7 +261,7 @@ def one_slot(part: Part) -> Iterator[Diagnostic]:
             yield diagnose(
                 "MOE0309",
                 second_span,
-                f"this block gives `{first}` already",
+                f"`{second}` takes the place of `{first}`",
                 labels=_labels((first_span, f"`{first}` is given here")),
                 help=f"keep one (a dense path beside experts is `shared = …` in `moe`); to change some layers from "
                 f"`{first}` to `{second}`, add a `layers` block for them",

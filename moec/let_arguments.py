@@ -76,8 +76,8 @@ def _help(name: str, help: str) -> str:
     if block := next((block for block in BLOCKS if name in fields(block)), None):
         lets = "it declares none" if help == NO_LETS else help
         return (
-            f"arguments override the file's `let`s ({lets}), and `{name}` is a word of `{block.word} {{ … }}`: change "
-            f"it there, or write `let {name} = …` and `{name} = {name}`"
+            f"only the file's `let`s can be given here ({lets}): change `{name}` in `{block.word} {{ … }}`, or put "
+            f"`let {name} = …` at the top of the file and `{name} = {name}` in `{block.word}`"
         )
     if help == NO_LETS:
         return f"the file declares no `let`: write `let {name} = …` in it and use the name, or change the value there"

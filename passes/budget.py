@@ -69,7 +69,7 @@ def _advice(change: Change, memory: float) -> str:
 def gigabytes(size: float, of: float | None = None) -> str:
     """`61.3 GB`, `61.3 of 80 GB` or `535 TB of 80 GB`, in the units that each size needs."""
     units = ("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)
-    unit, scale = next(((u, s) for u, s in units if (of or size) >= s), ("kB", 1e3))
+    unit, scale = next(((u, s) for u, s in units if (of or size) >= 0.9995 * s), ("kB", 1e3))
     if of is None:
         return f"{size / scale:.3g} {unit}"
     if size >= 1000 * scale:

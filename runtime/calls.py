@@ -75,7 +75,7 @@ def complaint(
     if not missing:
         return None
     packed = next((each for each in given if isinstance(each, Mapping | tuple | list)), None)
-    unpack = [] if packed is None else [f"a {type(packed).__name__} is not unpacked: give what is in it, one by one"]
+    unpack = [] if packed is None else [f"a {type(packed).__name__} is not unpacked: give its tensors, one by one"]
     help = "; ".join([usage, *unpack, *(hints[each] for each in missing if each in hints)])
     return wrong_argument(f"`{name}` needs {' and '.join(f'`{each}`' for each in missing)}", help)
 

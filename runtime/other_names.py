@@ -22,8 +22,8 @@ LAUNCH: Mapping[str, str] = {
     "precision": DTYPE,
     "rank": LAUNCHER,
     "seed": "`job.build(seed=…)` takes it",
-    "world_size": "the plan has the number of ranks: `moec.compile(file, world_size=…)` compiles for another one, and "
-    "`torchrun --nproc-per-node` starts as many",
+    "world_size": "leave it out: the plan has its number of ranks, `plan.world_size`; `moec.compile(file, "
+    "world_size=…)` makes one for another number, and `torchrun --nproc-per-node` starts as many processes",
 } | {name: OF_FILE.format(f"parallel {{ {name} = … }}") for name in ("dp", "ep", "tp", "zero")}
 """Arguments of `moec.launch`."""
 
@@ -38,8 +38,14 @@ LOAD: Mapping[str, str] = {
 VERIFY: Mapping[str, str] = dict.fromkeys(("atol", "eps", "rtol", "threshold", "tol", "tolerance"), BOUND)
 """Arguments of `moec.verify`."""
 
-TOKENS = "tokens and labels come by position: `job.step(model, batch['input_ids'], batch['labels'])`"
-MICROBATCHES = "`microbatches=4` cuts this rank's part of the batch into 4; `optimizer.step()` comes once, after it"
+TOKENS = (
+    "tokens and labels come by position, and labels are the next tokens: `ids = batch['input_ids']`, then "
+    "`job.step(model, ids[:, :-1], ids[:, 1:])`; moec does not shift them as Hugging Face's models do"
+)
+MICROBATCHES = (
+    "give all of this rank's part of the batch at once: `microbatches=4` cuts it into 4; `optimizer.step()` comes "
+    "once, after it"
+)
 LOSS = "`loss=` is a function `loss(logits, labels)` that returns a sum over tokens, a scalar"
 CLIP = "`job.clip_grad_norm_(model, 1.0)` clips, between `job.step` and `optimizer.step()`"
 
@@ -50,8 +56,8 @@ STEP: Mapping[str, str] = {
     "gradient_accumulation_steps": MICROBATCHES,
     "grad_accum": MICROBATCHES,
     "input_ids": TOKENS,
-    "inputs_ids": TOKENS,
-    "labels": "labels are the tokens that come next, int64 as the tokens, -100 where ignored",
+    "labels": "labels are the next tokens, which moec does not shift: `job.step(model, ids[:, :-1], ids[:, 1:])`; -100 "
+    "is ignored",
     "loss_fn": LOSS,
     "loss_mask": "a label of -100 is ignored",
     "max_grad_norm": CLIP,
@@ -63,8 +69,9 @@ STEP: Mapping[str, str] = {
 """Arguments of `job.step`."""
 
 OPTIMIZER: Mapping[str, str] = {
-    "lr": "it is the file's: `train { optimizer = adamw(lr = …) }`; schedules set it in `optimizer.param_groups`",
-} | {name: OF_FILE.format(f"train {{ optimizer = adamw({name} = …) }}") for name in ("betas", "eps", "weight_decay")}
+    "lr": OF_FILE.format("train { optimizer = adamw(lr = …) }") + "; a schedule sets it in `optimizer.param_groups`",
+    "betas": OF_FILE.format("train { optimizer = adamw(beta1 = …, beta2 = …) }"),
+} | {name: OF_FILE.format(f"train {{ optimizer = adamw({name} = …) }}") for name in ("eps", "weight_decay")}
 """Arguments of `job.optimizer`."""
 
 BUILD: Mapping[str, str] = {

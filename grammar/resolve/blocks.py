@@ -87,6 +87,8 @@ class _Reader:
         self.scope = scope
         self.beside = dict(_named(statement) for statement in block.body if isinstance(statement, Assignment | Block))
         self.body = block.body
+        self.texts: dict[str, str] | None = None
+        """The plain values of the block's names, read at the first unknown name."""
         self.cls = cls
         self.known = fields(cls)
         self.given: dict[str, Given] = {}
@@ -165,8 +167,9 @@ class _Reader:
         assigned = isinstance(statement, Assignment)
         name = statement.name if isinstance(statement, Assignment) else statement.kind
         value = statement.value if isinstance(statement, Assignment) else None
-        texts = {each.name.text: plain(each.value) for each in self.body if isinstance(each, Assignment)}
-        meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant, texts)
+        if self.texts is None:
+            self.texts = {each.name.text: plain(each.value) for each in self.body if isinstance(each, Assignment)}
+        meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant, self.texts)
         if meant is None:
             return
         word, found_value = meant

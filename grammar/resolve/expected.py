@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moec.grammar.schema import CallKind, Kind, ListKind, NumberKind, ProductKind, ReferenceKind, TextKind, WordKind
+from moec.grammar.schema import (
+    CallKind,
+    Field,
+    Kind,
+    ListKind,
+    NumberKind,
+    ProductKind,
+    ReferenceKind,
+    TextKind,
+    WordKind,
+)
 from moec.grammar.units import EXAMPLES
 
 
@@ -14,6 +24,21 @@ def expected(kinds: Sequence[Kind]) -> str:
     lists = [kind for kind in kinds if isinstance(kind, ListKind)]
     items = [described(item) for kind in lists for item in kind.items]
     return " or ".join([*one, *(["a list of these"] if lists and set(items) <= set(one) else map(described, lists))])
+
+
+def supported(known: Field) -> list[Kind]:
+    """The kinds of a field without what cannot be compiled yet."""
+    mark = known.not_yet
+    if mark is None or not (mark.words or mark.lists):
+        return list(known.kinds)
+    found: list[Kind] = []
+    for kind in known.kinds:
+        if isinstance(kind, WordKind):
+            kept = {word: value for word, value in kind.values.items() if word not in mark.words}
+            found += [WordKind(kept)] if kept else []
+        elif not (isinstance(kind, ListKind) and mark.lists):
+            found.append(kind)
+    return found
 
 
 def words(kinds: Iterable[Kind]) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.aliases import near
-from moec.grammar.resolve.expected import expected, words
+from moec.grammar.resolve.expected import expected, supported, words
 from moec.grammar.resolve.no_number import NONE, diagnose_no_number
 from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.rewriting import rewritten, text_of
@@ -40,10 +40,15 @@ def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Express
     instead, help = rewriting or (None, (isinstance(value, String) and near(value.value)) or _help(known, value))
     found = _found(value)
     if isinstance(value, Operation) and not is_arithmetic(scope, value):
-        found, help = "a sum" if value.rest[0][0] == "+" else "a product", help or _one_wide(kinds, value)
-    elif isinstance(value, Operation) and isinstance(value.first, Call):
-        found = "a sum" if value.rest[0][0] == "+" else "a product"
-    return scope.error("MOE0206", written, f"expected {expected(kinds)}, found {found}", help=help, instead=instead)
+        found, help = f"`{text_of(value)}`", help or _one_wide(kinds, value)
+    elif isinstance(value, Operation) and any(isinstance(part, Call | ListValue) for part in operands(value)):
+        found = f"`{text_of(value)}`"
+    wanted = expected(supported(known))
+    return scope.error("MOE0206", written, f"expected {wanted}, found {found}", help=help, instead=instead)
+
+
+def operands(value: Operation) -> list[Expression]:
+    return [value.first, *(operand for _, operand in value.rest)]
 
 
 def _help(known: Field, value: Expression) -> str:
@@ -60,8 +65,8 @@ def _help(known: Field, value: Expression) -> str:
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
     if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):
-        width = f"write `{known.word} = {taking[0].word}(WIDTH)`, with the width of its hidden layer"
-        return f"{width}; several are one of their total width"
+        write = f"write `{known.word} = {taking[0].word}(WIDTH)`"
+        return f"{write}: {number} feed-forwards of one width are one of {number} times that width"
     if number and taking:
         return f"write `{taking[0].word}({number})`" + (", or another of these words" if len(classes) > 1 else "")
     if isinstance(value, String) and value.value.lower() in words(kinds):

@@ -24,14 +24,17 @@ def diagnose_no_number(scope: Scope, written: Written | Span, word: str, known: 
         if known is not None and word.lower() in NONE and not known.required and known.word:
             help = f"for none, leave `{known.word}` out"
         elif known is not None and kinds:
-            help = f"write {described(kinds[0])}"
+            said = f": {known.description}" if known.description else ""
+            help = f"write {described(kinds[0])}{said}"
         return scope.error("MOE0206", written, f"expected a number, found `{word}`", help=help)
     help, instead = advice(word, scope.lets), meant(word, scope.lets)
     if instead is None and (block := _block_of(word)):
         help = (
-            f"a name of `{block}` is no constant: write `let {word} = …` at the top of the file, and `{word} = {word}` "
-            f"in `{block}`"
+            f"`{word}` of `{block}` cannot be used in expressions: write `let {word} = …` at the top of the file, and "
+            f"`{word} = {word}` in `{block}`"
         )
+    elif instead is None and word in ("s", "sec", "second", "seconds"):
+        help = "a rate has its `/s` right after its size: `450GB/s`"
     elif not scope.lets:
         help = (
             f"write {described(kinds[0])}" if kinds else f"write a number, or `let {word} = …` at the top of the file"

@@ -62,8 +62,9 @@ def number(
     taken = int(value) if kind.whole else value if kind.exact else float(value)
     for bound in kind.bounds:
         if not bound.holds(taken):
+            # -1 stands for the rest in other systems.
             help = _choices(kind) or (
-                f"leave `{known.word}` out for its default" if value == -1 and _has_default(known) else ""
+                f"leave `{known.word}` out, and moec fills it in" if value == -1 and _has_default(known) else ""
             )
             return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}", help=help)
     if (kind.whole or kind.exact) and max(abs(value.numerator), value.denominator) > LARGEST_WHOLE:

@@ -91,7 +91,9 @@ class _Top:
 
         words = [*_singles(), LayerModule.word, ClusterText.word, Device.word]
         help = outside(self.scope, statement, words)
-        self.incomplete = self.incomplete or not self.singles  # a file without blocks needs to hear it once
+        if not self.incomplete and not self.singles:  # a file without blocks hears it once
+            help = f"{help}; all names stand in blocks, as in `moec init`'s file"
+        self.incomplete = self.incomplete or not self.singles
         self.scope.error("MOE0211", statement.name.span, "names are given in a block", help=help)
 
     def _block(self, block: Block) -> None:

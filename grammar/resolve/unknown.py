@@ -82,7 +82,8 @@ def _other_system(
     text = plain(value)
     scope.moved |= {found.head or found.name} if found.path else set()
     if not word or text.lower() in found.but:
-        scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=False))
+        here = found.path[-2:-1] == (cls.word,)
+        scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=here))
         return None
     renamed = word == found.name and (found.plain or cls.form == "call")
     if word in given and (renamed or word in known):
@@ -108,7 +109,7 @@ def _other_system(
             fix = [Edit(name.span.to(value.span), written)]
     mark = known[word].not_yet
     if mark and not mark.words:
-        help += "; moec cannot compile it yet: leave it out"
+        help = f"leave it out: `{word}` is not supported yet"
     scope.error("MOE0201", name.span, message, help=help, fix=fix)
     return word, found_value
 

@@ -6,12 +6,12 @@ Imported where there is an error.
 from __future__ import annotations
 
 from moec.grammar.aliases import near, synonym
-from moec.grammar.resolve.expected import expected, plain_words, words
+from moec.grammar.resolve.expected import expected, plain_words, supported, words
 from moec.grammar.resolve.no_number import NONE
 from moec.grammar.resolve.rewriting import value_or_fixable
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.resolve.values import resolve
-from moec.grammar.schema import Field, Kind, ListKind, NumberKind, WordKind
+from moec.grammar.schema import Field, NumberKind
 from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.tree import Call, Name
 
@@ -42,7 +42,7 @@ def diagnose_unknown_word(
     instead = slip if slip is not None and _can_stand(scope, known, value, slip) else None
     numbers = any(isinstance(kind, NumberKind) for kind in known.kinds)
     if numbers and instead is None and (isinstance(value, Call) or nearest(name.text, allowed) is None):
-        help = f"write {expected(_supported(known))}"  # `zero = stage(2)`: a number is allowed beside the words
+        help = f"write {expected(supported(known))}"  # `zero = stage(2)`: a number is allowed beside the words
     else:
         help = _nearest(known, name.text, allowed)
     return scope.error("MOE0201", written if written.lets else name.span, message, help=help, instead=instead)
@@ -54,17 +54,8 @@ def _without(known: Field, word: str, same: str) -> str:
         return f"for none, leave `{known.word}` out"
     mark = known.not_yet
     if mark and same in mark.words and same in words(known.kinds):
-        return f"here it is called `{same}`, which moec cannot compile yet: {mark.help or 'leave it out'}"
+        return f"{mark.help or 'leave it out'}: moec cannot compile `{same}` yet"
     return ""
-
-
-def _supported(known: Field) -> list[Kind]:
-    """The kinds of a field without those of which nothing can be compiled yet."""
-    mark = known.not_yet
-    if mark is None:
-        return list(known.kinds)
-    words = [kind for kind in known.kinds if isinstance(kind, WordKind) and not set(kind.values) - set(mark.words)]
-    return [kind for kind in known.kinds if kind not in words and not (mark.lists and isinstance(kind, ListKind))]
 
 
 def _nearest(known: Field, word: str, allowed: list[str]) -> str:

@@ -102,7 +102,10 @@ class _Brackets:
             fix = [Edit(Span(self.source, at, at), f"{' ' * outer}}}\n")]
             label = Label(span=Span(self.source, at, at), message="going by the indentation, it is missing here")
             message = "there is no `}` for it"
-            self.diagnostics.append(diagnose("MOE0104", self._span(opener), message, labels=[label], fix=fix))
+            help = "write it in a line of its own"
+            self.diagnostics.append(
+                diagnose("MOE0104", self._span(opener), message, labels=[label], help=help, fix=fix)
+            )
         stray = token.kind == "RBRACE" and self.stack and here > self._indent(self.stack[-1][1])
         if stray and self.stack[-1][1].kind == "LBRACE":
             self._stray(index, token)

@@ -12,6 +12,8 @@ BLOCKS = frozenset(("model", "layer", "layers", "moe", "train", "parallel", "clu
 """Words of blocks."""
 
 CLOSERS = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
+_VALUE_KEYS = frozenset(("stage", "enabled", "value"))
+"""Keys that hold the value of the name itself: `zero_optimization = {stage = 2}`."""
 _KIND_KEYS = frozenset(("type", "name", "kind", "class", "_type", "_target_"))
 """Keys that hold the word of the call."""
 
@@ -95,7 +97,7 @@ def lists_of_blocks(notations: Notations, tokens: list[Token]) -> list[Token]:
 def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Reads `heads = {4}` as 4, `[…]` for `{0, 1}`, and `gate = {type: topk, k: 2}` as `gate = topk(k = 2)`.
 
-    Settings without the word of their call are named and not replaced: which call is meant is not said.
+    Settings without the word of their call get an error and no fix: which call is meant is not known.
     """
     kept: list[Token] = []
     at = 0
@@ -161,36 +163,49 @@ Pair = tuple[str, list[Token]]
 
 
 def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token, closer: Token) -> list[Token] | None:
-    """The tokens of the call that `{key: value, …}` means; None where no call is said, or braces are in it."""
+    """Reports `{key: value, …}`, and gives the tokens of the call that it means; None where no call is said."""
     source = notations.source.text
-    word = next((value[0] for key, value in pairs if key in _KIND_KEYS and len(value) == 1), None)
-    settings = [(key, value) for key, value in pairs if value and (word is None or value[0] is not word)]
-    arguments = ", ".join(f"{key} = {source[value[0].start : value[-1].end]}" for key, value in settings)
-    call = Token("NAME", word.text.strip("\"'"), word.start, word.end) if word is not None else None
-    nested = any(token.kind == "LBRACE" for _, value in settings for token in value)
-    help, edits = f"a value with settings is a call: write `{name} = WORD({arguments})`", []
-    if nested:
-        help = f"a value with settings is a call: write `{name} = {call.text.lower() if call else 'WORD'}(…)`"
-    elif call is not None:
-        help = f"a value with settings is a call: write `{name} = {call.text}({arguments})`"
-        edits = [(opener.start, closer.end, f"{call.text}({arguments})")]
-    elif name == "balance":
-        terms = ", ".join(f"{key}({source[value[0].start : value[-1].end]})" for key, value in settings)
-        help, edits = (
-            f"terms are a list of calls: write `balance = [{terms}]`",
-            [(opener.start, closer.end, f"[{terms}]")],
-        )
-    elif len(settings) == 1 and (found := alias(name)) is not None:
-        help = found.said(source[settings[0][1][0].start : settings[0][1][-1].end])
+    kind = next((value[0] for key, value in pairs if key in _KIND_KEYS and len(value) == 1), None)
+    settings = [(key, value) for key, value in pairs if value and value[0] is not kind]
+    arguments = ", ".join(f"{key} = {_text(source, value)}" for key, value in _flat(settings))
+    word = kind.text.strip("\"'").lower() if kind is not None else "WORD"
+    place = opener.start, closer.end
+    help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
+    if kind is not None and _flat(settings) == settings:
+        edits = [(*place, f"{word}({arguments})")]
+    elif kind is None and name == "balance":
+        terms = ", ".join(f"{key}({_text(source, value)})" for key, value in settings)
+        help, edits = f"terms are a list of calls: write `balance = [{terms}]`", [(*place, f"[{terms}]")]
+    elif kind is None and [key for key, _ in settings if key in _VALUE_KEYS] and len(settings) == 1:
+        found = alias(name)
+        help = found.said(_text(source, settings[0][1])) if found else help
     notations.add("MOE0109", opener.start, opener.end, "settings in braces", help, *edits)
-    if call is None or nested:
+    if kind is None or not edits:
         return None
-    read = [call, _as(opener, "LPAR", "(")]
+    read = [kind._replace(kind="NAME", text=word), _as(opener, "LPAR", "(")]
     for index, (key, value) in enumerate(settings):
-        read += [Token("COMMA", ",", value[0].start, value[0].start)] * bool(index)
-        read += [Token("NAME", key, value[0].start, value[0].end), Token("EQUAL", "=", value[0].start, value[0].end)]
-        read += value
+        start, end = value[0].start, value[0].end
+        read += [Token("COMMA", ",", start, start)] * bool(index)
+        read += [Token("NAME", key, start, end), Token("EQUAL", "=", start, end), *value]
     return [*read, _as(closer, "RPAR", ")")]
+
+
+def _flat(settings: list[Pair]) -> list[Pair]:
+    """The settings, and in place of a group of them, `"params": {"lr": 3e-4}`, those that are in it."""
+    found: list[Pair] = []
+    for key, value in settings:
+        if value[0].kind != "LBRACE":
+            found.append((key, value))
+            continue
+        closing, commas = split(value, 0, (",", ";"))
+        bounds = [0, *commas, len(value) - 1 if closing is None else closing]
+        parts = [_without_newlines(value[first + 1 : last]) for first, last in pairwise(bounds)]
+        found += [pair for pair in map(_pair, filter(None, parts)) if pair[0] and pair[1]]
+    return found
+
+
+def _text(source: str, value: list[Token]) -> str:
+    return source[value[0].start : value[-1].end]
 
 
 def _without_newlines(tokens: list[Token]) -> list[Token]:

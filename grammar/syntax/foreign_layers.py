@@ -98,9 +98,9 @@ def _range(match: re.Match[str], depth: int | None, message: str, *, exclusive: 
         high -= 1
     if low is None or high is None or high < low:
         known = "" if low is None else f": `{low}..N`, with N = `depth` - 1"
-        return "", message, f"a range has both ends{known}, and its last layer belongs to it"
+        return "", message, f"a range has both ends{known}, and includes its last layer"
     text = f"{low}..{high}" + f" step {step}" * bool(step and step != "1")
-    return text, message, f"a range has both ends, which belong to it: write `{text}`"
+    return text, message, f"a range includes its last layer: write `{text}`"
 
 
 def _number(text: str, depth: int | None) -> int | None:

@@ -1,6 +1,6 @@
-"""Statements that are none here: of Python, of a shell's command line, of YAML and of Markdown.
+"""Statements of Python, of a shell's command line, of YAML and of Markdown: each is one error.
 
-Each is named, and left out of what is parsed: nothing in it says what a `.moe` file would have in its place.
+Each becomes one ERROR token: no text of a `.moe` file means the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from moec.grammar.syntax.tokens import Token
 Found = tuple[str, str]
 """What is wrong with a statement, and a help."""
 
-_LOOP = "the language has no loops: `layers 0..31 { … }` says what is in several layers"
+_LOOP = "write `layers { … }` for all layers, or `layers 0..3 { … }` for the first four"
 _LIST = "equal experts are a product: write `8 * swiglu(WIDTH)`"
-_CONDITION = (
-    "the language has no conditions: `let` gives a constant, and `moec compile --let NAME=…` another value for it"
-)
+_CONDITION = "write `let NAME = …`, whose value `moec compile --let NAME=…` replaces"
 _FUNCTION = "a file declares a model, a cluster and how to train: training itself is in a script"
 _IMPORT = 'another .moe file is read by `use "clusters/dgx_h100"`'
 _PYTHON = {
@@ -30,7 +28,7 @@ _PYTHON = {
     **dict.fromkeys(("import", "include", "from"), _IMPORT),
 }
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:[ \t=]+([^\s;{}-][^\s;{}]*))?")
-_MODULES = frozenset(("ModuleList", "nn.ModuleList", "torch.nn.ModuleList"))
+_MODULES = frozenset(("nn.ModuleList", "torch.nn.ModuleList"))
 _ENDS = frozenset(("SEPARATOR", "LBRACE", "RBRACE"))
 
 
@@ -51,7 +49,7 @@ def foreign_statements(notations: Notations, tokens: list[Token]) -> list[Token]
 
 
 def _statements(tokens: Sequence[Token]) -> Iterator[tuple[int, int]]:
-    """Where each statement begins and ends, and each token between two of them: together these are all tokens."""
+    """Ranges of indices that cover all tokens: each is a statement, or one separator or brace."""
     begin, depth = 0, 0
     for at, token in enumerate(tokens):
         depth += (token.kind in ("LPAR", "LSQB")) - (token.kind in ("RPAR", "RSQB"))
@@ -74,13 +72,13 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
         return _flag(text[first.start : part[-1].end])
     if first.kind == "MINUS" and second.kind in ("NAME", "STRING", "NUMBER"):
         return (
-            "`-` begins no element of a list",
+            "lists have no `-` here",
             "a list is written in brackets: `balance = [switch_loss(0.01), z_loss(1e-3)]`",
         )
     if text.startswith("```", first.start):
         return "this is a mark of Markdown", "leave the line out"
     if first.text in _PYTHON and second.kind != "EQUAL" and not (first.text == "from" and "import" not in _texts(part)):
-        return f"`{first.text}` is no word of the language", _PYTHON[first.text]
+        return f"the language has no `{first.text}`", _PYTHON[first.text]
     if {"for", "in"} <= _texts(part):
         return "the language has no comprehensions", _LIST
     dotted = _dotted(text, part)
@@ -91,10 +89,13 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
         inner = name.removeprefix(f"{part[0].text}.").replace(".", " { ")
         value = text[part[end].start : part[-1].end]
         closed = " }" * name.count(".")
-        return "a name of a block stands in its braces", f"write `{part[0].text} {{ {inner} {value}{closed}`"
+        return "settings of a block stand in its braces", f"write `{part[0].text} {{ {inner} {value}{closed}`"
     if name in _MODULES:
         return f"`{name}` is a name of PyTorch", _LIST
-    return f"`{name}` is a name of Python", "names have no dots here; `moec explain` lists the words of the language"
+    if name == "torch.float16":
+        return f"`{name}` is PyTorch's name", "write `bf16`: moec does not train in fp16 yet"
+    library = "PyTorch" if name.startswith(("torch.", "nn.")) else "Python"
+    return f"`{name}` is a name of {library}", "names have no dots here; `moec explain` lists the words of the language"
 
 
 def _texts(part: list[Token]) -> set[str]:
@@ -105,7 +106,7 @@ def _flag(line: str) -> Found:
     """A flag of a command line, with its value if it has one."""
     match = _FLAG.match(line)
     if match is None:
-        return "no statement begins so", "write `name = value`"
+        return "`--` begins no statement", "write `name = value`"
     word, value = match[1], match[2] or ""
     found = alias(word)
     help = found.said(value) if found else "write `name = value`, in the block to which it belongs"

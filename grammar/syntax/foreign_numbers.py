@@ -13,13 +13,13 @@ from moec.grammar.syntax.tokens import Token
 from moec.grammar.units import UNITS
 
 _TIMES = re.compile(r"[\d_]+[xX]")
-_GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?![\w,.])")
+_GROUPED = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?![\w,.])")
 _POWER = re.compile(r"(\d[\d_]{0,15})[ \t]*(\*\*|\^)[ \t]*([+-]?\d{1,3})(?![\w.])")
 _DIGITS = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
 _SECONDS = re.compile(r"/(?:seconds?|secs?|s)\b")
 
 LARGEST_POWER = 10**15
-"""A power that is written out has at most so many digits that a person reads them."""
+"""Larger powers are not written out: nobody reads so many digits."""
 
 
 def units(notations: Notations, tokens: list[Token]) -> list[Token]:
@@ -73,19 +73,20 @@ def units(notations: Notations, tokens: list[Token]) -> list[Token]:
 
 
 def thousands(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `vocab = 32,000` as 32_000. In brackets the comma stands between two values."""
+    """Reads `vocab = 32,000` as 32_000; elsewhere than behind a name the comma stands between two values."""
     text = notations.source.text
     kept: list[Token] = []
     depth = end = 0
     for token in tokens:
         depth = 0 if token.kind in ("LBRACE", "RBRACE") else depth + (token.text in "([") - (token.text in ")]")
-        number = _GROUPED.match(text, token.start) if token.kind == "NUMBER" and depth <= 0 else None
+        given = depth <= 0 and [each.kind for each in kept[-2:]] == ["NAME", "EQUAL"]
+        number = _GROUPED.match(text, token.start) if given else None
         if token.start < end:
             continue
         if number is not None:
             end, written = number.end(), number[0].replace(",", "_")
             message, edit = "a comma in a number", (token.start, end, written)
-            notations.add("MOE0109", token.start, end, message, f"write `{written}`", edit)
+            notations.add("MOE0109", token.start, end, message, f"write `{written}`", edit, habit="thousands")
             token = Token("NUMBER", written, token.start, end)
         kept.append(token)
     return kept
@@ -96,19 +97,21 @@ def percents(notations: Notations, tokens: list[Token]) -> list[Token]:
     kept: list[Token] = []
     for at, token in enumerate(tokens):
         number = kept[-1] if kept and kept[-1].kind == "NUMBER" and kept[-1].end == token.start else None
-        divides = tokens[at + 1 : at + 2] and tokens[at + 1].kind in ("NUMBER", "NAME", "LPAR")
+        divides = any(each.kind in ("NUMBER", "NAME", "LPAR") for each in tokens[at + 1 : at + 2])
         if token.text != "%" or divides or number is None or not _DIGITS.fullmatch(number.text):
             kept.append(token)
             continue
         written = f"{Decimal(number.text) / 100:f}"
         edit = (number.start, token.end, written)
-        notations.add("MOE0109", number.start, token.end, "there is no unit `%`", f"write `{written}`", edit)
+        notations.add(
+            "MOE0109", number.start, token.end, "the language has no `%`", f"write `{written}`", edit, habit="percent"
+        )
         kept[-1] = Token("NUMBER", written, number.start, token.end)
     return kept
 
 
 def powers(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `2**6` and `2^6` as 64, and `10^-4` as 1e-4."""
+    """Reads `2**6` and `2^6` as 64, `10^-4` as 1e-4, and `3*10^-4` as 3e-4."""
     text = notations.source.text
     kept: list[Token] = []
     end = 0
@@ -118,17 +121,27 @@ def powers(notations: Notations, tokens: list[Token]) -> list[Token]:
         power = _POWER.match(text, token.start) if token.kind == "NUMBER" else None
         written = _power(int(power[1].replace("_", "")), int(power[3])) if power else None
         if power is not None and written is not None:
-            end = power.end()
-            message, edit = f"`{power[2]}` is no operator here", (token.start, end, written)
-            notations.add("MOE0109", *power.span(2), message, f"write `{written}`", edit)
-            token = Token("NUMBER", written, token.start, end)
+            start, end = token.start, power.end()
+            factor = kept[-2] if [each.kind for each in kept[-2:]] == ["NUMBER", "STAR"] else None
+            if kept[-3:-2] and kept[-3].kind == "SLASH":  # `8 / 3 * 10^-4` divides first
+                factor = None
+            if factor is not None and written.startswith("1e") and _DIGITS.fullmatch(factor.text):
+                start, written = factor.start, f"{factor.text}{written[1:]}"
+                del kept[-2:]
+            message, edit = f"`{power[2]}` is no operator here", (start, end, written)
+            notations.add("MOE0109", start, end, message, f"write `{written}`", edit)
+            token = Token("NUMBER", written, start, end)
         kept.append(token)
     return kept
 
 
 def _power(base: int, exponent: int) -> str | None:
     """The number that a base and an exponent give; None if it is no number that a person reads."""
-    if exponent < 0:
-        return f"1e{exponent}" if base == 10 else None
-    power = base**exponent if base <= 1000 and exponent <= 50 else LARGEST_POWER + 1
-    return f"{power:_}" if 10_000 <= power <= LARGEST_POWER else f"{power}" if power < 10_000 else None
+    if base == 10 and exponent < 0:
+        return f"1e{exponent}"
+    if base > 1000 or not 0 <= exponent <= 50:
+        return None
+    power = base**exponent
+    if power > LARGEST_POWER:
+        return None
+    return f"{power:_}" if power >= 10_000 else f"{power}"

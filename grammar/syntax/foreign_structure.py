@@ -176,7 +176,7 @@ class Structure:
             )
         elif self._indent(behind) > self._indent(head):
             help = "write `{` after it" + ("" if self.more_closed else ", and `}` after its last line")
-            message = "a block without its brace" + ("; its `}` is there" if self.more_closed else "")
+            message = "the `{` of this block is missing" + ("" if self.more_closed else ", and its `}`")
             self.notations.add("MOE0109", head.start, head.end, message, help, (head.end, head.end, " {"))
             self.open.append((len(self.kept), "LBRACE"))
             self.kept.append(Token("LBRACE", "{", head.end, head.end))

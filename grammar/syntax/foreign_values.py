@@ -12,28 +12,33 @@ from moec.grammar.alias_table import WORDS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
+_DEFAULTS = "`adamw(…)`, whose defaults are beta2 = 0.95 and weight_decay = 0.1; PyTorch's are 0.999 and 0.01"
+_TAKE_A_NUMBER = frozenset(("topk", "top_k", "factor", "swiglu", "geglu", "gelu", "relu", "relu2", "silu"))
 _OPTIMIZER = re.compile(r"(?:torch\.)?optim\.(AdamW|SGD|Muon|Adafactor)\b")
 
 
 def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `torch.bfloat16` as `bf16`, and `torch.optim.AdamW` as `adamw`."""
+    """Reads `torch.bfloat16` as `bf16`, and `torch.optim.AdamW` as `adamw`, whose defaults are others: no fix."""
     text = notations.source.text
     kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, behind = tokens[at], tokens[at + 1 : at + 3]
-        size = 1
+    end = 0
+    for at, token in enumerate(tokens):
+        if token.start < end:
+            continue
+        behind = tokens[at + 1 : at + 3]
         if token.text in ("torch", "optim") and [each.kind for each in behind] == ["UNKNOWN", "NAME"]:
-            word, start, end = WORDS.get(text[token.start : behind[1].end]), token.start, behind[1].end
-            if optimizer := _OPTIMIZER.match(text, start):
-                word, end = optimizer[1].lower(), optimizer.end()
+            optimizer = _OPTIMIZER.match(text, token.start)
+            name = optimizer[0] if optimizer else text[token.start : behind[1].end]
+            word = optimizer[1].lower() if optimizer else WORDS.get(name)
             if word is not None and word != "fp16":  # which is not compiled yet: advising it would mislead
-                message = f"`{text[start:end]}` is PyTorch's name"
-                notations.add("MOE0109", start, end, message, f"write `{word}`", (start, end, word))
-                token = Token("NAME", word, start, end)
-                size = next(count for count in (3, 5) if tokens[at + count - 1].end == end)
+                end = token.start + len(name)
+                help = f"write `{word}`"
+                if optimizer:
+                    help = f"write {_DEFAULTS if word == 'adamw' else f'`{word}(…)`; its defaults may be others'}"
+                edits = [] if optimizer else [(token.start, end, word)]
+                notations.add("MOE0109", token.start, end, f"`{name}` is PyTorch's name", help, *edits)
+                token = Token("NAME", word, token.start, end)
         kept.append(token)
-        at += size
     return kept
 
 
@@ -91,7 +96,7 @@ def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
             at += 1
             continue
         name, last = (behind[1], behind[2]) if braced else (behind[0], behind[0])
-        message = "no variables of a shell are filled in here"
+        message = "`$NAME` is not replaced here"
         help = (
             f"write `let {name.text} = …` at the top of the file, and `{name.text}` here; "
             f"`moec compile --let {name.text}=…` gives it another value"
@@ -109,7 +114,8 @@ def arguments(notations: Notations, tokens: list[Token]) -> list[Token]:
     for at, token in enumerate(tokens):
         before, behind = [each.kind for each in kept[-2:]], tokens[at + 1 : at + 2]
         ends = not behind or behind[0].kind in ("SEPARATOR", "RBRACE")
-        if token.kind != "NUMBER" or before != ["EQUAL", "NAME"] or not ends or _splits(notations, kept[-1], token):
+        called = before == ["EQUAL", "NAME"] and kept[-1].text in _TAKE_A_NUMBER
+        if token.kind != "NUMBER" or not called or not ends or _splits(notations, kept[-1], token):
             kept.append(token)
             continue
         name = kept[-1]

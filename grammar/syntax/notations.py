@@ -21,7 +21,7 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
-_MERGE = re.compile(r"(?:<{7}|={7}|>{7})(?![<=>])", re.MULTILINE)
+_MERGE = re.compile(r"(?:<{7}|={7}|>{7})(?![<=>])")
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
 _KEEP = "keep one of the two, and take out the lines that begin with `<<<<<<<`, `=======` and `>>>>>>>`"
 _YAML = 'a block is written in braces, and its names with `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
@@ -79,7 +79,7 @@ def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
     for at in range(len(tokens) - 2):
         name, colon, end = tokens[at : at + 3]
         begins = at == 0 or tokens[at - 1].kind == "SEPARATOR"
-        if begins and (name.kind, colon.text) == ("NAME", ":") and end.text in ("\n", "*", "&"):
+        if begins and (name.kind, colon.text) == ("NAME", ":") and end.text in ("\n", "\r\n", "*", "&"):
             behind = next((token for token in tokens[at + 3 :] if token.kind != "SEPARATOR"), None)
             if behind is None or behind.kind != "LBRACE":
                 span = Span(source, name.start, colon.end)
@@ -214,7 +214,13 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             token = token._replace(kind="EQUAL", text="=")
         elif token.kind == "EQUAL" and kept and kept[-1].kind == "EQUAL" and kept[-1].end == token.start:
             notations.add(
-                "MOE0109", kept[-1].start, token.end, "`==` compares in other languages", "write `=`", (*place, "")
+                "MOE0109",
+                kept[-1].start,
+                token.end,
+                "`==` compares in other languages",
+                "write `=`",
+                (*place, ""),
+                habit="==",
             )
             continue
         elif token.text == ">" and kept and kept[-1].kind == "EQUAL" and kept[-1].end == token.start:

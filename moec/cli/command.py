@@ -42,11 +42,11 @@ class Command(click.Command):
         self.examples, self.fails, self.documents = examples or {}, fails, documents
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses arguments and options. Raises `MoreArguments`."""
+        """Parses arguments and options. Raises `TooManyArguments`."""
         ctx.allow_extra_args = True
         more = super().parse_args(ctx, args)
         if more and not ctx.resilient_parsing:
-            raise MoreArguments(more, ctx)
+            raise TooManyArguments(more, ctx)
         return more
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -74,7 +74,7 @@ class UnknownCommand(click.UsageError):
         self.word, self.rest = word, rest
 
 
-class MoreArguments(click.UsageError):
+class TooManyArguments(click.UsageError):
     """A command has fewer arguments than it was given: `words` are too many."""
 
     def __init__(self, words: list[str], ctx: click.Context) -> None:

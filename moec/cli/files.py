@@ -27,7 +27,7 @@ from moec.cli.completing import FileOrPlan, LibraryModel, Subject
 @click.option("--fix", is_flag=True, help="First apply unambiguous fixes to the files.")
 @click.option("--stdin-name", metavar="FILE", help="With `-`: the file whose text it is, for messages and `use`.")
 def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool, stdin_name: str | None) -> None:
-    """Report every error in files. Needs no torch. Whether a step fits the memory, `moec compile` says."""
+    """Report every error in files. Needs no torch. `moec compile` checks that a step fits the memory."""
     from moec.commands.check import STDIN, run
 
     stdin = any(str(file) == "-" for file in files)

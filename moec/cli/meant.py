@@ -26,7 +26,7 @@ OTHER_NAMES = {
 """Names that commands have elsewhere."""
 
 
-def command_without_name(word: str, rest: Sequence[str]) -> str:
+def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
     """A help for `word` in a command's place: a command of another name, or a file without one. Empty for others."""
     if word in STARTS:
         return _launch(rest)
@@ -56,7 +56,7 @@ def _launch(words: Sequence[str]) -> str:
     return f"your script trains, and `{launch_of(script, plan)}` starts it on this machine"
 
 
-def command_with_more(context: click.Context, more: Sequence[str], otherwise: str) -> tuple[str, str]:
+def help_for_too_many(context: click.Context, more: Sequence[str], otherwise: str) -> tuple[str, str]:
     """The message and help for a command with `more` arguments than it takes."""
     name, arguments = context.command_path, [p for p in context.command.params if isinstance(p, Argument)]
     takes = " and ".join(argument.make_metavar(context) for argument in arguments) or "no argument"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from moec.cli.command import MoreArguments, UnknownCommand
-from moec.cli.meant import command_with_more, command_without_name
+from moec.cli.command import TooManyArguments, UnknownCommand
+from moec.cli.meant import help_for_missing_command, help_for_too_many
 from moec.grammar.diagnostics import Diagnostic, diagnose
 from moec.grammar.suggest import nearest
 
@@ -29,8 +29,8 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
         help = _of_file(error.option_name) or _meant(error.option_name, known, help)
     elif isinstance(error, UnknownCommand):
         message, help = f"`{name}` has no command `{error.word}`", _meant_command(name, error)
-    elif isinstance(error, MoreArguments) and context:
-        message, help = command_with_more(context, error.words, help)
+    elif isinstance(error, TooManyArguments) and context:
+        message, help = help_for_too_many(context, error.words, help)
     elif isinstance(error, click.MissingParameter) and error.param is not None and context:
         what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[-1]
         message = f"`{name}` needs {what}"
@@ -53,7 +53,7 @@ def _meant_command(group: str, error: UnknownCommand) -> str:
     assert error.ctx is not None
     assert isinstance(error.ctx.command, click.Group)
     known = error.ctx.command.list_commands(error.ctx)
-    if instead := command_without_name(error.word, error.rest):
+    if error.ctx.parent is None and (instead := help_for_missing_command(error.word, error.rest)):
         return instead
     meant = nearest(error.word, known)
     return f"did you mean `{group} {meant}`?" if meant else f"the commands are {', '.join(known)}"

@@ -9,9 +9,7 @@ from moec.grammar.folder_kinds import kind_of, listed
 from moec.grammar.source import Source, Span
 
 LARGEST_CONFIG = 1 << 22
-DEEPSPEED = frozenset(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
-)
+DEEPSPEED = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"))
 """Keys by which a config of DeepSpeed is known."""
 
 

@@ -67,9 +67,10 @@ def _mesh_problems(spec: Spec, mixtures: Mixtures, changes: Changes) -> Iterator
 def _not_whole(spec: Spec, span: Span | None, degree: int, help: str) -> Diagnostic:
     message = f"{spec.cluster.ranks} / {degree} is not whole"
     if not states_cluster(spec):
+        size = -(-8 // degree) * degree  # the smallest multiple from 8 on
         help = (
             "without a `cluster` there is one rank: declare yours, "
-            f'`cluster "mine" {{ device = h100; level "node" {{ size = {max(degree, 8)} }} }}`, or leave the degree out'
+            f'`cluster "mine" {{ device = h100; level "node" {{ size = {size} }} }}`, or leave the degree out'
         )
     return diagnose("MOE0312", span, message, labels=_cluster_label(spec), help=help)
 

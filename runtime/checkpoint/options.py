@@ -16,8 +16,8 @@ OPTIMIZER = "optimizer"
 def require_path(call: str, name: str, path: object, then: str = "") -> None:
     """Raises `CallError` unless `path`, the first argument of `call`, is a path. `then`: the arguments after it."""
     if not isinstance(path, str | os.PathLike):
-        message = f"{name} must be a path, not an object of class {type(path).__name__}"
-        raise wrong_argument(message, f"the path comes first: `{call}('checkpoints'{then})`")
+        message = f"`{name}` must be a path, not an object of class {type(path).__name__}"
+        raise wrong_argument(message, f"{'the path comes first: ' if then else ''}`{call}('checkpoints'{then})`")
 
 
 def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:
@@ -30,7 +30,7 @@ def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()
         if option := next((each for each in allowed if is_slip(name, each) or is_slip(each, name)), None):
-            help = f"did you mean `{option}`? It would be an extra by this name; if it is one, give it another name"
+            help = f"did you mean `{option}`? Other keywords are saved as extras: give one a name less alike"
             raise wrong_argument(f"`{call}` has no argument `{name}`", help)
 
 

@@ -149,8 +149,7 @@ def _as_tensor(name: str, ids: object) -> str:
     if type(ids).__module__.partition(".")[0] == "numpy":
         return f": `torch.from_numpy({name}).long()`"
     if isinstance(ids, Mapping):
-        key = "input_ids" if name == "tokens" else "labels"
-        return f": tokens and labels are two arguments, such as `{name}[{key!r}]`"
+        return f": give the tensor that is in it, not the {type(ids).__name__}"
     return f": `torch.tensor({name})`" if isinstance(ids, list | tuple) else ""
 
 

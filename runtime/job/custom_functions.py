@@ -16,7 +16,9 @@ OVER_ARGUMENTS = (RuntimeError, TypeError, ValueError, IndexError)
 Their subclasses, such as `torch.OutOfMemoryError`, say something else.
 """
 
-SUM_OF_LOGITS = "`F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum')` is such a sum"
+SUM_OF_LOGITS = (
+    "`lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='sum')` is one"
+)
 
 
 def result_of(
@@ -46,7 +48,7 @@ def complaint_of(
     )
 
 
-def require(
+def require_with_cause(
     checks: Checks, site: str, complaint: Complaint | None, cause: Exception | None, counts: Sequence[int] = ()
 ) -> list[int]:
     """`checks.require`, whose error has what the script's function raised as its cause."""

@@ -115,7 +115,7 @@ def not_begun(name: str) -> JobError:
     """The error for a job that is used before its `with`."""
     return JobError(
         "MOE0752",
-        f"the job of {name} has not begun",
+        f"the job of plan `{name}` has not begun",
         "use it inside of `with moec.launch(plan) as job:`",
     )
 

@@ -229,7 +229,13 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         inputs of other shapes.
         """
         given = {} if inputs is None else inputs
-        _require_class("inputs", given, Mapping, "a dict of tensors", "`inputs={'weights': weights}`")
+        _require_class(
+            "inputs",
+            given,
+            Mapping,
+            "a dict of tensors",
+            "`inputs={'weights': weights}`, if the loss has an argument `weights`",
+        )
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=given,
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,

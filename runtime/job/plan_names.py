@@ -27,9 +27,9 @@ def require_model(model: object, plan: Plan) -> None:
         help = "give it the model that `job.build` made, not its parameters: moec knows which ranks have each of them"
     elif isinstance(model, nn.Module) and any(isinstance(inner, PlanModule) for inner in model.modules()):
         help = "give it the model that is inside; wrap its layers instead; `model.compile()` compiles it in place"
-    raise JobError(
-        "MOE0714", f"this job of {plan.name} got an object of class {type(model).__name__} instead of a model", help
-    )
+    got = type(model).__name__
+    message = f"the job of plan `{plan.name}` needs the model of `job.build()`, not an object of class {got}"
+    raise JobError("MOE0714", message, help)
 
 
 def require_own(model: object, plan: Plan, number: str) -> None:

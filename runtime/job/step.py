@@ -19,7 +19,7 @@ from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
-from moec.runtime.job.custom_functions import complaint_of, require, result_of
+from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
@@ -252,7 +252,7 @@ def _custom_loss(
         complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
     del given  # whole logits: not held while ranks agree
     depends = isinstance(summed, Tensor) and summed.requires_grad
-    (graded,) = require(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
+    (graded,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
     if step.count is None and depends:
         warn_of_mean(model, name, summed, labels)
     if not summed.requires_grad and output.logits.requires_grad:
@@ -285,7 +285,7 @@ def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Ten
     counted, error = result_of(step.count, given, inputs)
     if error is not None:
         complaint = complaint_of(error, "count", "a number, of this rank's tokens", given, inputs)
-        require(job.checks, "a custom count", complaint, error)
+        require_with_cause(job.checks, "a custom count", complaint, error)
     try:
         number = float(counted)
     except (TypeError, ValueError, RuntimeError):

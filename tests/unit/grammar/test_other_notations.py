@@ -51,7 +51,7 @@ SURE = {
     "a step with by": (
         "layers {",
         "layers 0..1 by 1 {",
-        "a range has both ends, which belong to it: write `0..1`",
+        "a range includes its last layer: write `0..1`",
         "layers 0..1 {",
     ),
     "terms in braces": (
@@ -60,7 +60,7 @@ SURE = {
         "terms are a list of calls: write `balance = [switch_loss(0.01)]`",
         "[switch_loss(0.01)]",
     ),
-    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw`", "adamw("),
+    "a product with a power of ten": ("lr = 1e-4", "lr = 3*10^-4", "write `3e-4`", "lr = 3e-4"),
     "an argument without brackets": ("topk(2)", "topk 2", "write `topk(2)`", "topk(2)"),
     "a list in a product": (
         "8 * swiglu(128)",
@@ -88,15 +88,17 @@ def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
 
 
 NAMED = {
+    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw(…)`, whose defaults are beta2 = 0.95"),
+    "a dtype of PyTorch": ("dtype = fp32", "dtype = torch.float16", "write `bf16`: moec does not train in fp16 yet"),
     "an optimizer of JSON": (
         "adamw(lr = 1e-4)",
         '{"type": "AdamW", "params": {"lr": 1e-4}}',
-        "a value with settings is a call: write `optimizer = adamw(…)`",
+        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`",
     ),
-    "a loop": ("layers {", "for i in range(2) {", "the language has no loops"),
+    "a loop": ("layers {", "for i in range(2) {", "write `layers { … }` for all layers"),
     "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", "equal experts are a product"),
     "a module list": ("8 * swiglu(128)", "nn.ModuleList(swiglu(128))", "equal experts are a product"),
-    "a condition": ("layers {", "if ep > 1 {", "the language has no conditions"),
+    "a condition": ("layers {", "if ep > 1 {", "write `let NAME = …`"),
     "an import": ('model "m"', 'import "clusters/dgx_h100"\nmodel "m"', "another .moe file is read by `use"),
     "a flag": ("dtype = fp32", "dtype = fp32\n--num-experts 8", "here it is `experts = 8 * swiglu(WIDTH)`"),
     "a flag of nothing": ("dtype = fp32", "dtype = fp32\n--foo 8", "write `name = value`"),
@@ -136,6 +138,21 @@ VALUES = {
         "num_key_value_heads = 2",
         ["`attention = gqa(heads = HEADS, kv_heads = 2, rope = rope())`"],
     ),
+    "heads and a window": (
+        "num_attention_heads = 32; num_key_value_heads = 8; sliding_window = 4096",
+        [
+            *["`attention = gqa(heads = 32, kv_heads = 8, rope = rope())`"] * 2,
+            "`attention = gqa(heads = HEADS, kv_heads = KV_HEADS, window = 4096)`",
+        ],
+    ),
+    "a width of experts is none of others": (
+        "n_shared_experts = 2; moe_intermediate_size = 1408",
+        ["`shared = swiglu(WIDTH)`", "`experts = COUNT * swiglu(1408)`"],
+    ),
+    "experts of one device": (
+        "num_expert = 2; d_hidden = 128",
+        ["the number is that of all experts of a layer, not of one device's", "`experts = COUNT * swiglu(128)`"],
+    ),
     "choices": ("num_experts_per_tok = 2; norm_topk_prob = true", ["`gate = topk(2, normalize = true)`"] * 2),
     "choices alone": ("num_experts_per_tok = 2", ["`gate = topk(2)`"]),
 }
@@ -151,7 +168,12 @@ def test_names_beside_each_other_give_one_form(name: str) -> None:
 
 
 WORDS = {
-    "a yes for a number": ("topk(2)", "topk(2, noise = true)", "expected a number, found `true`", "write a number"),
+    "a yes for a number": (
+        "topk(2)",
+        "topk(2, noise = true)",
+        "expected a number, found `true`",
+        "write a number: standard deviation",
+    ),
     "none for a number": (
         "dtype = fp32",
         "dtype = fp32; context = null",
@@ -162,15 +184,20 @@ WORDS = {
         "swiglu(128)",
         "swiglu(dim * 2)",
         "no `let` of this name",
-        "a name of `model` is no constant: write `let dim = …` at the top of the file, and `dim = dim` in `model`",
+        "`dim` of `model` cannot be used in expressions: write `let dim = …` at the top of the file",
     ),
     "a yes beside words": ("ep = 2", "ep = 2; zero = true", "`true` is not known here", "write a whole number"),
-    "a rest of -1": ("ep = 2", "ep = 2; dp = -1", "must be at least 1, and is -1", "leave `dp` out for its default"),
+    "a rest of -1": (
+        "ep = 2",
+        "ep = 2; dp = -1",
+        "must be at least 1, and is -1",
+        "leave `dp` out, and moec fills it in",
+    ),
     "a number of shared experts": (
         "topk(2)",
         "topk(2); shared = 2",
         "expected `swiglu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`, …, found a number",
-        "write `shared = swiglu(WIDTH)`, with the width of its hidden layer; several are one of their total width",
+        "write `shared = swiglu(WIDTH)`: 2 feed-forwards of one width are one of 2 times that width",
     ),
     "a call as a switch": (
         "topk(2)",
@@ -227,3 +254,29 @@ def test_a_value_that_does_not_fit_says_what_to_write(name: str) -> None:
 def test_constants_may_be_named_like_words_of_python() -> None:
     text = FILE.replace('model "m"', 'let for = 8; let print = 2; let import = 64\nmodel "m"').replace("8 *", "for *")
     assert errors(text) == []
+    assert [found.help for found in errors(text.replace('"m" {', '"m": {'))] == ["leave the `:` out"]
+
+
+NOT_READ = {
+    "layers": ("layers {", "layers 0,100 {", "layers [0, 100] {"),
+    "a quotient before a power": ("lr = 1e-4", "lr = 8/3*10^-4", "lr = 8/3*1e-4"),
+    "two settings": ("topk(2)", "{type: topk, normalize: true, k: 2}", "topk(normalize = true, k = 2)"),
+    "a constant before a number": ("vocab = 256", "vocab = n 256", "vocab = n 256"),
+    "a decimal comma": ("size = 4", "size = 0,004", "size = 0,004"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_looks_like_a_habit_keeps_its_meaning(name: str) -> None:
+    old, new, right = NOT_READ[name]
+    assert fixed(FILE.replace(old, new, 1)) == FILE.replace(old, right, 1)
+
+
+def test_each_habit_of_a_file_is_counted_apart() -> None:
+    text = FILE.replace("depth = 2", "depth == 2").replace("vocab = 256", "vocab: 256")
+    assert [found.message for found in errors(text)] == [
+        "`:` has no meaning in a .moe file",
+        "`==` compares in other languages",
+    ]
+    (found,) = errors(FILE.replace("switch_loss(0.01)", "switch_loss(1%), z_loss(2%)"))
+    assert found.message == "the language has no `%` (2 times in this file, here first)"

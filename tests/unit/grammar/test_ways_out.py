@@ -126,7 +126,7 @@ def test_one_id_for_padding_and_separators_is_warned_of(tmp_path: Path) -> None:
 def test_several_shared_experts_are_one_of_their_total_width(tmp_path: Path, shared: str, help: str) -> None:
     (refusal,) = found(tmp_path, moe=f"; shared = {shared}")
     assert (refusal.code, refusal.help) == ("MOE0206", help)
-    assert refusal.message.endswith("found a product")
+    assert refusal.message.endswith(f"found `{shared}`")
     assert found(tmp_path, moe="; shared = swiglu(2 * 4)") == ()
 
 

@@ -103,7 +103,7 @@ def test_parameters_that_the_plan_does_not_have_are_refused(call: str) -> None:
 def test_what_is_no_model_of_a_job_is_refused(call: str, kind: str) -> None:
     with moec.launch(moe_plan(**PLAN), device="cpu") as job:
         other = OTHERS[kind](job)
-        with pytest.raises(JobError, match=f"MOE0714.*got an object of class {kind} instead of a model") as error:
+        with pytest.raises(JobError, match=f"MOE0714.*not an object of class {kind}") as error:
             CALLS[call](job, other)
         assert "`model.compile()` compiles it in place" in error.value.diagnostics[0].help
 
