@@ -12,6 +12,7 @@ from moec.grammar.syntax.tokens import Token
 VALUE_ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))
 """Tokens that a value can end with."""
 _BEFORE_VALUE = frozenset(("EQUAL", "STAR", "COMMA", "LPAR", "LSQB", "PLUS", "MINUS", "SLASH"))
+_BOUNDS = frozenset(("EQUAL", "SEPARATOR", "LBRACE", "RBRACE"))
 _TEXTS = {"LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "LBRACE": "{", "RBRACE": "}"}
 
 
@@ -132,27 +133,25 @@ class Structure:
 
     def _separated(self, token: Token, behind: Token | None) -> None:
         """Adds what is missing in a line: the `;` between two statements, or the comma between two arguments."""
-        if self._in_block() and token.kind == "NAME" and behind is not None and behind.kind == "EQUAL":
-            self._statement_begins(token)
-        if self._in_block() or token.kind not in ("NAME", "NUMBER", "STRING") or self._kind(1) not in VALUE_ENDS:
+        if self._kind(1) not in VALUE_ENDS or self._line(self.kept[-1]) != self._line(token):
+            return
+        if self._in_block():
+            if token.kind == "NAME" and behind is not None and behind.kind == "EQUAL":
+                self._add_semicolon(token)
+            return
+        if token.kind not in ("NAME", "NUMBER", "STRING"):
             return
         before = self.kept[-1]
-        if self._line(before) != self._line(token):
-            return
         message = f"a comma is missing before `{token.text}`"
         edit = (before.end, before.end, ",")
         self.notations.add("MOE0101", token.start, token.end, message, "arguments have commas between them", edit)
         self.kept.append(Token("COMMA", ",", before.end, before.end))
 
-    def _statement_begins(self, token: Token) -> None:
-        before = self._kind(1)
-        if before not in VALUE_ENDS or before == "RBRACE" or self._line(self.kept[-1]) != self._line(token):
+    def _add_semicolon(self, token: Token) -> None:
+        """Ends the statement in front of `token`, unless it has no `=`: then it may be a misspelt `let`."""
+        bounds = (earlier.kind for earlier in reversed(self.kept) if earlier.kind in _BOUNDS)
+        if next(bounds, "") != "EQUAL":
             return
-        for earlier in reversed(self.kept):
-            if earlier.kind in ("SEPARATOR", "LBRACE", "RBRACE"):
-                return  # the statement in front has no `=`: it may be a misspelt `let`
-            if earlier.kind == "EQUAL":
-                break
         end = self.kept[-1].end
         message = f"`;` is missing before `{token.text}`"
         help = "a statement ends with its line, or with `;`"

@@ -92,7 +92,7 @@ def _begins_line(source: Source, token: Token) -> bool:
 
 
 def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Takes `// …` and `/* … */` out."""
+    """Takes `// …`, `/* … */` and text in three quotes out."""
     text = notations.source.text
     starts = [token.start for token in tokens]
     constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
@@ -111,25 +111,26 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
                 help = "a comment begins with `#`"
                 notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
         elif pair == "/*":
-            closed = text.find("*/", token.start + 2)
-            end = closed + 2 if closed >= 0 else len(text)
-            inner = text[token.start + 2 : closed if closed >= 0 else len(text)]
-            help = "a comment begins with `#`, and ends with its line"
-            edits = _as_comment(text, token.start, end, inner)
-            notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, *edits)
+            end = _block_comment(notations, token.start, "/*", "*/", "`/*` begins no comment here")
         elif token.kind == "STRING" and text.startswith('"""', token.start) and begins(tokens, at):
-            closed = text.find('"""', token.start + 3)
-            end = closed + 3 if closed >= 0 else len(text)
-            inner = text[token.start + 3 : closed if closed >= 0 else len(text)]
-            edits = _as_comment(text, token.start, end, inner)
-            help = "a comment begins with `#`, and ends with its line"
-            notations.add("MOE0109", token.start, token.start + 3, "three quotes begin no text here", help, *edits)
+            end = _block_comment(notations, token.start, '"""', '"""', "three quotes begin no text here")
         else:
             kept.append(token)
             at += 1
             continue
         at = bisect_left(starts, end)
     return kept
+
+
+def _block_comment(notations: Notations, start: int, opener: str, closer: str, message: str) -> int:
+    """Reports a comment over several lines; where it ends."""
+    text = notations.source.text
+    begin = start + len(opener)
+    closed = text.find(closer, begin)
+    inner, end = (text[begin:closed], closed + len(closer)) if closed >= 0 else (text[begin:], len(text))
+    help = "a comment begins with `#`, and ends with its line"
+    notations.add("MOE0109", start, begin, message, help, *_as_comment(text, start, end, inner), habit=message)
+    return end
 
 
 def begins(tokens: list[Token], at: int) -> bool:

@@ -280,3 +280,8 @@ def test_each_habit_of_a_file_is_counted_apart() -> None:
     ]
     (found,) = errors(FILE.replace("switch_loss(0.01)", "switch_loss(1%), z_loss(2%)"))
     assert found.message == "the language has no `%` (2 times in this file, here first)"
+
+
+def test_a_misspelt_let_is_no_missing_semicolon() -> None:
+    (found,) = errors(FILE.replace('model "m"', 'lt n = 4\nmodel "m"'))
+    assert found.help == "did you mean `let`?"
