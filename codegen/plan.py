@@ -76,6 +76,13 @@ class PlanParameter:
 
 
 OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("batch", "batch_size", "global_batch_size"), "it is `plan.spec.train.batch`, over all ranks"),
+    **dict.fromkeys(("sequence", "seq_len", "seq_length"), "it is `plan.spec.train.sequence`"),
+    **dict.fromkeys(
+        ("dp", "ep", "tp", "zero"), "`plan.spec.parallel` has the file's degrees, `plan.meshes` all of them"
+    ),
+    **dict.fromkeys(("ranks", "size"), "it is `plan.world_size`"),
+    "vocab": "it is `plan.spec.model.vocab`",
     "build": "`with moec.launch(plan) as job:`, and in it `job.build()` makes the model",
     "cluster": "it is `plan.spec.cluster`",
     "config": "it is `plan.spec`",

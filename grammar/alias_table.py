@@ -150,12 +150,14 @@ _OF_MIXTURES = (
     Row("mlp_only_layers:hf", "model.layers.ffn", "layers [0, 5] { ffn = swiglu(18_432) }", "", "a later `layers` block replaces what it names", but=_off()),
 )
 
+ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, and PyTorch's are 0.999 and 0.01"
+
 _TRAINING = (
     Row("seq_len:hf,tt seq_length:mg,ds sequence_length:hf max_length:hf max_seq_length:hf", "train.sequence", "sequence = {}", "4096"),
     Row("global_batch_size:mg,tt train_batch_size:ds", "train.batch", "batch = {}", "1024"),
     Row("micro_batch_size:mg train_micro_batch_size_per_gpu:ds per_device_train_batch_size:hf local_batch_size:tt", "parallel.microbatches", "microbatches = 4", "", "how many micro-batches there are: a data-parallel rank's part of `batch`, divided by the size of a micro-batch"),
     Row("gradient_accumulation_steps:hf,ds num_microbatches:mg num_micro_batches:mg gradient_accumulation:hf", "parallel.microbatches", "microbatches = {}", "4"),
-    Row("learning_rate:hf", "train.optimizer.adamw.lr", "optimizer = adamw(lr = {})", "3e-4", convert=True),
+    Row("learning_rate:hf", "train.optimizer.adamw.lr", "optimizer = adamw(lr = {})", "3e-4", ADAMW_DEFAULTS),
     Row("betas:hf,ds", "train.optimizer.adamw.beta1", "optimizer = adamw(beta1 = 0.9, beta2 = 0.95)", "", "each has a name of its own"),
     Row("adam_beta1:hf,mg", "train.optimizer.adamw.beta1", "optimizer = adamw(beta1 = {})", "0.9"),
     Row("adam_beta2:hf,mg", "train.optimizer.adamw.beta2", "optimizer = adamw(beta2 = {})", "0.95"),

@@ -85,14 +85,26 @@ LOADS = "`job.resume(folder, model, optimizer)` loads the last checkpoint, `job.
 IS_STEP = "`job.step(model, tokens, labels)` is a step: forward, backward and gradient sums"
 BUILDS = "`model = job.build()` makes it"
 
+DATA_RANK = "they are `job.data_rank` and `job.data_size`: this rank's part of the batch, and how many parts there are"
+MAIN = "it is `job.rank == 0`"
+COLLECTIVE = "`torch.distributed` has it: the job has begun its process group"
+SCHEDULE = "a scheduler of `torch.optim.lr_scheduler` takes `job.optimizer(model)`"
+GROUPS = "moec's graphs use the groups themselves; `plan.meshes` has their ranks, and `torch.distributed` the world's"
+
 JOB: Mapping[str, str] = {
+    **dict.fromkeys(("all_gather", "all_reduce", "barrier", "broadcast", "gather", "reduce"), COLLECTIVE),
+    **dict.fromkeys(("data_parallel_rank", "dp_rank", "dp_size", "num_replicas"), DATA_RANK),
+    **dict.fromkeys(("dp_group", "ep_group", "ep_rank", "process_group", "tp_group", "tp_rank"), GROUPS),
+    **dict.fromkeys(("is_main", "is_master", "is_rank_0"), MAIN),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), SCHEDULE),
+    **dict.fromkeys(("size", "world", "num_processes"), "it is `job.world_size`"),
     "backward": IS_STEP,
     "device": "`job.device_type` is 'cpu' or 'cuda': `tokens.to(job.device_type)`",
     "evaluate": "`model.eval()(tokens, labels).loss`, on every rank",
     "forward": "`model(tokens, labels)` is a forward pass, of `model = job.build()`",
     "global_rank": "it is `job.rank`",
     "global_step": "it is `job.steps`",
-    "is_main_process": "it is `job.rank == 0`",
+    "is_main_process": MAIN,
     "load_checkpoint": LOADS,
     "load_state": LOADS,
     "local_rank": "torchrun sets it: `int(os.environ['LOCAL_RANK'])`; `job.build()` uses its device",
@@ -100,9 +112,11 @@ JOB: Mapping[str, str] = {
     "model": BUILDS,
     "module": BUILDS,
     "prepare": f"{BUILDS}, and `optimizer = job.optimizer(model)` its optimizer",
+    "no_sync": "`with job.accumulate(): …` adds up several steps",
     "print": "`if job.rank == 0: print(…)`",
     "save_checkpoint": SAVES,
     "save_state": SAVES,
+    "seed": "`job.build(seed=…)` takes it",
     "train": IS_STEP,
     "train_batch": IS_STEP,
     "train_step": IS_STEP,

@@ -17,7 +17,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice, meant, nearest
-from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence
+from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence, String
 
 Meant = tuple[str, object]
 """The word that was probably meant, and its value, which may be BROKEN."""
@@ -81,6 +81,8 @@ def _other_system(
     word = _here(cls, found)
     text = plain(value)
     scope.moved |= {found.head or found.name} if found.path else set()
+    if isinstance(value, String) and value.value.lower() in found.but:
+        text = value.value
     if not word or text.lower() in found.but:
         here = found.path[-2:-1] == (cls.word,)
         scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=here))

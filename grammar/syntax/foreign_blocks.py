@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from moec.grammar.alias_table import ADAMW_DEFAULTS
 from moec.grammar.aliases import alias
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
@@ -171,7 +172,9 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
     word = kind.text.strip("\"'").lower() if kind is not None else "WORD"
     place = opener.start, closer.end
     help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
-    if kind is not None and _flat(settings) == settings:
+    if kind is not None and name == "optimizer" and word == "adamw":
+        help += f"; {ADAMW_DEFAULTS}"
+    elif kind is not None and _flat(settings) == settings:
         edits = [(*place, f"{word}({arguments})")]
     elif kind is None and name == "balance":
         terms = ", ".join(f"{key}({_text(source, value)})" for key, value in settings)

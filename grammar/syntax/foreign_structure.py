@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from moec.grammar.diagnostics.diagnostic import Edit
 from moec.grammar.source import Span
 from moec.grammar.syntax.foreign_blocks import CLOSERS
@@ -142,9 +144,11 @@ class Structure:
         if token.kind not in ("NAME", "NUMBER", "STRING"):
             return
         before = self.kept[-1]
-        message = f"a comma is missing before `{token.text}`"
-        edit = (before.end, before.end, ",")
-        self.notations.add("MOE0101", token.start, token.end, message, "arguments have commas between them", edit)
+        message, help = f"a comma is missing before `{token.text}`", "arguments have commas between them"
+        edits = [(before.end, before.end, ",")]
+        if re.fullmatch(r"\d{1,3} \d{3}", f"{before.text} {token.text}"):
+            help, edits = f"write `{before.text}_{token.text}` for one number, or a comma between two", []
+        self.notations.add("MOE0101", token.start, token.end, message, help, *edits)
         self.kept.append(Token("COMMA", ",", before.end, before.end))
 
     def _add_semicolon(self, token: Token) -> None:

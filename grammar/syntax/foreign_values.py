@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.alias_table import WORDS
+from moec.grammar.alias_table import ADAMW_DEFAULTS, WORDS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
-_DEFAULTS = "`adamw(…)`, whose defaults are beta2 = 0.95 and weight_decay = 0.1; PyTorch's are 0.999 and 0.01"
 _TAKE_A_NUMBER = frozenset(("topk", "top_k", "factor", "swiglu", "geglu", "gelu", "relu", "relu2", "silu"))
 _OPTIMIZER = re.compile(r"(?:torch\.)?optim\.(AdamW|SGD|Muon|Adafactor)\b")
 
@@ -34,7 +33,7 @@ def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
                 end = token.start + len(name)
                 help = f"write `{word}`"
                 if optimizer:
-                    help = f"write {_DEFAULTS if word == 'adamw' else f'`{word}(…)`; its defaults may be others'}"
+                    help = f"write `{word}(…)`; {ADAMW_DEFAULTS if word == 'adamw' else 'its defaults may be others'}"
                 edits = [] if optimizer else [(token.start, end, word)]
                 notations.add("MOE0109", token.start, end, f"`{name}` is PyTorch's name", help, *edits)
                 token = Token("NAME", word, token.start, end)

@@ -21,7 +21,7 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
-_MERGE = re.compile(r"(?:<{7}|={7}|>{7})(?![<=>])")
+_MERGE = re.compile(r"<{7}(?!<)")
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
 _KEEP = "keep one of the two, and take out the lines that begin with `<<<<<<<`, `=======` and `>>>>>>>`"
 _YAML = 'a block is written in braces, and its names with `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
@@ -67,7 +67,7 @@ class Notations:
 def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
     """The one diagnostic of a file that is JSON or YAML all over, or two files with the marks of a merge."""
     for token in tokens:
-        if token.text[:1] in "<=>" and (mark := _MERGE.match(source.text, token.start)) and _begins_line(source, token):
+        if token.text[:1] == "<" and (mark := _MERGE.match(source.text, token.start)) and _begins_line(source, token):
             span = Span(source, token.start, mark.end())
             return diagnose(
                 "MOE0102", span, "a merge is not finished: two versions of these lines are here", help=_KEEP
@@ -109,7 +109,8 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
                 notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
             else:
                 help = "a comment begins with `#`"
-                notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
+                edits = [] if _in_quotes(text, token.start) else [(*place, "#")]
+                notations.add("MOE0109", *place, "`//` begins no comment here", help, *edits)
         elif pair == "/*":
             end = _block_comment(notations, token.start, "/*", "*/", "`/*` begins no comment here")
         elif token.kind == "STRING" and text.startswith('"""', token.start) and begins(tokens, at):
@@ -127,10 +128,20 @@ def _block_comment(notations: Notations, start: int, opener: str, closer: str, m
     text = notations.source.text
     begin = start + len(opener)
     closed = text.find(closer, begin)
-    inner, end = (text[begin:closed], closed + len(closer)) if closed >= 0 else (text[begin:], len(text))
+    if closed < 0:
+        help = f"write `{closer}` where it ends, or `#` before each of its lines"
+        notations.add("MOE0109", start, begin, f"{message}, and nothing closes it", help)
+        return len(text)
+    end = closed + len(closer)
     help = "a comment begins with `#`, and ends with its line"
-    notations.add("MOE0109", start, begin, message, help, *_as_comment(text, start, end, inner), habit=message)
+    edits = [] if _in_quotes(text, start) else _as_comment(text, start, end, text[begin:closed])
+    notations.add("MOE0109", start, begin, message, help, *edits, habit=message)
     return end
+
+
+def _in_quotes(text: str, at: int) -> bool:
+    """Whether other quotes than ours are open in the line."""
+    return text.count("'", text.rfind("\n", 0, at) + 1, at) % 2 == 1
 
 
 def begins(tokens: list[Token], at: int) -> bool:
@@ -146,8 +157,10 @@ def _divides(tokens: list[Token], at: int, constants: set[str]) -> bool:
     before, behind = tokens[at - 1 : at], tokens[at + 2 : at + 4]
     if not before or before[0].kind not in _OPERANDS or not behind:
         return False
-    if behind[0].kind == "NAME":
-        return behind[0].text in constants
+    if behind[0].kind == "NAME":  # `128 // heads` alone in its line may be either
+        near = tokens[at].start - before[0].end <= 1
+        alone = len(behind) == 1 or behind[1].kind in ("SEPARATOR", "RBRACE")
+        return (near and alone) or behind[0].text in constants
     return behind[0].kind in ("NUMBER", "LPAR") and [token.kind for token in behind[1:]] != ["NAME"]
 
 

@@ -96,6 +96,7 @@ def launch(
     from moec.commands.launch import make_launch
     from moec.driver import load
 
+    _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
     made = make_launch(
         load(plan),
@@ -119,6 +120,12 @@ def launch(
     from moec.commands.launch_print import print_launch
 
     print_launch(made, way, style)
+
+
+def _require_no_processes(plan: Path, script: tuple[str, ...]) -> None:
+    """Raises `UsageError` where torchrun's number of processes stands behind the script, which would get it."""
+    if any(word.partition("=")[0].replace("_", "-") == "--nproc-per-node" for word in script[1:]):
+        raise click.UsageError(f"`{plan}` has its number of ranks: leave --nproc-per-node out")
 
 
 def _require_plan_first(plan: Path, script: tuple[str, ...], way: str) -> None:

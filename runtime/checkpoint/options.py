@@ -11,6 +11,13 @@ from moec.runtime.errors import is_whole, wrong_argument
 
 SCHEDULE = ("every", "seconds", "on_signal")
 OPTIMIZER = "optimizer"
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("keep_last", "keep_last_n", "max_to_keep", "num_to_keep", "save_total_limit", "total_limit"), "keep"
+    ),
+    **dict.fromkeys(("interval", "save_every", "save_interval", "save_steps"), "every"),
+}
+"""Names that other libraries have for options."""
 
 
 def require_path(call: str, name: str, path: object, then: str = "") -> None:
@@ -29,7 +36,8 @@ def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...
         allowed = options
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()
-        if option := next((each for each in allowed if is_slip(name, each) or is_slip(each, name)), None):
+        slip = next((each for each in allowed if is_slip(name, each) or is_slip(each, name)), None)
+        if option := slip or (ELSEWHERE.get(name) if ELSEWHERE.get(name) in allowed else None):
             help = f"did you mean `{option}`? Other keywords are saved as extras: give one a name less alike"
             raise wrong_argument(f"`{call}` has no argument `{name}`", help)
 

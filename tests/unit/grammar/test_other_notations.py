@@ -88,12 +88,12 @@ def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
 
 
 NAMED = {
-    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw(…)`, whose defaults are beta2 = 0.95"),
+    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw(…)`; its defaults are beta2 = 0.95"),
     "a dtype of PyTorch": ("dtype = fp32", "dtype = torch.float16", "write `bf16`: moec does not train in fp16 yet"),
     "an optimizer of JSON": (
         "adamw(lr = 1e-4)",
         '{"type": "AdamW", "params": {"lr": 1e-4}}',
-        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`",
+        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`; its",
     ),
     "a loop": ("layers {", "for i in range(2) {", "write `layers { … }` for all layers"),
     "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", "equal experts are a product"),
@@ -258,6 +258,14 @@ def test_constants_may_be_named_like_words_of_python() -> None:
 
 
 NOT_READ = {
+    "a division by a name": ("dim = 64", "dim = 128 // heads\n", "dim = 128 // heads\n"),
+    "a comment that is not closed": ("train {", "/* training\ntrain {", "/* training\ntrain {"),
+    "a blank in a number": ("swiglu(128)", "swiglu(4 096)", "swiglu(4 096)"),
+    "an optimizer with other defaults": (
+        "adamw(lr = 1e-4)",
+        '{"type": "AdamW", "lr": 1e-4}',
+        '{"type": "AdamW", "lr": 1e-4}',
+    ),
     "layers": ("layers {", "layers 0,100 {", "layers [0, 100] {"),
     "a quotient before a power": ("lr = 1e-4", "lr = 8/3*10^-4", "lr = 8/3*1e-4"),
     "two settings": ("topk(2)", "{type: topk, normalize: true, k: 2}", "topk(normalize = true, k = 2)"),

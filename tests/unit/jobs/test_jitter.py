@@ -187,7 +187,7 @@ def test_a_step_that_fails_is_not_counted() -> None:
 
     with moec.launch(plan, device="cpu") as job:
         model = job.build()
-        with pytest.raises(RuntimeError, match="of the user"):
+        with pytest.raises(moec.JobError, match="of the user"):
             job.step(model, tokens, labels, loss=fail)
         assert model.settings["step"] == 0
 
