@@ -44,6 +44,7 @@ SYSTEMS = {
     "tt": "torchtitan",
     "pt": "PyTorch",
     "pl": "Lightning",
+    "ot": "other libraries",
 }
 
 _ATTENTION = "model.layers.attention"
@@ -55,13 +56,13 @@ _GATE = f"{_MOE}.gate.topk"
 _MLA_FORM = "attention = mla(heads = 128, kv_rank = 512, nope_dim = 128, rope_dim = 64, value_dim = 128)"
 
 _MODEL = (
-    Row("hidden_size:hf,mg,ds n_embd:hf d_model:hf,fm model_dim:tu hidden_dim:hf dim_model:hf", "model.dim", "dim = {}", "4096"),
-    Row("num_hidden_layers:hf num_layers:hf,mg,ds n_layer:hf n_layers:hf,tt", "model.depth", "depth = {}", "32"),
-    Row("vocab_size:hf,tt,mg padded_vocab_size:mg n_vocab:hf", "model.vocab", "vocab = {}", "32_000"),
+    Row("hidden_size:hf,mg,ds n_embd:hf d_model:hf,fm model_dim:tu hidden_dim:hf dim_model:hf dmodel:ot", "model.dim", "dim = {}", "4096"),
+    Row("num_hidden_layers:hf num_layers:hf,mg,ds n_layer:hf n_layers:hf,tt nlayers:ot", "model.depth", "depth = {}", "32"),
+    Row("vocab_size:hf,tt,mg padded_vocab_size:mg n_vocab:hf vocabulary_size:ot", "model.vocab", "vocab = {}", "32_000"),
     Row("max_position_embeddings:hf,mg n_positions:hf n_ctx:hf max_seq_len:tt context_length:hf block_size:hf", "model.context", "context = {}", "4096"),
-    Row("torch_dtype:hf params_dtype:mg training_dtype:tt", "model.dtype", "dtype = {}", "bf16"),
+    Row("torch_dtype:hf params_dtype:mg training_dtype:tt param_dtype:ot compute_dtype:ot precision:pl", "model.dtype", "dtype = {}", "bf16"),
     Row("amp:ds autocast:pt mixed_precision:hf", "model.dtype", "dtype = {}", "bf16", "parameters and optimizer stay fp32 beside it: `master = fp32` in `train`", but=_off("write `dtype = fp32` in `model`: bf16 is the default", no="write `dtype = fp32` in `model`: bf16 is the default", fp16="moec does not train in fp16 yet: write `dtype = bf16` in `model`", **dict.fromkeys(("true", "yes", "on"), "write `dtype = bf16` in `model`, or leave it out: that is the default"))),
-    Row("rms_norm_eps:hf", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", convert=True),
+    Row("rms_norm_eps:hf rms_eps:ot", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", convert=True),
     Row("layernorm_epsilon:mg norm_epsilon:mg norm_eps:tt", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "`layer_norm(eps = …)` where the norm has a mean and a bias"),
     Row("layer_norm_eps:hf layer_norm_epsilon:hf", "model.norm.layer_norm.eps", "norm = layer_norm(eps = {})", "1e-5", convert=True),
     Row("normalization:mg norm_type:hf", "model.norm", "norm = {}", "rms(eps = 1e-5)"),
@@ -77,10 +78,10 @@ _MODEL = (
 )
 
 _OF_ATTENTION = (
-    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {}, rope = rope())", "32", "with fewer key and value heads, both numbers go into one `gqa`; without `rope` there are no positions"),
+    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf nheads:ot", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {}, rope = rope())", "32", "with fewer key and value heads, both numbers go into one `gqa`; without `rope` there are no positions"),
     Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {}, rope = rope())", "8", "`heads` is your number of attention heads"),
     Row("group_query_attention:mg", _ATTENTION, "attention = gqa(heads = 32, kv_heads = 8)", "", but=_off()),
-    Row("kv_channels:mg attention_head_dim:hf", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128", but=_off()),
+    Row("kv_channels:mg attention_head_dim:hf d_head:ot head_size:ot", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128", but=_off()),
     Row("rope_theta:hf,tt rotary_base:mg rotary_emb_base:hf rope_base:hf", f"{_ROPE}.theta", "rope = rope(theta = {})", "1e6", convert=True),
     Row("rotary_percent:mg partial_rotary_factor:hf rotary_pct:hf", f"{_ROPE}.fraction", "rope = rope(fraction = {})", "0.5", convert=True),
     Row("rope_scaling:hf rope_parameters:hf rope_type:hf", f"{_ROPE}.scaling", "rope = rope(scaling = yarn(4, original = 4096))", "", "scalings are `linear`, `ntk`, `yarn`, `llama3` and `longrope`", but=_off()),
@@ -100,15 +101,15 @@ _OF_ATTENTION = (
 )
 
 _OF_MIXTURES = (
-    Row("intermediate_size:hf ffn_hidden_size:mg n_inner:hf d_ff:hf inter_dim:tt", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "`gelu`, `relu`, … for another activation; of an expert it is in `experts = 8 * swiglu(14_336)`"),
+    Row("intermediate_size:hf ffn_hidden_size:mg n_inner:hf ffn_dim:hf mlp_dim:ot ffn_size:ot d_ff:hf inter_dim:tt", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "`gelu`, `relu`, … for another activation; of an expert it is in `experts = 8 * swiglu(14_336)`"),
     Row("mlp:hf,mg feed_forward:tt", "model.layers.ffn", "ffn = swiglu(14_336)", "", "of experts it is `experts = 8 * swiglu(14_336)` in `moe`"),
     Row("moe_intermediate_size:hf moe_ffn_hidden_size:mg moe_inter_dim:tt d_hidden:fm expert_ffn_hidden_size:hf hidden_size_per_expert:tu moe_hidden_dim:tt", f"{_MOE}.experts.swiglu.hidden", "experts = 8 * swiglu({})", "14_336", "`gelu`, `relu`, … for another activation"),
-    Row("hidden_act:hf activation_function:hf activation_func:mg hidden_activation:hf ffn_activation:hf", "model.layers.ffn", "ffn = swiglu(14_336)", "", "the activation is the word of the call: `swiglu` for a gated `silu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`"),
+    Row("hidden_act:hf activation_function:hf activation_func:mg hidden_activation:hf ffn_activation:hf activation:ot act:ot act_fn:ot", "model.layers.ffn", "ffn = swiglu(14_336)", "", "the activation is the word of the call: `swiglu` for a gated `silu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`"),
     Row("num_experts:hf,mg,ds,tt num_local_experts:hf n_routed_experts:hf,tt num_moe_experts:mg moe_num_experts:hf n_experts:hf num_global_experts:tu expert_num:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "the width of one expert stands after the number"),
     Row("num_expert:fm num_experts_per_device:tu count_per_node:tu num_local_expert:fm", f"{_MOE}.experts.count", "experts = 8 * swiglu(14_336)", "", "the number is that of all experts of a layer, not of one device's; `ep` says over how many ranks they lie"),
-    Row("num_experts_per_tok:hf top_k:ds,fm,tt moe_router_topk:mg moe_top_k:fm moe_topk:mg num_experts_per_token:hf experts_per_token:hf num_selects:hf moe_k:hf", f"{_GATE}.k", "gate = topk({})", "2", "`gate = topk({}, normalize = true)` where the weights of a token's choices add to 1, as in Mixtral"),
+    Row("num_experts_per_tok:hf top_k:ds,fm,tt moe_router_topk:mg router_topk:ot num_active_experts:ot active_experts:ot moe_top_k:fm moe_topk:mg num_experts_per_token:hf experts_per_token:hf num_selects:hf moe_k:hf", f"{_GATE}.k", "gate = topk({})", "2", "`gate = topk({}, normalize = true)` where the weights of a token's choices add to 1, as in Mixtral"),
     Row("norm_topk_prob:hf normalize_gate:tu route_norm:tt moe_router_norm_topk_prob:mg", f"{_GATE}.normalize", "gate = topk(2, normalize = {})", "true"),
-    Row("scoring_func:hf score_func:tt moe_router_score_function:mg", f"{_GATE}.score", "gate = topk(2, score = {})", "sigmoid"),
+    Row("scoring_func:hf score_func:tt moe_router_score_function:mg score_function:ot", f"{_GATE}.score", "gate = topk(2, score = {})", "sigmoid"),
     Row("routed_scaling_factor:hf route_scale:tt moe_router_topk_scaling_factor:mg", f"{_GATE}.scale", "gate = topk(2, scale = {})", "2.5"),
     Row("moe_router_pre_softmax:mg pre_softmax:mg", f"{_GATE}.order", "gate = topk(2, order = before)", "", "that is the default", but={"false": "write `gate = topk(2, order = after)`: the softmax is over the chosen logits"}),
     Row("n_group:hf moe_router_num_groups:mg n_expert_groups:tt num_expert_groups:tt", f"{_GATE}.groups", "gate = topk(8, groups = {}, keep_groups = 4)", "8", but=_off()),
@@ -140,37 +141,38 @@ _OF_MIXTURES = (
     Row("is_gshard_loss:tu", f"{_MOE}.balance", "balance = [gshard_loss(0.01)]", "", but={"false": "write `balance = [importance_loss(0.005), load_loss(0.005)]`, with half of the weight for each"}),
     Row("moe_router_load_balancing_type:mg balance_strategy:fm", f"{_MOE}.balance", "balance = [switch_loss(0.01)]", "", "terms are `switch_loss`, `gshard_loss`, `sequence_loss`, `device_loss`, `z_loss`, …; or a gate's `bias = online(1e-3)`", but=_off()),
     Row("use_residual:ds", f"{_MOE}.residual", "residual = gelu(4096)", "", "the dense path is written out", but=_off()),
-    Row("n_shared_experts:hf shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf", f"{_MOE}.shared", "shared = swiglu(2816)", "", "WIDTH is the number of shared experts times the width of one", but=_off()),
+    Row("n_shared_experts:hf shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf shared_expert:ot", f"{_MOE}.shared", "shared = swiglu(2816)", "", "WIDTH is the number of shared experts times the width of one", but=_off()),
     Row("moe_shared_expert_intermediate_size:mg", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({})", "2816", convert=True, but=_off()),
     Row("shared_expert_intermediate_size:hf", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({}, gated = true)", "2816", "Qwen's shared expert has a gate; without one `shared = swiglu(2816)`", but=_off()),
     Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", "", but=_off()),
     Row("moe_layer_freq:mg,hf", _MOE, "layers 0..30 step 2 { moe { … } }", "", "that is every second layer, from layer 0; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
     Row("decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "that is every second layer, from layer 1; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
-    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names", but=_off() | {"1": "write `layers 0 { ffn = swiglu(WIDTH) }` in `model`, after the `layers` block for all layers"} | {str(k): f"write `layers 0..{k - 1} {{ ffn = swiglu(WIDTH) }}` in `model`, after the `layers` block for all layers" for k in range(2, 9)}),
+    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf dense_layers:ot", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names", but=_off() | {"1": "write `layers 0 { ffn = swiglu(WIDTH) }` in `model`, after the `layers` block for all layers"} | {str(k): f"write `layers 0..{k - 1} {{ ffn = swiglu(WIDTH) }}` in `model`, after the `layers` block for all layers" for k in range(2, 9)}),
     Row("mlp_only_layers:hf", "model.layers.ffn", "layers [0, 5] { ffn = swiglu(18_432) }", "", "a later `layers` block replaces what it names", but=_off()),
 )
 
 ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, and PyTorch's are 0.999 and 0.01"
 
 _TRAINING = (
-    Row("seq_len:hf,tt seq_length:mg,ds sequence_length:hf max_length:hf max_seq_length:hf", "train.sequence", "sequence = {}", "4096"),
-    Row("global_batch_size:mg,tt train_batch_size:ds", "train.batch", "batch = {}", "1024"),
-    Row("micro_batch_size:mg train_micro_batch_size_per_gpu:ds per_device_train_batch_size:hf local_batch_size:tt", "parallel.microbatches", "microbatches = 4", "", "how many micro-batches there are: a data-parallel rank's part of `batch`, divided by the size of a micro-batch"),
-    Row("gradient_accumulation_steps:hf,ds num_microbatches:mg num_micro_batches:mg gradient_accumulation:hf", "parallel.microbatches", "microbatches = {}", "4"),
+    Row("seq_len:hf,tt seq_length:mg,ds sequence_length:hf max_length:hf max_seq_length:hf seqlen:ot max_len:ot", "train.sequence", "sequence = {}", "4096"),
+    Row("global_batch_size:mg,tt global_batch:ot train_batch_size:ds", "train.batch", "batch = {}", "1024"),
+    Row("micro_batch_size:mg train_micro_batch_size_per_gpu:ds per_device_train_batch_size:hf local_batch_size:tt micro_batch:ot", "parallel.microbatches", "microbatches = 4", "", "how many micro-batches there are: a data-parallel rank's part of `batch`, divided by the size of a micro-batch"),
+    Row("gradient_accumulation_steps:hf,ds num_microbatches:mg num_micro_batches:mg grad_accum:ot accumulation_steps:ot accumulate_grad_batches:pl gradient_accumulation:hf", "parallel.microbatches", "microbatches = {}", "4"),
     Row("learning_rate:hf", "train.optimizer.adamw.lr", "optimizer = adamw(lr = {})", "3e-4", ADAMW_DEFAULTS),
     Row("betas:hf,ds", "train.optimizer.adamw.beta1", "optimizer = adamw(beta1 = 0.9, beta2 = 0.95)", "", "each has a name of its own"),
     Row("adam_beta1:hf,mg", "train.optimizer.adamw.beta1", "optimizer = adamw(beta1 = {})", "0.9"),
     Row("adam_beta2:hf,mg", "train.optimizer.adamw.beta2", "optimizer = adamw(beta2 = {})", "0.95"),
     Row("adam_eps:mg adam_epsilon:hf epsilon:hf", "train.optimizer.adamw.eps", "optimizer = adamw(eps = {})", "1e-8"),
+    Row("wd:ot", "train.optimizer.adamw.weight_decay", "optimizer = adamw(weight_decay = {})", "0.1"),
     Row("use_distributed_optimizer:mg", "parallel.zero", "zero = 1", "", "masters and optimizer states are cut over the data-parallel ranks", but=_off()),
     Row("master_weights:ds main_params_dtype:mg", "train.master", "master = fp32", "", "that is the default"),
 )
 
 _PARALLEL = (
-    Row("tensor_model_parallel_size:mg tensor_parallel_degree:tt tensor_parallel_size:hf,ds tp_size:hf,ds", "parallel.tp", "tp = {}", "2"),
-    Row("expert_model_parallel_size:mg expert_parallel_degree:tt expert_parallel_size:hf,ds ep_size:ds moe_expert_parallel_size:ds", "parallel.ep", "ep = {}", "8"),
-    Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:hf pp_size:ds", "parallel.pp", "pp = {}", "2"),
-    Row("context_parallel_size:mg context_parallel_degree:tt cp_size:mg", "parallel.cp", "cp = {}", "2"),
+    Row("tensor_model_parallel_size:mg tensor_parallel_degree:tt tensor_parallel_size:hf,ds tensor_parallel:ot tp_size:hf,ds", "parallel.tp", "tp = {}", "2"),
+    Row("expert_model_parallel_size:mg expert_parallel_degree:tt expert_parallel_size:hf,ds expert_parallel:ot ep_size:ds moe_expert_parallel_size:ds", "parallel.ep", "ep = {}", "8"),
+    Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:hf pipeline_parallel:ot pp_size:ds", "parallel.pp", "pp = {}", "2"),
+    Row("context_parallel_size:mg context_parallel:ot context_parallel_degree:tt cp_size:mg", "parallel.cp", "cp = {}", "2"),
     Row("expert_tensor_parallel_size:mg expert_tensor_parallel_degree:tt", "parallel.etp", "etp = {}", "2"),
     Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", "", but=_off()),
     Row("data_parallel_size:mg,ds dp_size:ds data_parallel:mg", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
@@ -179,13 +181,13 @@ _PARALLEL = (
     Row("fsdp:tt fully_shard:tt", "parallel.zero", "zero = 3", "", "it cuts weights, gradients and optimizer states over the data-parallel ranks", but=_off()),
     Row("recompute_granularity:mg", "parallel.recompute", "recompute = layer", "", "`layer` for Megatron's `full`; `experts` computes only the experts again", but=_off()),
     Row("recompute_modules:mg", "parallel.recompute", "recompute = experts", "", "for `moe`; the attention of a layer is computed again with the rest of it: `recompute = layer`", but=_off()),
-    Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=_off()),
+    Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg remat:ot", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=_off()),
     Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", "", but=_off()),
     Row("offload_param:ds", "parallel.offload", "offload = parameters", "", but=_off()),
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "node" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "rail" { size = {} }', "4", 'after `level "node" { size = 8 }`, which joins the devices of a node; with `from = dgx_h100` it is `nodes = …`'),
-    Row("num_gpus:ds world_size:fm,mg n_gpu:hf gpus:pl devices:pl num_devices:pl", "", "", "", 'the ranks are declared: `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a cluster there is one'),
+    Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", 'the ranks are declared: `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a cluster there is one'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),
@@ -204,7 +206,7 @@ _NOWHERE = (
     Row("recompute_method:mg recompute_num_layers:mg", "", "", "", "each layer is computed again by itself, as with Megatron's `uniform` and one layer; `parallel { layers 8..31 { recompute = layer } }` chooses layers"),
     Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf", "", "", "", "gradients are clipped in the training script: `job.clip_grad_norm_`"),
     Row("train_iters:mg train_samples:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
-    Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
+    Row("moe_grouped_gemm:mg grouped_gemm:ot flash_attention:ot flash_attn:ot use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out"),
     Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"),
     Row("tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 PLAN, PLAN_TEXT = "plan.json", "spec.moe"
@@ -29,11 +30,12 @@ def in_words(kind: Kind) -> str:
 
 def command_for(kind: Kind, path: Path) -> str:
     """A help: the command that takes the folder `path` of this kind."""
+    name = quote(str(path))
     if kind == "plan":
-        return f"`moec inspect {path}` and `moec verify {path}` take the plan; its file is {path}/{PLAN_TEXT}"
+        return f"`moec inspect {name}` and `moec verify {name}` take the plan; its file is {path}/{PLAN_TEXT}"
     if kind == "checkpoint":
-        return f"`moec checkpoint inspect {path}` shows it"
-    return f"`moec import hf {path}` writes a `.moe` file"
+        return f"`moec checkpoint inspect {name}` shows it"
+    return f"`moec import hf {name}` writes a `.moe` file"
 
 
 def listed(folder: Path, wanted: Callable[[Path], bool]) -> list[str]:

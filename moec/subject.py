@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 
 from moec.codegen.unknown_names import UnknownNameError, unknown_name
 from moec.grammar.diagnostics import DiagnosticError, diagnose
@@ -107,9 +108,8 @@ def require_plan_folder(path: Path, command: str, then: str = "") -> None:
     if is_plan(path):
         return
     if path.suffix == ".moe" and path.is_file():
-        plan = f"{path.stem}.plan"
-        after = (then or f"{command} {{}}").format(plan)
-        help = f"compile it first: `moec compile {path}`, then `{after}`"
+        after = (then or f"{command} {{}}").format(quote(f"{path.stem}.plan"))
+        help = f"compile it first: `moec compile {quote(str(path))}`, then `{after}`"
         raise _refused(f"`{path}` is a `.moe` file, and `{command}` wants a plan", help)
     if (kind := kind_of(path)) is not None:
         raise _refused(f"`{path}` is {in_words(kind)}, and `{command}` wants a plan", command_for(kind, path))
@@ -141,7 +141,7 @@ def _instead_of_plan(path: Path) -> tuple[str, str]:
     if meant := nearest(path.name, beside):
         return "there is no such folder", f"did you mean `{path.parent / meant}`?"
     if file.is_file():
-        return "there is no such folder", f"`moec compile {file}` writes {file.stem}.plan"
+        return "there is no such folder", f"`moec compile {quote(str(file))}` writes {file.stem}.plan"
     return (
         "there is no such folder",
         f"plans here: {', '.join(beside)}" if beside else "`moec compile FILE.moe` writes one",

@@ -5,6 +5,7 @@ Imported where there is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from moec.grammar.aliases import near
@@ -62,6 +63,8 @@ def _help(known: Field, value: Expression) -> str:
     classes = [cls for kind in kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
     product = next((kind for kind in kinds if isinstance(kind, ProductKind)), None)
     if number and product is not None:
+        if times := re.fullmatch(r"(\d+)[xX](\d+)", number):
+            return f"a product has a `*`: write `{times[1]} * swiglu({times[2]})`"
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
     if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):

@@ -12,10 +12,11 @@ from moec.grammar.aliases_together import together
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
-from moec.grammar.schema import CallKind, Field, ListKind, fields
+from moec.grammar.schema import CallKind, Field, Kind, ListKind, ProductKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
+from moec.grammar.spec.experts import Activated
 from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence, String
 
@@ -211,14 +212,24 @@ def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -
     """Where the call `word` stands in this block or in those in it, as in `` `balance = [z_loss(0.001)]` ``."""
     for known in fields(block).values():
         for kind in known.kinds:
-            items = kind.items if isinstance(kind, ListKind) else (kind,)
-            if any(isinstance(item, CallKind) and word in item.classes for item in items):
-                call = f"{word}({'' if value == 'true' else value})"
+            for item in _factors(kind) or (kind.items if isinstance(kind, ListKind) else (kind,)):
+                if not isinstance(item, CallKind) or word not in item.classes:
+                    continue
+                nothing = "WIDTH" if issubclass(item.classes[word], Activated) else ""
+                call = f"{word}({nothing if value == 'true' else value})"
+                call = f"8 * {call}" if isinstance(kind, ProductKind) else call
                 written = f"`{known.word} = {f'[{call}]' if isinstance(kind, ListKind) else call}`"
                 return written + _already(known, given)
         if known.block and (found := _as_call(known.block.cls, word, value, ())):
             return found
     return None
+
+
+def _factors(kind: Kind) -> tuple[Kind, ...]:
+    """The kinds of the factors of a product."""
+    if not isinstance(kind, ProductKind):
+        return ()
+    return tuple(each for factor in fields(kind.cls).values() for each in factor.kinds)
 
 
 def _blocks() -> list[type[Node]]:

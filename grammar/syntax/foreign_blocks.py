@@ -107,7 +107,7 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
         kept.append(token)
         behind = tokens[at] if at < len(tokens) else None
         value = (
-            token.kind == "EQUAL"
+            (token.kind == "EQUAL" or token.text == ":")
             and len(kept) > 1
             and kept[-2].kind == "NAME"
             and kept[-2].text not in BLOCKS
@@ -172,7 +172,9 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
     word = kind.text.strip("\"'").lower() if kind is not None else "WORD"
     place = opener.start, closer.end
     help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
-    if kind is not None and name == "optimizer" and word == "adamw":
+    if name == "experts":
+        help = f"experts are a product: write `{_experts(source, word if kind else 'swiglu', settings)}`"
+    elif kind is not None and name == "optimizer" and word == "adamw":
         help += f"; {ADAMW_DEFAULTS}"
     elif kind is not None and _flat(settings) == settings:
         edits = [(*place, f"{word}({arguments})")]
@@ -191,6 +193,14 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
         read += [Token("COMMA", ",", start, start)] * bool(index)
         read += [Token("NAME", key, start, end), Token("EQUAL", "=", start, end), *value]
     return [*read, _as(closer, "RPAR", ")")]
+
+
+def _experts(source: str, word: str, settings: list[Pair]) -> str:
+    """The product of the experts that settings such as `{type: swiglu, num: 8}` describe."""
+    said = {key.removeprefix("num_").removeprefix("n_"): _text(source, value) for key, value in settings}
+    number = next((said[key] for key in ("num", "n", "count", "number", "experts", "size") if key in said), "NUMBER")
+    widths = (said[key] for key in said if key in ("width", "dim") or "hidden" in key or "intermediate" in key)
+    return f"{number} * {word}({next(widths, 'WIDTH')})"
 
 
 def _flat(settings: list[Pair]) -> list[Pair]:

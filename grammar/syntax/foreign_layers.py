@@ -40,7 +40,8 @@ def layer_selectors(notations: Notations, tokens: list[Token]) -> list[Token]:
             continue
         text, message, help = reading
         start, stop = selector[0].start, selector[-1].end
-        edits = [(start, stop, text)] if text else []
+        blank = " " if start == token.end else ""
+        edits = [(start, stop, f"{blank}{text}")] if text else []
         if message == _ALL:
             edits = [(token.end, stop, "")]
         notations.add("MOE0109", start, stop, message, help or f"write `layers {text}`", *edits)
@@ -64,6 +65,8 @@ _ALL = "a block of all layers names none"
 
 def _read(text: str, depth: int | None) -> Reading | None:
     """The selector that `text`, without blanks, is meant as; None if it is one of this language, or nothing known."""
+    if text.startswith("[") and text.endswith("]") and ":" in text:  # `layers[0:2]` of Python
+        text = text[1:-1]
     if text in ("all", "*", '"*"', ":"):
         return ("", _ALL, "write `layers { … }`: without numbers it is all layers") if text != ":" else None
     if match := _FROM_END.fullmatch(text):

@@ -25,9 +25,7 @@ def quoted(notations: Notations, tokens: list[Token]) -> list[Token]:
             inner = text[token.end : end.start]
             message = f"U+{ord(token.text):04X} has no meaning in a .moe file"
             edits = (token.start, token.end, '"'), (end.start, end.end, '"')
-            notations.add(
-                "MOE0102", token.start, token.end, message, 'write straight quotes, `"`, around a text', *edits
-            )
+            notations.add("MOE0102", token.start, token.end, message, 'write double quotes, `"`, around a text', *edits)
             token, at = Token("STRING", f'"{inner}"', token.start, end.end), closing
         kept.append(token)
         at += 1

@@ -97,10 +97,12 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
     starts = [token.start for token in tokens]
     constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
     kept: list[Token] = []
-    at = 0
+    at = starts_after = 0
     while at < len(tokens):
         token = tokens[at]
         pair = text[token.start : token.start + 2] if token.kind == "SLASH" else ""
+        if pair in ("//", "/*") and _is_quoted(text, token.start, behind=starts_after):
+            pair = ""
         if pair == "//":
             end = _line_end(text, token.start)
             place = token.start, token.start + 2
@@ -109,8 +111,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
                 notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
             else:
                 help = "a comment begins with `#`"
-                edits = [] if _in_quotes(text, token.start) else [(*place, "#")]
-                notations.add("MOE0109", *place, "`//` begins no comment here", help, *edits)
+                notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
         elif pair == "/*":
             end = _block_comment(notations, token.start, "/*", "*/", "`/*` begins no comment here")
         elif token.kind == "STRING" and text.startswith('"""', token.start) and begins(tokens, at):
@@ -119,7 +120,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             kept.append(token)
             at += 1
             continue
-        at = bisect_left(starts, end)
+        at, starts_after = bisect_left(starts, end), end
     return kept
 
 
@@ -134,14 +135,15 @@ def _block_comment(notations: Notations, start: int, opener: str, closer: str, m
         return len(text)
     end = closed + len(closer)
     help = "a comment begins with `#`, and ends with its line"
-    edits = [] if _in_quotes(text, start) else _as_comment(text, start, end, text[begin:closed])
+    edits = _as_comment(text, start, end, text[begin:closed])
     notations.add("MOE0109", start, begin, message, help, *edits, habit=message)
     return end
 
 
-def _in_quotes(text: str, at: int) -> bool:
-    """Whether other quotes than ours are open in the line."""
-    return text.count("'", text.rfind("\n", 0, at) + 1, at) % 2 == 1
+def _is_quoted(text: str, at: int, behind: int) -> bool:
+    """Whether other quotes than ours are around a place in its line; those before `behind` are a comment's."""
+    begin = max(behind, text.rfind("\n", 0, at) + 1)
+    return text.count("'", begin, at) % 2 == 1 and "'" in text[at : _line_end(text, at)]
 
 
 def begins(tokens: list[Token], at: int) -> bool:

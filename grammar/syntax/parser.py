@@ -6,6 +6,8 @@ statement does not parse, it is taken back, an ERROR takes its place, and parsin
 
 from __future__ import annotations
 
+import re
+
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
 from moec.grammar.source import Source, Span
@@ -222,7 +224,8 @@ class _Parser:
         previous = self.values[-1] if self.values else None
         unit = token.kind == "NAME" and token.text.lower() in {unit.lower() for unit in UNITS}
         if unit and isinstance(previous, Number | Token) and _is_number(previous):
-            return f"a unit comes right after its number: `{previous.text}{token.text}`"
+            per = re.match(r"/\w+", self.source.text[token.end :])
+            return f"a unit comes right after its number: `{previous.text}{token.text}{per[0] if per else ''}`"
         if token.kind in ("USE", "LET", "STEP"):
             return f"`{token.text}` is a word of the language; another name is needed here"
         if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():

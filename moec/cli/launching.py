@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import join, quote
 from typing import Any
 
 import click
@@ -137,11 +138,11 @@ def _require_plan_first(plan: Path, script: tuple[str, ...], way: str) -> None:
     end = "" if way == "--torchrun" else f" {way}"
     if script and kind_of(plan) != "plan" and kind_of(Path(script[0])) == "plan":
         message = f"`{plan}` is no plan, and the plan comes before the script"
-        words = " ".join((script[0], str(plan), *script[1:]))
+        words = join((script[0], str(plan), *script[1:]))
         raise DiagnosticError([diagnose("MOE0017", None, message, help=f"did you mean `moec launch {words}{end}`?")])
     if plan.suffix == ".py":  # a plan that is not there may follow it
         script = (str(plan), *(script[1:] if script and script[0].endswith((".plan", ".moe")) else script))
-    words = "".join(f" {word}" for word in script).replace("{", "{{").replace("}", "}}")
+    words = "".join(f" {quote(word)}" for word in script).replace("{", "{{").replace("}", "}}")
     require_plan(plan, "moec launch", f"moec launch {{}}{words}{end}")
 
 

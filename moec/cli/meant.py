@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import join, quote
 
 import click
 
@@ -31,13 +32,14 @@ def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
     if word in STARTS:
         return _launch(rest)
     if word == "help":
-        return f"did you mean `{' '.join(('moec', *rest, '--help'))}`?"
+        return f"did you mean `{join(('moec', *rest, '--help'))}`?"
     if word in OTHER_NAMES:
-        return f"did you mean `{' '.join(('moec', OTHER_NAMES[word], *rest))}`?"
+        return f"did you mean `{join(('moec', *OTHER_NAMES[word].split(), *rest))}`?"
     if word.endswith(".moe"):
-        return f"`moec check {word}` checks the file, `moec compile {word}` makes a plan of it"
+        return f"`moec check {quote(word)}` checks the file, `moec compile {quote(word)}` makes a plan of it"
     kind = kind_of(Path(word))
     if kind == "plan":
+        word = quote(word)
         return f"`moec inspect {word}` shows the plan, `moec verify {word}` compares it with the unsharded model"
     if kind is not None:
         return command_for(kind, Path(word))
@@ -52,7 +54,9 @@ def _launch(words: Sequence[str]) -> str:
     script = next((word for word in words if word.endswith(".py")), "train.py")
     if file and not plan:
         plan = f"{Path(file).stem}.plan"
-        return f"`moec compile {file}` makes the plan, and `{launch_of(script, plan)}` starts your script with it"
+        return (
+            f"`moec compile {quote(file)}` makes the plan, and `{launch_of(script, plan)}` starts your script with it"
+        )
     return f"your script trains, and `{launch_of(script, plan)}` starts it on this machine"
 
 

@@ -51,7 +51,7 @@ def run(
 
 def _fixed(file: Path, diagnostics: tuple[Diagnostic, ...], lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
     """Applies fixes to `file` until there are none; returns the diagnostics that are left."""
-    from moec.commands.fixes import apply_fixes
+    from moec.commands.fixes import apply_fixes, in_words
     from moec.driver import check, check_text
 
     try_text = partial(check_text, name=file.name, folder=file.parent, lets=lets)
@@ -60,7 +60,8 @@ def _fixed(file: Path, diagnostics: tuple[Diagnostic, ...], lets: Mapping[str, s
         if not fixed:
             break
         diagnostics = check(file, **lets)
-        print(f"{file}: {fixed} fixed", file=sys.stderr)
+        for fix in fixed:
+            print(f"fixed {in_words(fix)}", file=sys.stderr)
     return diagnostics
 
 

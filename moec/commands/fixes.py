@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moec.commands.replace_file import replace_file
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity
+from moec.grammar.diagnostics.visible import cut, printable
 from moec.grammar.syntax.tokens import lex
 
 SYNTAX, GIVEN_TWICE = "MOE01", "MOE0204"
@@ -18,8 +19,8 @@ Check = Callable[[str], Sequence[Diagnostic]]
 """The diagnostics of a file with another text."""
 
 
-def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | None = None) -> int:
-    """Applies the fixes of `diagnostics` to `file` and to the files that it uses; returns their number.
+def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | None = None) -> list[tuple[Edit, ...]]:
+    """Applies fixes of `diagnostics` to `file` and to the files that it uses; returns those that it applied.
 
     Of two overlapping fixes only the first is applied, and none that would take a comment away. The library and the
     command line are not edited. With `check`, fixes after which `file` would parse worse are left out.
@@ -35,7 +36,7 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
             chosen.setdefault(name, []).append(fix)
             for edit in fix:
                 insort(places, (edit.span.start, edit.span.end))
-    count = 0
+    applied = []
     for name, fixes in chosen.items():
         target = file.parent / name
         source = fixes[0][0].span.source
@@ -43,8 +44,22 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
             fixes = _without_harm(source.text, fixes, before, check)
         if fixes:
             replace_file(target, source.text, edited(source.text, fixes))
-            count += len(fixes)
-    return count
+            applied += fixes
+    return applied
+
+
+def in_words(fix: Sequence[Edit]) -> str:
+    """A line that says what a fix changed and where: "a.moe:3: `hidden_size` → `dim`"."""
+    first = fix[0].span
+    changes = ", ".join(dict.fromkeys(_change(edit) for edit in fix))
+    return f"{printable(first.source.name)}:{first.source.position(first.start)[0]}: {cut(changes)}"
+
+
+def _change(edit: Edit) -> str:
+    before, after = (printable(" ".join(text.split())) for text in (_replaced(edit), edit.text))
+    if not before:
+        return f"`{after}` added"
+    return f"`{before}` → `{after}`" if after else f"`{before}` removed"
 
 
 def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
@@ -65,11 +80,14 @@ def _is_applicable(fix: Sequence[Edit]) -> bool:
 
 
 def _comments(edit: Edit) -> list[str]:
-    span = edit.span
-    replaced = span.source.text[span.start : span.end]
+    replaced = _replaced(edit)
     if "#" not in replaced:
         return []
     return [token.text for token in lex(replaced, comments=True) if token.kind == "COMMENT"]
+
+
+def _replaced(edit: Edit) -> str:
+    return edit.span.source.text[edit.span.start : edit.span.end]
 
 
 MOST_ALONE = 64

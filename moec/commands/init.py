@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from moec.commands.documents import WrittenFile
 from moec.commands.new_file import write_new
@@ -87,5 +88,5 @@ def _require_no_model(file: Path) -> None:
         message = f"`{file.name}` is a model of the library, and this would write the starter file"
         if file.name not in near:
             message = f"`{file.name}` is like a model of the library, and this would write the starter file"
-        help = f"`moec init --from {near[0]}` writes {near[0]}.moe, `moec init {file.name}.moe` the starter file"
+        help = f"`moec init --from {near[0]}` writes {near[0]}.moe, `moec init {quote(file.name)}.moe` the starter file"
         raise DiagnosticError([diagnose("MOE0017", None, message, help=help)])

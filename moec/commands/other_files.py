@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.folder_kinds import kind_of, listed
@@ -21,7 +22,7 @@ def other_file(path: Path) -> tuple[str, str] | None:
         return "a Python script", f"`{launch_of(path)}` starts it on this machine"
     keys = _keys(path)
     if "model_type" in keys or "architectures" in keys:
-        return "a config of Hugging Face", f"`moec import hf {path} -o model.moe` makes a `.moe` file of it"
+        return "a config of Hugging Face", f"`moec import hf {quote(str(path))} -o model.moe` makes a `.moe` file of it"
     if DEEPSPEED & keys:
         help = "`moec init` writes a file to start from; docs/from/deepspeed.md has the words for the config's keys"
         return "a config of DeepSpeed", help
@@ -48,7 +49,7 @@ def plan_here() -> str:
 
 def launch_of(script: Path | str, plan: str = "") -> str:
     """The command that starts a script here."""
-    return f"moec launch {plan or plan_here()} {script} --run"
+    return f"moec launch {quote(plan or plan_here())} {quote(str(script))} --run"
 
 
 def not_moe(path: Path, command: str) -> Diagnostic | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from shlex import quote
 
 from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
@@ -55,10 +56,10 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
     if warning := _whole_vocabulary(spec, degrees.tp):
         lines.append(f"  warning   {warning}")
     if not spec.has_model:
-        lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
+        lines += ["", f"next: `moec verify {quote(str(path))}`, then `moec.layer({str(path)!r})` in your own model"]
     else:
         start = start_command(plan, path)
-        lines += ["", f"next: `moec verify {path}`, then `{start}` with `moec.load({str(path)!r})` in it"]
+        lines += ["", f"next: `moec verify {quote(str(path))}`, then `{start}` with `moec.load({str(path)!r})` in it"]
     return "\n".join(lines)
 
 

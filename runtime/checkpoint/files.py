@@ -8,10 +8,13 @@ from pathlib import Path
 from moec.runtime.errors import JobError
 
 
-def refuse_existing(target: Path) -> None:
-    """Raises `JobError` MOE0803 if there is something at `target`: no checkpoint is overwritten."""
+def refuse_existing(target: Path, also: str = "") -> None:
+    """Raises `JobError` MOE0803 if there is something at `target`: no checkpoint is overwritten.
+
+    `also`: one more way out.
+    """
     if os.path.lexists(target):
-        raise exists(target)
+        raise exists(target, also)
 
 
 def shown(path: Path) -> str:
@@ -20,9 +23,10 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if inside else path)
 
 
-def exists(target: Path) -> JobError:
-    """The error for a checkpoint whose name is in use."""
-    return JobError("MOE0803", f"{shown(target)}: exists", "save under another name, or remove it first")
+def exists(target: Path, also: str = "") -> JobError:
+    """The error for a checkpoint whose name is in use. `also`: one more way out."""
+    ways = filter(None, ("save under another name, or remove it first", also))
+    return JobError("MOE0803", f"{shown(target)}: exists", "; ".join(ways))
 
 
 def unwritable(path: Path, error: OSError, rank: str = "") -> JobError:

@@ -25,6 +25,7 @@ from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.job.mean_losses import warn_of_mean
 from moec.runtime.job.module import ModelOutput, PlanModule
+from moec.runtime.job.unshifted_labels import warn_of_unshifted
 from moec.runtime.job.watch import collective
 from moec.runtime.ops.dense_collectives import all_reduce
 
@@ -124,6 +125,8 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; returns the global loss, detached."""
     agreed, look, num_labels, num_tokens = _begin(job, model, step)
     _warn_of_evaluation(model)
+    if not step.has_custom_loss:
+        warn_of_unshifted(model, step.tokens, step.labels)
     total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:
         total = _count(job, step, None, step.inputs)

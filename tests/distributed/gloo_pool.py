@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 STACK_SECONDS = 0.5
 """How long a hung worker gets to write its stack."""
@@ -261,16 +262,20 @@ def _collect_seldom() -> None:
 
 
 MOST_THREADS = 40
-"""A worker collects garbage from so many threads on."""
+"""A worker frees the process groups of earlier tasks from so many threads on."""
 
 
 def _let_groups_go() -> None:
-    """Frees the process groups of earlier tasks, which wait in cycles for the garbage collector.
+    """Frees the process groups of earlier tasks: they wait in cycles for the garbage collector, or are in meshes that
+    torch's caches of layouts keep.
 
     Each has threads that look for messages a hundred times a second: those of a hundred groups took both cores.
     """
-    if sys.platform == "linux" and len(os.listdir("/proc/self/task")) > MOST_THREADS:
-        gc.collect()
+    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) <= MOST_THREADS:
+        return
+    gc.collect()
+    for mesh in (each for each in gc.get_objects() if type(each) is DeviceMesh):
+        getattr(mesh, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
 
 
 def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
@@ -278,6 +283,7 @@ def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
         task = _unpack(packed)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "the labels of job.step are its tokens")  # as in pyproject.toml
             _enter(task)
             entered()
             return _pack(task.function(*task.arguments))

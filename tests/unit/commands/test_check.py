@@ -74,7 +74,9 @@ def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
     starter.write_text(bad)
     ran = moec("check", "--fix", "model.moe")
     assert (ran.status, starter.read_text()) == (0, good)
-    assert "fixed" in ran.err
+    lines = ran.err.splitlines()
+    assert re.fullmatch(r"fixed model\.moe:\d+: `lett` → `let`", lines[0])
+    assert len(lines) == 11  # in some slips two names were misspelt
 
 
 def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:

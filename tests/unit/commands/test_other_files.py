@@ -73,7 +73,8 @@ def test_a_plan_behind_the_script_is_put_before_it(moec: Run, folder: Path, argu
 def test_a_file_to_compile_first_keeps_its_script(moec: Run, starter: Path) -> None:
     ran = moec("launch", "model.moe", "a.py", "{x}", "--slurm", "--json")
     (found,) = json.loads(ran.err)
-    assert found["help"] == "compile it first: `moec compile model.moe`, then `moec launch model.plan a.py {x} --slurm`"
+    then = "`moec launch model.plan a.py '{x}' --slurm`"
+    assert found["help"] == f"compile it first: `moec compile model.moe`, then {then}"
 
 
 @pytest.mark.parametrize("name", ["first.plan", "train.py", "100", "config.json"])

@@ -54,6 +54,12 @@ SURE = {
         "a range includes its last layer: write `0..1`",
         "layers 0..1 {",
     ),
+    "a slice in brackets": (
+        "layers {",
+        "layers[0:2] {",
+        "a range includes its last layer: write `0..1`",
+        "layers 0..1 {",
+    ),
     "terms in braces": (
         "[switch_loss(0.01)]",
         "{switch_loss: 0.01}",
@@ -219,6 +225,36 @@ WORDS = {
         "found a text",
         "without quotes: `switch_loss(…)`",
     ),
+    "a number times a width": (
+        "8 * swiglu(128)",
+        "8x128",
+        "expected a product such as `8 * swiglu(14_336)` or a list of these, found a number",
+        "a product has a `*`: write `8 * swiglu(128)`",
+    ),
+    "experts in braces": (
+        "8 * swiglu(128)",
+        "{type: swiglu, num: 8, hidden: 128}",
+        "settings in braces",
+        "experts are a product: write `8 * swiglu(128)`",
+    ),
+    "an optimizer in braces behind a colon": (
+        "optimizer = adamw(lr = 1e-4)",
+        "optimizer: {type: adamw, lr: 1e-4}",
+        "settings in braces",
+        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`; its defaults are",
+    ),
+    "a unit of bits behind a blank": (
+        "size = 4",
+        "size = 4; bandwidth = 450 Gb/s",
+        "expected `}` or the end of the line, found `Gb`",
+        "a unit comes right after its number: `450Gb/s`",
+    ),
+    "a kind of experts as a switch": (
+        "topk(2)",
+        "topk(2); swiglu = true",
+        "`swiglu` is not known here",
+        "it belongs in `experts = 8 * swiglu(WIDTH)`; `experts` is given already: say it there",
+    ),
     "no balance": ("[switch_loss(0.01)]", "none", "", "for none, leave `balance` out"),
     "all layers by their number": (
         "layers {",
@@ -258,6 +294,13 @@ def test_constants_may_be_named_like_words_of_python() -> None:
 
 
 NOT_READ = {
+    "a comment inside of a text": ('"m"', "'m /* x */ // y'", '"m /* x */ // y"'),
+    "an optimizer's class with other defaults": ("adamw(", "AdamW(", "AdamW("),
+    "one with the defaults that differ": (
+        "adamw(lr = 1e-4)",
+        "AdamW(lr = 1e-4, beta2 = 0.999, weight_decay = 0.01)",
+        "adamw(lr = 1e-4, beta2 = 0.999, weight_decay = 0.01)",
+    ),
     "a division by a name": ("dim = 64", "dim = 128 // heads\n", "dim = 128 // heads\n"),
     "a comment that is not closed": ("train {", "/* training\ntrain {", "/* training\ntrain {"),
     "a blank in a number": ("swiglu(128)", "swiglu(4 096)", "swiglu(4 096)"),

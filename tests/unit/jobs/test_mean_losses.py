@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import moec
 from moec.runtime.errors import JobError
 
-LABELS = TOKENS.clone()
+LABELS = TOKENS.flip(0)
 LABELS[0, :5] = -100
 VALID = LABELS != -100
 WORDS = r"the function `{}` of job.step gives a mean.*`reduction='sum'`.*`count=`"

@@ -62,13 +62,13 @@ def test_a_step_in_evaluation_warns_once_per_model(monkeypatch: pytest.MonkeyPat
         model = job.build().eval()
         other = copy.deepcopy(model)
         with pytest.warns(UserWarning, match=r"job.step trains a model in eval\(\).*`model.train\(\)`") as caught:
-            job.step(model, TOKENS, TOKENS)
+            job.step(model, TOKENS, TOKENS + 1)
         assert [warning.filename for warning in caught] == [__file__]
-        job.step(model, TOKENS, TOKENS)
+        job.step(model, TOKENS, TOKENS + 1)
         with warnings.catch_warnings(record=True) as second:
             warnings.simplefilter("always")
             monkeypatch.setenv("RANK", "1")
-            job.step(other, TOKENS, TOKENS)
+            job.step(other, TOKENS, TOKENS + 1)
         assert second == []
 
 
@@ -77,7 +77,7 @@ def test_a_step_in_training_does_not_warn() -> None:
         model = job.build()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            job.step(model, TOKENS, TOKENS)
+            job.step(model, TOKENS, TOKENS + 1)
 
 
 def test_numbers_of_micro_batches_are_integers() -> None:
