@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Label, Severity
@@ -22,8 +22,7 @@ SHOWN_HOPS = 4
 Lets = Mapping[str, str | int | float]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The result of loading a file. `spec` is None exactly if a diagnostic is an error."""
 
     spec: Spec | None
@@ -101,7 +100,7 @@ def _led_to(found: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:
         labels.append(Label(span=span, message="the file is used here"))
     if len(labels) > SHOWN_HOPS:
         labels = [*labels[: SHOWN_HOPS - 1], labels[-1]]
-    return replace(found, labels=(*found.labels, *labels)) if labels else found
+    return found._replace(labels=(*found.labels, *labels)) if labels else found
 
 
 def _failed(diagnostics: list[Diagnostic]) -> bool:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.spec.base import Bound, Doc, Node, NotYet, Reference, Unit, Word, field_types
 
 
-@dataclass(frozen=True, slots=True)
-class NumberKind:
+class NumberKind(NamedTuple):
     """A number: `whole` or not, in `unit` ("" for none), within bounds; `exact`: as a fraction, not a float."""
 
     whole: bool
@@ -26,48 +24,41 @@ class NumberKind:
     exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class TextKind:
     """A text in quotes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WordKind:
+class WordKind(NamedTuple):
     """One of several words; `values` maps each to its Python value."""
 
     values: dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class CallKind:
+class CallKind(NamedTuple):
     """A call of one of these models, by the word it is written by."""
 
     classes: dict[str, type[Node]]
 
 
-@dataclass(frozen=True, slots=True)
-class ProductKind:
+class ProductKind(NamedTuple):
     """`first * second`, the two fields of `cls`."""
 
     cls: type[Node]
 
 
-@dataclass(frozen=True, slots=True)
-class ListKind:
+class ListKind(NamedTuple):
     """`[a, b]` of values of any of `items`."""
 
     items: tuple[Kind, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceKind:
+class ReferenceKind(NamedTuple):
     """The name of a block that is declared elsewhere."""
 
     block: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKind:
+class BlockKind(NamedTuple):
     """A block `word { … }` inside this one; `many` if it may occur more than once."""
 
     cls: type[Node]
@@ -77,8 +68,7 @@ class BlockKind:
 Kind = NumberKind | TextKind | WordKind | CallKind | ProductKind | ListKind | ReferenceKind | BlockKind
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """One field of a node: `name` in Python, `word` in a file. `not_yet`: which of it nothing here compiles."""
 
     name: str

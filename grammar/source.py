@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,15 @@ class Source:
         return self.text[start : end if end >= 0 else len(self.text)].rstrip("\r")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Characters `start` to `end` (exclusive) of a source."""
 
-    source: Source = field(repr=False)
+    source: Source
     start: int
     end: int
+
+    def __repr__(self) -> str:  # without the source's text
+        return f"Span({self.source.name}, {self.start}, {self.end})"
 
     @property
     def line(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from typing import NamedTuple
 
 LARGEST_WHOLE = 2**63 - 1
 LONGEST_EXPONENT = 9  # its digits
@@ -14,8 +14,7 @@ _LARGEST = 2.0**128 - 2.0**120  # of bf16
 _SMALLEST = 2.0**-150  # rounds to 0 in float32
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """A unit as `factor` base units of its dimension. The dimension "" is a plain number."""
 
     dimension: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from numbers import Integral, Real
 
 from moec.grammar.diagnostics import Diagnostic
@@ -60,12 +59,12 @@ def as_arguments(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
 
 
 def _as_argument(found: Diagnostic) -> Diagnostic:
-    labels = tuple(replace(label, span=_renamed(label.span)) for label in found.labels)
-    renamed = replace(found, span=_renamed(found.span) if found.span else None, labels=labels)
+    labels = tuple(label._replace(span=_renamed(label.span)) for label in found.labels)
+    renamed = found._replace(span=_renamed(found.span) if found.span else None, labels=labels)
     if found.code != "MOE0213" or renamed.span is None:
         return renamed
     name = renamed.span.source.text[renamed.span.start : renamed.span.end]
-    return replace(renamed, message=f"no file that was read declares `{name}`", help=_help(name, found.help))
+    return renamed._replace(message=f"no file that was read declares `{name}`", help=_help(name, found.help))
 
 
 def _help(name: str, help: str) -> str:

@@ -7,7 +7,6 @@ import os
 import sys
 import sysconfig
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -62,8 +61,8 @@ def located(diagnostics: tuple[Diagnostic, ...], trace: TracebackType | None) ->
         return diagnostics
     first, *others = diagnostics
     if first.span is None:
-        return replace(first, span=place), *others
-    return replace(first, labels=(*first.labels, Label(span=place, message="from this call"))), *others
+        return first._replace(span=place), *others
+    return first._replace(labels=(*first.labels, Label(span=place, message="from this call"))), *others
 
 
 def in_script(error: DiagnosticError, trace: TracebackType | None) -> tuple[Diagnostic, ...]:

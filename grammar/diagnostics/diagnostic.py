@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from moec.grammar.diagnostics.visible import printable
 from moec.grammar.source import Span
@@ -17,24 +17,21 @@ class Severity(StrEnum):
     WARNING = "warning"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
+class Label(NamedTuple):
     """A further place that a diagnostic points at, with the reason."""
 
     span: Span
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(NamedTuple):
     """Replaces `span` by `text`: a fix that a tool may apply without asking."""
 
     span: Span
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnostic:
+class Diagnostic(NamedTuple):
     """One thing wrong with what the user wrote.
 
     `code` is stable (`MOE0311`); `title` names the broken rule; `message`, under the primary span, says how this value

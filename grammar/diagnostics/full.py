@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 from unicodedata import category, east_asian_width
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, place_of
@@ -33,8 +33,7 @@ _HELP = "help: "
 _Painter = Callable[[str, str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """A mark and message under a part of one line."""
 
     span: Span

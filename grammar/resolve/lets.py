@@ -7,7 +7,6 @@ recursion.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.numbers import compute, is_arithmetic
@@ -54,7 +53,7 @@ def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str 
         own = (value.span.source.text,) if name in replaced else ()
         used = (part.text for _, part in _parts(value) if isinstance(part, Name) and part.text in scope.lets)
         texts = tuple(dict.fromkeys((*own, *(text for part in used for text in scope.lets[part].overrides))))
-        scope.lets[name] = replace(constant, overrides=texts) if texts else constant
+        scope.lets[name] = constant._replace(overrides=texts) if texts else constant
 
 
 def _overrides(

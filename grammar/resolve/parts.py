@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
@@ -13,8 +14,7 @@ from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Expression, String
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """The value of one field. `name` is where the field is named, for "first given here"."""
 
     value: object

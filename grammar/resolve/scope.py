@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from typing import Final
+from typing import Final, NamedTuple
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label
@@ -31,8 +31,7 @@ class Quantity:
     dimension: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(NamedTuple):
     """The value of a `let`. `place` is the place of its value, or the `--let` that overrides it.
 
     `overrides` are the texts of the `--let`s that have a part in it, its own or those of the constants that it uses.
@@ -46,8 +45,7 @@ class Constant:
     overrides: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A value as written, with `let`s replaced, but with the span of its use."""
 
     value: Expression | Broken

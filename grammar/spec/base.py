@@ -10,10 +10,9 @@ pydantic's import, half of the time that `moec check` may take, to those who nee
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform, get_origin
 
 from moec.grammar.source import Span
 from moec.grammar.units import LARGEST_WHOLE
@@ -139,8 +138,7 @@ _ANNOTATIONS: dict[type[Node], dict[str, Any]] = {}
 # ---- what an annotation can say besides its type ---------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """A lower or upper bound of a number: `name` is its wording, as in `at least 1`; `code` is its diagnostic's."""
 
     name: Literal["at least", "more than", "at most", "less than"]
@@ -190,15 +188,13 @@ def less_than(limit: int) -> Bound:
     return Bound("less than", limit)
 
 
-@dataclass(frozen=True)
-class Doc:
+class Doc(NamedTuple):
     """What a field means, in one phrase."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class NotYet:
+class NotYet(NamedTuple):
     """Marks a field that moec cannot compile yet, or only its `words` or lists. `help` suggests an alternative.
 
     `numbers`: without it the model computes other numbers; else only speed and memory differ.
@@ -210,21 +206,18 @@ class NotYet:
     numbers: bool = False
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """The word that a field is written by, where Python does not allow it as a name."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """The dimension that a number in a field has; the resolver converts to the base unit."""
 
     name: str  # "bytes", "bytes/s", "s", "FLOP/s"
 
 
-@dataclass(frozen=True)
 class AsWritten:
     """A fraction that arithmetic must not round, such as what a count is multiplied by before it is rounded up.
 
@@ -247,14 +240,12 @@ class AsWritten:
         return fraction
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """A field that takes the name of a block declared elsewhere, of this kind."""
 
     kind: str  # "device", "cluster", "layer"
 
 
-@dataclass(frozen=True)
 class Plain:
     """A text that can be written between quotes, which know no escapes."""
 

@@ -6,126 +6,146 @@ flat, however long, so recursion over a tree is safe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moec.grammar.source import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Syntax:
+    """What all nodes share. Written once rather than generated for each, which took half of this module's import."""
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._said() == other._said()
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self._said()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._said()))})"
+
+    def _said(self) -> tuple[object, ...]:
+        """The values of all fields but the span."""
+        return tuple(getattr(self, name) for name in self.__match_args__ if name != "span")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Number(Syntax):
     """A number as written, with the unit behind it: `32_000`, `1e-5`, `450GB/s`."""
 
     text: str
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class String:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class String(Syntax):
     """Text between double quotes; there are no escapes."""
 
     value: str
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Name(Syntax):
     """A bare word: a `let`, or a word of the schema (`bf16`, `true`, `dropless`)."""
 
     text: str
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Sequence(Syntax):
     """`[a, b]`."""
 
     items: tuple[Expression, ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Range(Syntax):
     """`first..last` or `first..last step n`; the last one belongs to it."""
 
     first: Expression
     last: Expression
     step: Expression | None
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Argument(Syntax):
     """One argument of a call; positional ones have no name."""
 
     name: Name | None
     value: Expression
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Call(Syntax):
     """`name(a, b, key = c)`."""
 
     name: Name
     arguments: tuple[Argument, ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Negative:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Negative(Syntax):
     """`-operand`."""
 
     operand: Expression
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Operation(Syntax):
     """`first op operand op operand …` from left to right; all ops are `+ -`, or all are `* /`."""
 
     first: Expression
     rest: tuple[tuple[str, Expression], ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
 Expression = Number | String | Name | Sequence | Range | Call | Negative | Operation
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Use(Syntax):
     """`use "path"`."""
 
     path: String
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Let:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Let(Syntax):
     """`let name = value`."""
 
     name: Name
     value: Expression
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Assignment(Syntax):
     """`name = value`."""
 
     name: Name
     value: Expression
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Block(Syntax):
     """`kind "label" selector { body }`."""
 
     kind: Name
     label: String | None
     selector: Expression | None
     body: tuple[Statement, ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
     @property
     def head(self) -> Span:
@@ -133,20 +153,20 @@ class Block:
         return self.kind.span.to((self.selector or self.label or self.kind).span)
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Bad(Syntax):
     """Text that did not parse and has a diagnostic; `body` where the text was the head of a block."""
 
     body: tuple[Statement, ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span
 
 
 Statement = Use | Let | Assignment | Block | Bad
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class File(Syntax):
     """A whole file."""
 
     body: tuple[Statement, ...]
-    span: Span = field(compare=False, repr=False)
+    span: Span

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
@@ -11,8 +11,7 @@ from moec.passes.place.near_rules import near_problems
 from moec.passes.place.stated_degrees import Mixtures, divisors, mixtures_of, number_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertDegrees:
+class ExpertDegrees(NamedTuple):
     """The expert degrees of some layers: one factorisation of the ranks, and so one mesh.
 
     `stated` says whether the file gives this `ep` for all of these layers; `edp` is ranks / `ep`.
@@ -24,8 +23,7 @@ class ExpertDegrees:
     stated: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
+class Degrees(NamedTuple):
     """The degree of every axis, and whether the file states it. `experts` is in the order of the layers."""
 
     ranks: int

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
@@ -13,8 +12,7 @@ if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute
 
 
-@dataclass(frozen=True, slots=True)
-class Stated:
+class Stated(NamedTuple):
     """An `ep` that the file states, and its span."""
 
     ep: int
