@@ -95,12 +95,15 @@ def launch(
             "--run prints what the script prints, and takes a free port: leave out --json, --host and --port"
         )
     from moec.commands.launch import make_launch
+    from moec.commands.stale import warn_if_stale
     from moec.driver import load
 
     _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
+    loaded = load(plan)
+    warn_if_stale(plan, loaded)
     made = make_launch(
-        load(plan),
+        loaded,
         plan,
         script,
         nodes=nodes,

@@ -1,0 +1,38 @@
+"""A plan whose `.moe` file has changed since it was compiled: a warning where both lie beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+
+from moec.codegen.plan import Plan
+from moec.commands.output import show
+from moec.grammar.diagnostics import Diagnostic, Severity
+from moec.grammar.folder_kinds import PLAN
+
+
+def warn_if_stale(path: Path, plan: Plan) -> None:
+    """Prints the warning of `stale` to stderr."""
+    if found := stale(path, plan):
+        show([found], "full")
+
+
+def stale(path: Path, plan: Plan) -> Diagnostic | None:
+    """MOE0605 where `first.moe`, beside the plan `first.plan`, is newer and describes another model or cluster.
+
+    A file that only was copied or has other comments says nothing else. One whose `let`s the plan has other values of
+    is compared only if it is newer.
+    """
+    from moec.grammar.diagnostics.codes import diagnose
+    from moec.grammar.load import load_file
+
+    file = path.with_suffix(".moe")
+    try:
+        is_newer = path.suffix == ".plan" and file.stat().st_mtime_ns > (path / PLAN).stat().st_mtime_ns
+    except OSError:
+        return None
+    if not is_newer or load_file(file).spec == plan.spec:
+        return None
+    message = f"`{file}` has changed since `{path}` was compiled"
+    help = f"`moec compile {quote(str(file))}` compiles it again; nothing to do if the older plan is meant"
+    return diagnose("MOE0605", None, message, help=help, severity=Severity.WARNING)

@@ -1,0 +1,52 @@
+"""`moec launch` and `moec verify` warn where the file has changed since its plan was compiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from running import Run
+
+SAID = "warning[MOE0605]: the file is newer than its plan\n  `model.moe` has changed since `model.plan` was compiled"
+
+
+def newer(file: Path) -> None:
+    later = file.stat().st_mtime + 60
+    os.utime(file, (later, later))
+
+
+@pytest.fixture
+def compiled(moec: Run, starter: Path) -> Path:
+    assert moec("compile", "model.moe").status == 0
+    return starter
+
+
+def test_a_changed_file_warns_and_the_plan_is_used(moec: Run, compiled: Path) -> None:
+    compiled.write_text(compiled.read_text().replace("topk(2", "topk(1"))
+    newer(compiled)
+    ran = moec("launch", "model.plan", "train.py")
+    assert (ran.status, ran.err.startswith(SAID)) == (0, True)
+    assert "`moec compile model.moe` compiles it again" in ran.err
+    assert ran.out.startswith("torchrun ")
+
+
+def test_a_file_that_no_longer_parses_warns_too(moec: Run, compiled: Path) -> None:
+    compiled.write_text("model {")
+    newer(compiled)
+    assert moec("launch", "model.plan", "train.py").err.startswith(SAID)
+
+
+@pytest.mark.parametrize("change", ["", "# a comment\n"])
+def test_a_file_that_says_the_same_does_not(moec: Run, compiled: Path, change: str) -> None:
+    compiled.write_text(change + compiled.read_text())
+    newer(compiled)
+    assert moec("launch", "model.plan", "train.py").err == ""
+
+
+def test_an_older_file_or_none_does_not(moec: Run, compiled: Path) -> None:
+    compiled.write_text(compiled.read_text().replace("topk(2", "topk(1"))
+    os.utime(compiled, (1, 1))
+    assert moec("launch", "model.plan", "train.py").err == ""
+    compiled.unlink()
+    assert moec("launch", "model.plan", "train.py").err == ""
