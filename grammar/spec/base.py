@@ -12,7 +12,18 @@ import math
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_origin,
+)
 
 from moec.grammar.source import Span
 from moec.grammar.units import LARGEST_WHOLE
@@ -106,10 +117,34 @@ class Node:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if self.given(name))
         return f"{type(self).__name__}({shown})"
 
+    if not TYPE_CHECKING:  # a type checker would take every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # Python and tools ask for these
+                raise AttributeError(name)
+            from moec.grammar.suggest import advice
+
+            cls = type(self)
+            words = f"{cls.__name__} has no {name}: {advice(name, field_names(cls))}"
+            raise AttributeError(words, name=name, obj=self)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), dict(self.__dict__), self._given, dict(self._spans))
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen: use replace({name}=…)")
 
     __delattr__ = __setattr__  # type: ignore[assignment]
+
+
+def _rebuilt(cls: type[Node], values: Mapping[str, object], given: frozenset[str], spans: Mapping[str, Span]) -> Node:
+    """A node from what `__reduce__` gives, for processes that a script starts."""
+    node = cls.__new__(cls)
+    node._hold(values, given, spans)
+    return node
 
 
 def field_names(cls: type[Node]) -> tuple[str, ...]:

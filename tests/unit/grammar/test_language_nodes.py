@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import FrozenInstanceError
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from models import moe_plan
+
 from moec.grammar import Source, Span
 from moec.grammar.spec import Rope, Zipf
+from moec.grammar.syntax.tree import Name, Number
 
 SOURCE = Source("m.moe", "a = 1\r\nbé = 2\n")
 
@@ -31,3 +39,29 @@ def test_positions_count_from_one() -> None:
     assert SOURCE.position(7) == (2, 1)
     assert SOURCE.position(len(SOURCE.text)) == (3, 1)
     assert (SOURCE.line(1), SOURCE.line(2), SOURCE.line(3)) == ("a = 1", "bé = 2", "")
+
+
+def test_a_name_that_a_node_does_not_have_comes_with_those_it_has() -> None:
+    with pytest.raises(AttributeError, match=r"Rope has no thet: did you mean `theta`\? allowed here: .*theta"):
+        _ = Rope().thet  # type: ignore[attr-defined]
+    assert not hasattr(Rope(), "_theta")
+
+
+def test_a_plan_goes_to_other_processes_and_into_copies() -> None:
+    plan = moe_plan()
+    for other in (ForkingPickler.loads(ForkingPickler.dumps(plan)), copy.deepcopy(plan)):
+        assert other.spec == plan.spec
+        assert other.spec.model.span("dim") == plan.spec.model.span("dim")
+        assert other.spec.train.given("batch")
+        with pytest.raises(AttributeError, match="frozen"):
+            other.spec.model.dim = 4
+
+
+def test_nodes_of_the_syntax_are_equal_wherever_they_stand() -> None:
+    one, other = Number("8", Span(SOURCE, 0, 1)), Number("8", Span(SOURCE, 4, 5))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Name("8", one.span)
+    assert repr(one) == "Number('8')"
+    with pytest.raises(FrozenInstanceError):
+        one.text = "9"  # type: ignore[misc]
