@@ -28,7 +28,7 @@ from moec.runtime.job.watch import collective
 from moec.runtime.uncaught import script_line
 
 MODES = ("all", "first", "none")
-MOST_COUNTS = 4
+MOST_COUNTS = 6
 MAX_WORDS = 1000
 """Characters of a complaint that other ranks receive."""
 MAX_LINE = 200

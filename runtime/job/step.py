@@ -20,6 +20,7 @@ from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
+from moec.runtime.job.equal_batches import mark_of, warn_of_equal
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
@@ -194,13 +195,15 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
     given = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
-    totals = job.checks.require(
+    mark = mark_of(model, step.tokens, job.data_size) if complaint is None else 0
+    *totals, marks, squares = job.checks.require(
         "start of a step",
         complaint,
         *matching,
         inputs=inputs,
-        counts=(int(users_code), given, *counts),
+        counts=(int(users_code), given, *counts, mark, mark**2),
     )
+    warn_of_equal(mark, marks, squares, job.world_size, job.data_size)
     agreed, tp = totals[0] == 0, job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same sequences
     job.count_tokens(given, totals[1] // tp)
     if on_host:
