@@ -60,7 +60,8 @@ _MODEL = (
     Row("num_hidden_layers:hf num_layers:hf,mg,ds n_layer:hf n_layers:hf,tt nlayers:ot", "model.depth", "depth = {}", "32"),
     Row("vocab_size:hf,tt,mg padded_vocab_size:mg n_vocab:hf vocabulary_size:ot", "model.vocab", "vocab = {}", "32_000"),
     Row("max_position_embeddings:hf,mg n_positions:hf n_ctx:hf max_seq_len:tt context_length:hf block_size:hf", "model.context", "context = {}", "4096"),
-    Row("torch_dtype:hf params_dtype:mg training_dtype:tt param_dtype:ot compute_dtype:ot precision:pl", "model.dtype", "dtype = {}", "bf16"),
+    Row("torch_dtype:hf params_dtype:mg training_dtype:tt param_dtype:ot compute_dtype:ot", "model.dtype", "dtype = {}", "bf16"),
+    Row("precision:pl", "model.dtype", "dtype = bf16", "", "that is Lightning's `bf16-mixed`; `fp32` is its `32-true`, and moec does not train in fp16 yet"),
     Row("amp:ds autocast:pt mixed_precision:hf", "model.dtype", "dtype = {}", "bf16", "parameters and optimizer stay fp32 beside it: `master = fp32` in `train`", but=_off("write `dtype = fp32` in `model`: bf16 is the default", no="write `dtype = fp32` in `model`: bf16 is the default", fp16="moec does not train in fp16 yet: write `dtype = bf16` in `model`", **dict.fromkeys(("true", "yes", "on"), "write `dtype = bf16` in `model`, or leave it out: that is the default"))),
     Row("rms_norm_eps:hf rms_eps:ot", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", convert=True),
     Row("layernorm_epsilon:mg norm_epsilon:mg norm_eps:tt", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "`layer_norm(eps = …)` where the norm has a mean and a bias"),
@@ -107,7 +108,7 @@ _OF_MIXTURES = (
     Row("hidden_act:hf activation_function:hf activation_func:mg hidden_activation:hf ffn_activation:hf activation:ot act:ot act_fn:ot", "model.layers.ffn", "ffn = swiglu(14_336)", "", "the activation is the word of the call: `swiglu` for a gated `silu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`"),
     Row("num_experts:hf,mg,ds,tt num_local_experts:hf n_routed_experts:hf,tt num_moe_experts:mg moe_num_experts:hf n_experts:hf num_global_experts:tu expert_num:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "the width of one expert stands after the number"),
     Row("num_expert:fm num_experts_per_device:tu count_per_node:tu num_local_expert:fm", f"{_MOE}.experts.count", "experts = 8 * swiglu(14_336)", "", "the number is that of all experts of a layer, not of one device's; `ep` says over how many ranks they lie"),
-    Row("num_experts_per_tok:hf top_k:ds,fm,tt moe_router_topk:mg router_topk:ot num_active_experts:ot active_experts:ot moe_top_k:fm moe_topk:mg num_experts_per_token:hf experts_per_token:hf num_selects:hf moe_k:hf", f"{_GATE}.k", "gate = topk({})", "2", "`gate = topk({}, normalize = true)` where the weights of a token's choices add to 1, as in Mixtral"),
+    Row("num_experts_per_tok:hf top_k:ds,fm,tt moe_router_topk:mg router_topk:ot num_active_experts:ot active_experts:ot moe_top_k:fm moe_topk:mg num_experts_per_token:hf experts_per_token:hf num_selects:hf moe_k:hf", f"{_GATE}.k", "gate = topk({})", "2", "`gate = topk({}, normalize = true)` where the weights of a token's choices add to 1, as in Mixtral and in DeepSpeed's and Megatron's top 2"),
     Row("norm_topk_prob:hf normalize_gate:tu route_norm:tt moe_router_norm_topk_prob:mg", f"{_GATE}.normalize", "gate = topk(2, normalize = {})", "true"),
     Row("scoring_func:hf score_func:tt moe_router_score_function:mg score_function:ot", f"{_GATE}.score", "gate = topk(2, score = {})", "sigmoid"),
     Row("routed_scaling_factor:hf route_scale:tt moe_router_topk_scaling_factor:mg", f"{_GATE}.scale", "gate = topk(2, scale = {})", "2.5"),
@@ -123,7 +124,7 @@ _OF_MIXTURES = (
     Row("batch_prioritized_routing:tu", f"{_MOE}.gate", "gate = batch_priority(2)", "", but=_off()),
     Row("router:hf,tt", f"{_MOE}.gate", "gate = topk(2)", "", "other gates are `switch`, `expert_choice`, `soft`, …: `moec explain gate`"),
     Row("gate_type:tu moe_router_type:mg router_type:hf", f"{_MOE}.gate", "gate = topk(2)", ""),
-    Row("capacity_factor:ds,tu,fm", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "`factor(…, min = 4)` for DeepSpeed's default `min_capacity`; Tutel counts otherwise: docs/from/tutel.md", but=_off("leave it out: without a capacity no token is dropped")),
+    Row("capacity_factor:ds,tu,fm", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "`factor(…, min = 4)` for DeepSpeed's default `min_capacity`, which counts a rank's tokens (`group = rank`), as Megatron does; Tutel counts otherwise: docs/from/tutel.md", but=_off("leave it out: without a capacity no token is dropped")),
     Row("moe_expert_capacity_factor:mg expert_capacity_factor:hf moe_train_capacity_factor:ds", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", convert=True, but=_off("leave it out: without a capacity no token is dropped")),
     Row("eval_capacity_factor:ds moe_eval_capacity_factor:ds", f"{_MOE}.capacity.factor.eval", "capacity = factor(1.25, eval = {})", "2.0"),
     Row("min_capacity:ds moe_min_capacity:ds", f"{_MOE}.capacity.factor.min", "capacity = factor(1.25, min = {})", "4"),
@@ -151,7 +152,9 @@ _OF_MIXTURES = (
     Row("mlp_only_layers:hf", "model.layers.ffn", "layers [0, 5] { ffn = swiglu(18_432) }", "", "a later `layers` block replaces what it names", but=_off()),
 )
 
-ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, and PyTorch's are 0.999 and 0.01"
+ADAMW_DIFFERS = frozenset(("beta2", "weight_decay"))
+"""Arguments of `adamw` whose defaults are others elsewhere."""
+ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, PyTorch's are 0.999 and 0.01, DeepSpeed's 0.999 and 0"
 
 _TRAINING = (
     Row("seq_len:hf,tt seq_length:mg,ds sequence_length:hf max_length:hf max_seq_length:hf seqlen:ot max_len:ot", "train.sequence", "sequence = {}", "4096"),
@@ -169,10 +172,10 @@ _TRAINING = (
 )
 
 _PARALLEL = (
-    Row("tensor_model_parallel_size:mg tensor_parallel_degree:tt tensor_parallel_size:hf,ds tensor_parallel:ot tp_size:hf,ds", "parallel.tp", "tp = {}", "2"),
-    Row("expert_model_parallel_size:mg expert_parallel_degree:tt expert_parallel_size:hf,ds expert_parallel:ot ep_size:ds moe_expert_parallel_size:ds", "parallel.ep", "ep = {}", "8"),
-    Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:hf pipeline_parallel:ot pp_size:ds", "parallel.pp", "pp = {}", "2"),
-    Row("context_parallel_size:mg context_parallel:ot context_parallel_degree:tt cp_size:mg", "parallel.cp", "cp = {}", "2"),
+    Row("tensor_model_parallel_size:mg tensor_parallel_degree:tt tensor_parallel_size:hf,ds tensor_parallel:ot tp_size:hf,ds", "parallel.tp", "tp = {}", "2", but={"true": "write its degree, `tp = 2`"}),
+    Row("expert_model_parallel_size:mg expert_parallel_degree:tt expert_parallel_size:hf,ds expert_parallel:ot ep_size:ds moe_expert_parallel_size:ds", "parallel.ep", "ep = {}", "8", but={"true": "write its degree, `ep = 8`"}),
+    Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:hf pipeline_parallel:ot pp_size:ds", "parallel.pp", "pp = {}", "2", but={"true": "write its degree, `pp = 2`"}),
+    Row("context_parallel_size:mg context_parallel:ot context_parallel_degree:tt cp_size:mg", "parallel.cp", "cp = {}", "2", but={"true": "write its degree, `cp = 2`"}),
     Row("expert_tensor_parallel_size:mg expert_tensor_parallel_degree:tt", "parallel.etp", "etp = {}", "2"),
     Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", "", but=_off()),
     Row("data_parallel_size:mg,ds dp_size:ds data_parallel:mg", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
@@ -187,7 +190,7 @@ _PARALLEL = (
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "node" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "rail" { size = {} }', "4", 'after `level "node" { size = 8 }`, which joins the devices of a node; with `from = dgx_h100` it is `nodes = …`'),
-    Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", 'the ranks are declared: `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a cluster there is one'),
+    Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", 'leave it out: the ranks are declared, `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a cluster there is one'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),

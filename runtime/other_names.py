@@ -39,8 +39,9 @@ VERIFY: Mapping[str, str] = dict.fromkeys(("atol", "eps", "rtol", "threshold", "
 """Arguments of `moec.verify`."""
 
 TOKENS = (
-    "tokens and labels come by position, and labels are the next tokens: `ids = batch['input_ids']`, then "
-    "`job.step(model, ids[:, :-1], ids[:, 1:])`; moec does not shift them as Hugging Face's models do"
+    "tokens and labels come by position, and labels are the next tokens: `ids, labels = batch['input_ids'], "
+    "batch['labels']`, then `job.step(model, ids[:, :-1], labels[:, 1:])`; moec does not shift them as Hugging Face's "
+    "models do"
 )
 MICROBATCHES = (
     "give all of this rank's part of the batch at once: `microbatches=4` cuts it into 4; `optimizer.step()` comes "
@@ -56,8 +57,8 @@ STEP: Mapping[str, str] = {
     "gradient_accumulation_steps": MICROBATCHES,
     "grad_accum": MICROBATCHES,
     "input_ids": TOKENS,
-    "labels": "labels are the next tokens, which moec does not shift: `job.step(model, ids[:, :-1], ids[:, 1:])`; -100 "
-    "is ignored",
+    "labels": "labels are the next tokens, which moec does not shift: `job.step(model, ids[:, :-1], labels[:, 1:])`, "
+    "where `labels` are the ids, or -100 where ignored",
     "loss_fn": LOSS,
     "loss_mask": "a label of -100 is ignored",
     "max_grad_norm": CLIP,

@@ -135,7 +135,7 @@ CODES: dict[str, str] = {
     "MOE0602": "this plan has another format",
     "MOE0603": "the output would replace something that is not a plan",
     "MOE0604": "the plan cannot be written",
-    "MOE0605": "the file is newer than its plan",
+    "MOE0605": "the file no longer says what its plan has",
     "MOE0700": "not supported yet by a job",
     "MOE0701": "the number of processes is not the plan's number of ranks",
     "MOE0702": "the model cannot take this batch",

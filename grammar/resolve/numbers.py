@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import TypeGuard
 
-from moec.grammar.resolve.foreign_units import instead_of
+from moec.grammar.foreign_units import instead_of
 from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import Field, NumberKind
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation

@@ -5,7 +5,7 @@ Imported where there is an error.
 
 from __future__ import annotations
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS
+from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS
 from moec.grammar.aliases import near, synonym
 from moec.grammar.resolve.expected import expected, plain_words, supported, words
 from moec.grammar.resolve.no_number import NONE
@@ -35,11 +35,10 @@ def diagnose_unknown_word(
         return scope.error("MOE0201", written, message, help=help)
     if isinstance(value, Call) and same in words(known.kinds) and not written.lets:
         # Only the word is wrong, or its arguments too.
-        other = same == "adamw" and not {"beta2", "weight_decay"} <= {
-            each.name.text for each in value.arguments if each.name
-        }
-        help = f"here it is called `{same}`" + (f"; {ADAMW_DEFAULTS}" if other else "")
-        scope.error("MOE0201", name.span, message, help=help, instead=None if other else same)
+        given = {argument.name.text for argument in value.arguments if argument.name}
+        other_defaults = same == "adamw" and not given >= ADAMW_DIFFERS
+        help = f"here it is called `{same}`" + (f"; {ADAMW_DEFAULTS}" if other_defaults else "")
+        scope.error("MOE0201", name.span, message, help=help, instead=None if other_defaults else same)
         resolve(scope, known.kinds, Call(Name(same, name.span), value.arguments, value.span), known)
         return BROKEN
     allowed = sorted(words(known.kinds) | (set(scope.lets) if isinstance(value, Name) else set()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS
+from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS
 from moec.grammar.aliases import alias
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
@@ -172,10 +173,11 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
     word = kind.text.strip("\"'").lower() if kind is not None else "WORD"
     place = opener.start, closer.end
     help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
+    given = {key for key, _ in _flat(settings)}
     if name == "experts":
         help = f"experts are a product: write `{_experts(source, word if kind else 'swiglu', settings)}`"
     elif kind is not None and name == "optimizer" and word == "adamw":
-        help += f"; {ADAMW_DEFAULTS}"
+        help += "" if given >= ADAMW_DIFFERS else f"; {ADAMW_DEFAULTS}"
     elif kind is not None and _flat(settings) == settings:
         edits = [(*place, f"{word}({arguments})")]
     elif kind is None and name == "balance":
@@ -198,8 +200,8 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
 def _experts(source: str, word: str, settings: list[Pair]) -> str:
     """The product of the experts that settings such as `{type: swiglu, num: 8}` describe."""
     said = {key.removeprefix("num_").removeprefix("n_"): _text(source, value) for key, value in settings}
-    number = next((said[key] for key in ("num", "n", "count", "number", "experts", "size") if key in said), "NUMBER")
-    widths = (said[key] for key in said if key in ("width", "dim") or "hidden" in key or "intermediate" in key)
+    number = next((said[key] for key in ("num", "n", "count", "number", "experts") if key in said), "NUMBER")
+    widths = (said[key] for key in said if key in ("width", "dim") or re.search("hidden|intermediate|ff", key))
     return f"{number} * {word}({next(widths, 'WIDTH')})"
 
 

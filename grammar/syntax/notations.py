@@ -97,11 +97,12 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
     starts = [token.start for token in tokens]
     constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
     kept: list[Token] = []
-    at = starts_after = 0
+    at, quoted = 0, False
     while at < len(tokens):
         token = tokens[at]
+        quoted = not quoted and _has_quote(tokens, at) if token.text == "'" else quoted and token.kind != "SEPARATOR"
         pair = text[token.start : token.start + 2] if token.kind == "SLASH" else ""
-        if pair in ("//", "/*") and _is_quoted(text, token.start, behind=starts_after):
+        if quoted:  # a text in other quotes
             pair = ""
         if pair == "//":
             end = _line_end(text, token.start)
@@ -120,7 +121,7 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             kept.append(token)
             at += 1
             continue
-        at, starts_after = bisect_left(starts, end), end
+        at = bisect_left(starts, end)
     return kept
 
 
@@ -140,10 +141,10 @@ def _block_comment(notations: Notations, start: int, opener: str, closer: str, m
     return end
 
 
-def _is_quoted(text: str, at: int, behind: int) -> bool:
-    """Whether other quotes than ours are around a place in its line; those before `behind` are a comment's."""
-    begin = max(behind, text.rfind("\n", 0, at) + 1)
-    return text.count("'", begin, at) % 2 == 1 and "'" in text[at : _line_end(text, at)]
+def _has_quote(tokens: list[Token], at: int) -> bool:
+    """Whether a second `'` stands behind the one at `at`, in its line."""
+    behind = (token for token in tokens[at + 1 :] if token.text == "'" or token.kind == "SEPARATOR")
+    return next((token.text for token in behind), "") == "'"
 
 
 def begins(tokens: list[Token], at: int) -> bool:

@@ -10,6 +10,7 @@ import re
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
+from moec.grammar.foreign_units import instead_of
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import nearest
 from moec.grammar.syntax.brackets import arrange
@@ -225,7 +226,9 @@ class _Parser:
         unit = token.kind == "NAME" and token.text.lower() in {unit.lower() for unit in UNITS}
         if unit and isinstance(previous, Number | Token) and _is_number(previous):
             per = re.match(r"/\w+", self.source.text[token.end :])
-            return f"a unit comes right after its number: `{previous.text}{token.text}{per[0] if per else ''}`"
+            written = f"{token.text}{per[0] if per else ''}"
+            instead = None if written in UNITS else instead_of(previous.text, written)
+            return instead.help if instead else f"a unit comes right after its number: `{previous.text}{written}`"
         if token.kind in ("USE", "LET", "STEP"):
             return f"`{token.text}` is a word of the language; another name is needed here"
         if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():

@@ -101,7 +101,7 @@ def launch(
     _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
     loaded = load(plan)
-    warn_if_stale(plan, loaded)
+    warn_if_stale(plan, loaded, style)
     made = make_launch(
         loaded,
         plan,

@@ -11,28 +11,30 @@ from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.folder_kinds import PLAN
 
 
-def warn_if_stale(path: Path, plan: Plan) -> None:
+def warn_if_stale(path: Path, plan: Plan, style: str) -> None:
     """Prints the warning of `stale` to stderr."""
     if found := stale(path, plan):
-        show([found], "full")
+        show([found], style)
 
 
 def stale(path: Path, plan: Plan) -> Diagnostic | None:
-    """MOE0605 where `first.moe`, beside the plan `first.plan`, is newer and describes another model or cluster.
+    """MOE0605 where `first.moe`, beside the plan `first.plan`, is newer and does not say what the plan has.
 
-    A file that only was copied or has other comments says nothing else. One whose `let`s the plan has other values of
-    is compared only if it is newer.
+    Other comments say nothing else. The values of `--let` are not kept in a plan: after those, any newer file differs.
     """
     from moec.grammar.diagnostics.codes import diagnose
     from moec.grammar.load import load_file
 
+    if path.suffix != ".plan":
+        return None
     file = path.with_suffix(".moe")
     try:
-        is_newer = path.suffix == ".plan" and file.stat().st_mtime_ns > (path / PLAN).stat().st_mtime_ns
+        is_newer = file.stat().st_mtime_ns > (path / PLAN).stat().st_mtime_ns
     except OSError:
         return None
     if not is_newer or load_file(file).spec == plan.spec:
         return None
     message = f"`{file}` has changed since `{path}` was compiled"
-    help = f"`moec compile {quote(str(file))}` compiles it again; nothing to do if the older plan is meant"
+    again = f"`moec compile {quote(str(file))}` compiles it again"
+    help = f"{again}; nothing to do if the older plan, or its `--let`, is meant"
     return diagnose("MOE0605", None, message, help=help, severity=Severity.WARNING)

@@ -19,7 +19,7 @@ def run(path: Path, style: str, *, trust_nothing: bool, scale: bool | None) -> b
     from moec.driver import load, verify
 
     plan = load(path, trust_nothing=trust_nothing)
-    warn_if_stale(path, plan)
+    warn_if_stale(path, plan, style)
     with progress(f"verifying {count(plan.world_size, 'rank')}") as bar:
         report = verify(plan, scale=scale, progress=bar.at)
     emit(style, lambda: report_lines(path, report), lambda: verify_document(path, report))

@@ -24,7 +24,8 @@ def require_path(call: str, name: str, path: object, then: str = "") -> None:
     """Raises `CallError` unless `path`, the first argument of `call`, is a path. `then`: the arguments after it."""
     if not isinstance(path, str | os.PathLike):
         message = f"`{name}` must be a path, not an object of class {type(path).__name__}"
-        raise wrong_argument(message, f"{'the path comes first: ' if then else ''}`{call}('checkpoints'{then})`")
+        example = "checkpoints/100" if name == "path" else "checkpoints"
+        raise wrong_argument(message, f"{'the path comes first: ' if then else ''}`{call}('{example}'{then})`")
 
 
 def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:

@@ -39,7 +39,7 @@ def save(
     content, cause = None, None
     try:
         if job.rank == 0:
-            refuse_existing(target, "`job.resume` of its folder goes on from it")
+            refuse_existing(target, "`job.resume(FOLDER, …)` goes on from the last checkpoint in a folder")
         content = content_of(plan, model, optimizer, extras, job.rank, job.steps, job.total_tokens)
     except JobError as error:
         complaint = complaint or Complaint.of(error)

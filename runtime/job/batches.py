@@ -57,7 +57,7 @@ class Limits:
         if ids.dtype != torch.int64:
             return f"{name} are {ids.dtype}, and must be torch.int64: `{name}.long()`"
         if ids.dim() != 2:
-            one = f": `{name}[None]` makes a batch of one" if ids.dim() == 1 else ""
+            one = ": `tokens[None]` and `labels[None]` are a batch of one" if ids.dim() == 1 else ""
             return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]{one}"
         if ids.device != tokens.device:
             return f"{name} are on {ids.device}, and tokens on {tokens.device}"
@@ -66,9 +66,12 @@ class Limits:
             return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}{moved}"
         if ids.shape[1] > self.context:
             context = f"{self.context} (`context` in the file, else `train.sequence`)"
-            return f"{name} are {ids.shape[1]} long, and the model's context is {context}"
+            way = f"cut them, `{name}[:, :{self.context}]`, or compile the file with a longer `context`"
+            return f"{name} are {ids.shape[1]} long, and the model's context is {context}: {way}"
         if ids.shape[1] % self.pieces:
-            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}"
+            fits = ids.shape[1] // self.pieces * self.pieces
+            way = f"cut them to {fits}, or pad them to {fits + self.pieces}"
+            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}: {way}"
         if ids.shape[0] % self.routing_groups:
             return (
                 f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "
@@ -88,6 +91,8 @@ class Limits:
         ignored = f" (labels that are ignored are {IGNORED_LABEL})" if low < 0 and name == "labels" else ""
         if low == IGNORED_LABEL and name == "tokens":
             ignored = f": only labels may have {IGNORED_LABEL}, and they come after the tokens"
+        elif high >= self.vocab and not ignored:
+            ignored = ": `vocab` in the file is the tokenizer's number of ids; compile it again with a larger one"
         return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}{ignored}"
 
 

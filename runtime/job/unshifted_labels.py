@@ -33,7 +33,7 @@ def warn_of_unshifted(model: PlanModule, tokens: Tensor, labels: Tensor) -> None
 
 
 def is_causal(program: Program) -> bool:
-    """Whether the model attends, and no token to those after it."""
+    """Whether the model has attention, all of it causal."""
     attentions = [op for block in program.blocks for op in block.ops if isinstance(op, Attention)]
     return bool(attentions) and all(op.causal for op in attentions)
 
@@ -43,6 +43,6 @@ def are_tokens(labels: Tensor, tokens: Tensor) -> bool:
     if labels.shape != tokens.shape or labels.shape[-1] < 2:
         return False
     valid = labels != IGNORED_LABEL
-    if not bool((valid & (labels == tokens)).eq(valid).all()) or not bool(valid.any()):
+    if not bool(valid.any()) or not bool((labels == tokens)[valid].all()):
         return False
     return not bool((labels[:, :-1] == tokens[:, 1:])[valid[:, :-1]].all())

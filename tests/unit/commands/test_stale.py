@@ -1,14 +1,18 @@
-"""`moec launch` and `moec verify` warn where the file has changed since its plan was compiled."""
+"""`moec launch` warns where the file has changed since its plan was compiled."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from running import Run
 
-SAID = "warning[MOE0605]: the file is newer than its plan\n  `model.moe` has changed since `model.plan` was compiled"
+SAID = (
+    "warning[MOE0605]: the file no longer says what its plan has\n"
+    "  `model.moe` has changed since `model.plan` was compiled"
+)
 
 
 def newer(file: Path) -> None:
@@ -42,6 +46,21 @@ def test_a_file_that_says_the_same_does_not(moec: Run, compiled: Path, change: s
     compiled.write_text(change + compiled.read_text())
     newer(compiled)
     assert moec("launch", "model.plan", "train.py").err == ""
+
+
+def test_json_gets_the_warning_as_json(moec: Run, compiled: Path) -> None:
+    compiled.write_text("model {")
+    newer(compiled)
+    ran = moec("launch", "model.plan", "train.py", "--json")
+    assert [found["code"] for found in json.loads(ran.err)] == ["MOE0605"]
+    assert json.loads(ran.out)
+
+
+def test_a_plan_without_a_name_of_its_own_is_not_compared(
+    moec: Run, compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(compiled.parent / "model.plan")
+    assert (moec("launch", ".", "train.py").status, moec("launch", ".", "train.py").err) == (0, "")
 
 
 def test_an_older_file_or_none_does_not(moec: Run, compiled: Path) -> None:

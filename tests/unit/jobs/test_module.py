@@ -114,6 +114,20 @@ def test_bad_input_is_refused_in_words(model, fault: str):
     assert refused.value.diagnostics[0].code == "MOE0702"
 
 
+HELPS = {
+    "an id too high": "`vocab` in the file is the tokenizer's number of ids; compile it again with a larger one",
+    "a sequence beyond the context": "cut them, `tokens[:, :8]`, or compile the file with a longer `context`",
+    "labels of another shape": "tokens may be `ids[:, :-1]` and labels `ids[:, 1:]`",
+}
+
+
+@pytest.mark.parametrize("fault", HELPS)
+def test_bad_input_has_a_way_out(model, fault: str):
+    with pytest.raises(JobError) as refused:
+        model(*BAD[fault][0]())
+    assert refused.value.diagnostics[0].help == HELPS[fault]
+
+
 def test_names_are_those_of_the_plan(model):
     plan = moe_plan()
     assert dict(model.named_parameters()).keys() == plan.parameters.keys() == model.state_dict().keys()
