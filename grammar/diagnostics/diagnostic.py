@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moec.grammar.diagnostics.visible import printable
 from moec.grammar.source import Span
@@ -57,6 +57,17 @@ class DiagnosticError(Exception):
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         super().__init__("\n".join(_lines(d) for d in self.diagnostics))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.__dict__)
+
+
+def _again(cls: type[DiagnosticError], state: dict[str, Any]) -> DiagnosticError:
+    """An error as it was raised in another process; subclasses are made of other arguments."""
+    error = cls.__new__(cls)
+    DiagnosticError.__init__(error, state["diagnostics"])
+    error.__dict__.update(state)
+    return error
 
 
 class InternalError(Exception):

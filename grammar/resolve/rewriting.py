@@ -19,6 +19,8 @@ from moec.grammar.syntax.parser import parse_value
 from moec.grammar.syntax.tree import Expression, Name, Negative, Number, Operation, String
 from moec.grammar.syntax.tree import Sequence as ListValue
 
+_HAS_OTHER_DEFAULTS = re.compile(r"adam_?w", re.IGNORECASE)
+"""The names of classes that are not the call of one name here: `ADAMW_DEFAULTS`."""
 _TIMES = re.compile(r"([0-9_.]+)[xX]")
 
 
@@ -72,9 +74,10 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
     if isinstance(value, String):
         plain = value.value.strip()
         yield plain, f"without quotes: `{plain}`"
-        yield plain.lower(), f"here it is written `{plain.lower()}`"
+        if not _HAS_OTHER_DEFAULTS.match(plain):
+            yield plain.lower(), f"here it is written `{plain.lower()}`"
         text, value = plain, Name(plain, value.span)
-    if isinstance(value, Name | Number) and (found := synonym(text)):
+    if isinstance(value, Name | Number) and (found := synonym(text)) and not _HAS_OTHER_DEFAULTS.match(text):
         yield found, f"here it is written `{found}`"
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield text_of(value.items[0]), f"one value, without brackets: `{text_of(value.items[0])}`"

@@ -33,13 +33,14 @@ def diagnose_unknown_word(
     same = synonym(name.text) or name.text.lower()
     if help := _without(known, name.text, same):
         return scope.error("MOE0201", written, message, help=help)
-    if isinstance(value, Call) and same in words(known.kinds) and not written.lets:
+    if (isinstance(value, Call) or same == "adamw") and same in words(known.kinds) and not written.lets:
         # Only the word is wrong, or its arguments too.
-        given = {argument.name.text for argument in value.arguments if argument.name}
+        arguments = value.arguments if isinstance(value, Call) else ()
+        given = {argument.name.text for argument in arguments if argument.name}
         other_defaults = same == "adamw" and not given >= ADAMW_DIFFERS
         help = f"here it is called `{same}`" + (f"; {ADAMW_DEFAULTS}" if other_defaults else "")
         scope.error("MOE0201", name.span, message, help=help, instead=None if other_defaults else same)
-        resolve(scope, known.kinds, Call(Name(same, name.span), value.arguments, value.span), known)
+        resolve(scope, known.kinds, Call(Name(same, name.span), arguments, value.span), known)
         return BROKEN
     allowed = sorted(words(known.kinds) | (set(scope.lets) if isinstance(value, Name) else set()))
     slip = None if written.lets else meant(name.text, allowed)

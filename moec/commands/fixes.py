@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,9 @@ from moec.grammar.syntax.tokens import lex
 
 SYNTAX, GIVEN_TWICE = "MOE01", "MOE0204"
 """Codes of which a fix brings in none: those of a text that does not parse, and a name that stands twice."""
+
+_FOREIGN = re.compile(r'//|/\*|"""')
+"""What begins a comment in other languages: it has become one of this language before anything around it is edited."""
 
 Check = Callable[[str], Sequence[Diagnostic]]
 """The diagnostics of a file with another text."""
@@ -81,6 +85,8 @@ def _is_applicable(fix: Sequence[Edit]) -> bool:
 
 def _comments(edit: Edit) -> list[str]:
     replaced = _replaced(edit)
+    if foreign := _FOREIGN.search(replaced):  # an edit of the comment itself keeps it
+        return [] if replaced == "//" or not foreign.start() else [replaced]
     if "#" not in replaced:
         return []
     return [token.text for token in lex(replaced, comments=True) if token.kind == "COMMENT"]

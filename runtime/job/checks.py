@@ -199,9 +199,17 @@ class _Report:
         return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.matching)))
 
     def encode(self) -> bytes:
-        complaint = self.complaint and self.complaint._replace(words=self.complaint.words[:MAX_WORDS])
-        fields = [self.site, complaint, self.matching, self.first, self.inputs, self.line]
-        return json.dumps(fields, ensure_ascii=False).encode()
+        """At most `MAX_BYTES` of JSON, with shorter words where they take more."""
+        for most in (MAX_WORDS, MAX_WORDS // 4, MAX_WORDS // 16):
+            complaint = self.complaint
+            if complaint is not None:
+                complaint = complaint._replace(words=complaint.words[:most], help=complaint.help[:most])
+            fields = [self.site, complaint, self.matching, self.first, self.inputs, self.line]
+            # A path with bytes that are no text has characters without an encoding.
+            encoded = json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace")
+            if len(encoded) <= MAX_BYTES:
+                break
+        return encoded
 
     @staticmethod
     def decode(encoded: bytes) -> _Report:

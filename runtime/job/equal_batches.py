@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moec.runtime.backends import warn_first
@@ -12,15 +14,15 @@ LARGEST = 1 << 20
 """Marks are below, so that the sum of their squares fits an int64 for any number of ranks."""
 
 
-def mark_of(model: PlanModule, tokens: Tensor, data_size: int) -> int:
-    """A hash of this rank's tokens, from 1 on; 0 where there is nothing to compare.
+def mark_of(model: PlanModule, batch: Sequence[Tensor | None], data_size: int) -> int:
+    """A hash of this rank's tokens, labels and inputs, from 1 on; 0 where there is nothing to compare.
 
     Reads values, which on a GPU waits for it: in a model's first step alone.
     """
     if data_size == 1 or "equal batches" in model.seen:
         return 0
     model.seen.add("equal batches")
-    return 1 + fingerprint([tokens]) % (LARGEST - 1)
+    return 1 + fingerprint(batch) % (LARGEST - 1)
 
 
 def warn_of_equal(mark: int, total: int, squares: int, ranks: int, data_size: int) -> None:

@@ -195,7 +195,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
     given = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
-    mark = mark_of(model, step.tokens, job.data_size) if complaint is None else 0
+    mark = mark_of(model, inputs.tensors, job.data_size) if complaint is None else 0
     *totals, marks, squares = job.checks.require(
         "start of a step",
         complaint,

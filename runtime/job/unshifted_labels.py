@@ -43,6 +43,6 @@ def are_tokens(labels: Tensor, tokens: Tensor) -> bool:
     if labels.shape != tokens.shape or labels.shape[-1] < 2:
         return False
     valid = labels != IGNORED_LABEL
-    if not bool(valid.any()) or not bool((labels == tokens)[valid].all()):
+    if int(valid.sum()) < 2 or not bool((labels == tokens)[valid].all()):
         return False
     return not bool((labels[:, :-1] == tokens[:, 1:])[valid[:, :-1]].all())

@@ -19,6 +19,7 @@ from training import accumulate, backward_twice, batches, complain, train_as_ran
 
 import moec
 from moec.passes.ir import local_slices
+from moec.runtime.errors import JobError
 from moec.runtime.job.reference import reference
 
 TOLERANCE = 1e-4
@@ -293,7 +294,7 @@ def test_evaluation_has_its_own_capacity_on_every_rank(gloo: GlooPool):
 
 def test_unequal_batches_with_a_capacity_are_refused_on_every_rank(gloo: GlooPool):
     options = {"batch": 8, "beside": "capacity = factor(1.0)", "ranks": 2, "ep": 2}
-    with pytest.raises(RuntimeError, match=r"MOE0702.*shapes from \[2, 8\] to \[6, 8\]"):
+    with pytest.raises(JobError, match=r"MOE0702.*shapes from \[2, 8\] to \[6, 8\]"):
         gloo.run(2, train_as_rank, options, [2, 6])
 
 

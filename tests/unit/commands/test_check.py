@@ -79,6 +79,15 @@ def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
     assert len(lines) == 11  # in some slips two names were misspelt
 
 
+def test_fix_keeps_comments_of_other_languages_inside_of_what_it_could_mend(moec: Run, starter: Path) -> None:
+    text = starter.read_text()
+    (gate,) = re.findall(r"topk\([^)]*\)", text)
+    starter.write_text(text.replace(gate, "{\n  type: topk,\n  k: 2,  // two\n  normalize: true /* ours */ }"))
+    moec("check", "--fix", "model.moe")
+    assert "# two" in starter.read_text()
+    assert "# ours" in starter.read_text()
+
+
 def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:
     starter.write_text(starter.read_text().replace("depth   = 4 ", "depth   = 0 ").replace("topk", "tokp"))
     ran = moec("check", "--fix", "model.moe")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 from dataclasses import FrozenInstanceError
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 from models import moe_plan
 
+from moec.codegen.folder import PlanError
 from moec.grammar import Source, Span
+from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Rope, Zipf
 from moec.grammar.syntax.tree import Name, Number
+from moec.runtime.errors import CallError, JobError
 
 SOURCE = Source("m.moe", "a = 1\r\nbé = 2\n")
 
@@ -54,6 +58,19 @@ def test_a_plan_goes_to_other_processes_and_into_copies() -> None:
         assert other.spec.train.given("batch")
         with pytest.raises(AttributeError, match="frozen"):
             other.spec.model.dim = 4
+
+
+def test_errors_come_back_from_other_processes() -> None:
+    raised = (
+        PlanError("MOE0600", Path("a.plan"), "no", "way"),
+        JobError("MOE0702", "words"),
+        CallError("MOE0750", "x"),
+    )
+    for error in (*raised, DiagnosticError(raised[0].diagnostics)):
+        error.add_note("a note")
+        other = ForkingPickler.loads(ForkingPickler.dumps(error))
+        assert type(other) is type(error)
+        assert (str(other), other.diagnostics, other.__notes__) == (str(error), error.diagnostics, ["a note"])
 
 
 def test_nodes_of_the_syntax_are_equal_wherever_they_stand() -> None:

@@ -294,6 +294,7 @@ def test_constants_may_be_named_like_words_of_python() -> None:
 
 
 NOT_READ = {
+    "a class with other defaults, in quotes": ("adamw(lr = 1e-4)", '"AdamW"', '"AdamW"'),
     "a comment beside an apostrophe": ('"m" {', "\"Bob's\" { // is not 8's", "\"Bob's\" { # is not 8's"),
     "a comment inside of a text": ('"m"', "'m /* x */ // y'", '"m /* x */ // y"'),
     "an optimizer's class with other defaults": ("adamw(", "AdamW(", "AdamW("),
