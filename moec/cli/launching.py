@@ -85,6 +85,8 @@ def launch(
 ) -> None:
     """Print how to start a plan's ranks: the torchrun command, a Slurm script or a Kubernetes manifest."""
     if script and script[0].startswith("-"):
+        if script[0].strip("-").replace("_", "-").partition("=")[0] in ("nproc-per-node", "np", "n", "num-gpus"):
+            raise click.UsageError(f"no option {script[0]}: the plan has its ranks, and `--per-node` those of a node")
         raise click.UsageError(f"no option {script[0]}: options of the script go after its name")
     way = _way(torchrun=torchrun, slurm=slurm, k8s=k8s)
     _require_fitting({"--run": starts, "--host": host, "--name": name, "--image": image}, way)

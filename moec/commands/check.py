@@ -55,10 +55,14 @@ def _fixed(file: Path, diagnostics: tuple[Diagnostic, ...], lets: Mapping[str, s
     from moec.driver import check, check_text
 
     try_text = partial(check_text, name=file.name, folder=file.parent, lets=lets)
+    applied = False
     for _ in range(ROUNDS):
         fixed = apply_fixes(file, diagnostics, try_text)
         if not fixed:
+            if diagnostics and not applied:
+                print(f"{printable(str(file))}: nothing has a fix that is sure", file=sys.stderr)
             break
+        applied = True
         diagnostics = check(file, **lets)
         for fix in fixed:
             print(f"fixed {in_words(fix)}", file=sys.stderr)

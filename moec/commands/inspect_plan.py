@@ -10,6 +10,7 @@ from moec.commands.inspect_plan_document import BlockCollective, PlanBlock, Plan
 from moec.commands.inspect_rank import rank_document, rank_lines, shortened
 from moec.commands.inspect_work import work_of, work_table
 from moec.commands.output import emit
+from moec.commands.stale import warn_if_stale
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
 from moec.grammar.amounts import count
@@ -28,6 +29,7 @@ MOST_COMMUNICATORS = 4
 def run(path: Path, rank: int | None, style: str) -> None:
     """Prints the plan, or one rank of it. Raises `DiagnosticError` for a rank that the plan does not have."""
     plan = load(path)
+    warn_if_stale(path, plan, style)
     if rank is None:
         found = plan_document(plan)
         emit(style, lambda: plan_lines(found), lambda: found)

@@ -90,9 +90,10 @@ def _require_here(launch: Launch) -> None:
         )
     script = Path(launch.script[0])
     if not script.is_file():
-        raise DiagnosticError(
-            [diagnose("MOE0918", None, f"no file {script}", help="name the training script after the plan")]
-        )
+        help = "check its name, and that it is in this folder"
+        if launch.script[0] == "train.py":  # the default
+            help = "name the training script after the plan"
+        raise DiagnosticError([diagnose("MOE0918", None, f"no file {script}", help=help)])
     if launch.plan.spec.cluster.device.kind != "cpu":
         import torch
 

@@ -95,7 +95,8 @@ def judge(states: Mapping[int, RankState], world_size: int, *, overdue: bool) ->
     left = {rank for rank, state in states.items() if isinstance(state, Left)}
     awaited = {rank for rank in left if _waiting_for(states, {rank}) is not None}
     if awaited:
-        return Verdict(f"{_ranks(awaited)} left the job before the others{_waited_for(states, awaited)}")
+        calls = "; every rank makes the same calls, as often: none stands under `if job.rank == 0`"
+        return Verdict(f"{_ranks(awaited)} left the job before the others{_waited_for(states, awaited)}{calls}")
     waiting = [(w.seconds, rank) for rank, w in states.items() if isinstance(w, Position) and w.inside]
     if not overdue or not waiting:
         return None

@@ -79,6 +79,11 @@ def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
     assert len(lines) == 11  # in some slips two names were misspelt
 
 
+def test_fix_says_that_there_is_none(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("depth   = 4 ", "depth   = 0 "))
+    assert "model.moe: nothing has a fix that is sure" in moec("check", "--fix", "model.moe").err
+
+
 def test_fix_keeps_comments_of_other_languages_inside_of_what_it_could_mend(moec: Run, starter: Path) -> None:
     text = starter.read_text()
     (gate,) = re.findall(r"topk\([^)]*\)", text)

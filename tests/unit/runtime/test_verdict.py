@@ -59,7 +59,8 @@ def test_a_rank_that_left_early():
     states: dict[int, RankState] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
     assert text({**states, 2: Left()}, overdue=False) == (
         "rank 2 left the job before the others; "
-        "rank 3 waits for it in all_reduce over all ranks, start of a forward pass"
+        "rank 3 waits for it in all_reduce over all ranks, start of a forward pass; "
+        "every rank makes the same calls, as often: none stands under `if job.rank == 0`"
     )
 
 
