@@ -31,7 +31,7 @@ check: $(READY) .types ## ruff, format, types, import rules
 	cd .types && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
 
 # Ranks wait for each other, and for processes that start: another lane runs meanwhile.
-test: $(READY) ## the whole suite, under 25 minutes on 2 quiet cores
+test: $(READY) ## the whole suite, 20 to 60 minutes on 2 cores
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(SYNC) test-ranks test-rest test-verify
 
 # Only make 4 keeps the outputs of two jobs apart; macOS has 3.81.
