@@ -5,7 +5,6 @@ Each function causes one diagnostic and returns it, in an empty working folder.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
 from models import layer_text, moe_plan, moe_spec, moe_text
+from plan_events import PLAN_EVENTS
 
 import moec
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -61,17 +61,6 @@ def output_that_is_no_plan() -> Sequence[Diagnostic]:
 def output_below_a_file() -> Sequence[Diagnostic]:
     Path("notes").write_text("buy bread")
     return raised(lambda: moe_plan().save(Path("notes", "below", "tiny.plan")))
-
-
-def file_that_changed() -> Sequence[Diagnostic]:
-    from moec.commands.stale import stale
-
-    plan, file = Path("tiny.plan"), Path("tiny.moe")
-    moe_plan().save(plan)
-    file.write_text(moe_text(experts=4))
-    os.utime(file, (2**32, 2**32))
-    found = stale(plan, moec.load(plan))
-    return [found] if found else []
 
 
 def cuts_in_another_order() -> Sequence[Diagnostic]:
@@ -463,7 +452,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0602": plan_of_another_format,
     "MOE0603": output_that_is_no_plan,
     "MOE0604": output_below_a_file,
-    "MOE0605": file_that_changed,
     "MOE0700": cuts_in_another_order,
     "MOE0701": too_few_processes,
     "MOE0702": token_out_of_range,
@@ -499,6 +487,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0750": device_that_is_none,
     "MOE0751": file_for_a_plan,
     "MOE0752": build_before_the_job,
+    **PLAN_EVENTS,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
     "MOE0915": rank_without_a_word,
