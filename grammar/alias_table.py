@@ -136,7 +136,7 @@ _OF_MIXTURES = (
     Row("moe_aux_loss_coeff:mg", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the same value, with `group = rank`", but=_off()),
     Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf load_balancing_loss:hf load_balance_loss:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the weight is Hugging Face's number times k, over the number of layers with experts: docs/from/huggingface.md", but=_off()),
     Row("aux_loss_alpha:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k", but=_off()),
-    Row("aux_loss:tu aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the scale of the number may differ: docs/from has it for each system; at k = 2 DeepSpeed's and Tutel's is `gshard_loss`", but=_off()),
+    Row("aux_loss:tu aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the number is the same at one choice per token; at two, DeepSpeed's and Tutel's loss is `gshard_loss({})`", but=_off()),
     Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=_off()),
     Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", "", but=_off()),
     Row("is_gshard_loss:tu", f"{_MOE}.balance", "balance = [gshard_loss(0.01)]", "", but={"false": "write `balance = [importance_loss(0.005), load_loss(0.005)]`, with half of the weight for each"}),
@@ -277,3 +277,16 @@ NEAR: dict[str, str] = {
     "sinkhorn": "no gate here balances by Sinkhorn's iteration: `topk(1)` with `balance = [switch_loss(0.01)]` is nearest",
 }
 """Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""
+
+_IN_SCRIPT = "gradients are clipped in the training script: `job.clip_grad_norm_(model, 1.0)` between `job.step` and `optimizer.step()`"
+IN_BLOCKS: dict[tuple[str, str], str] = {
+    ("train", "clip"): _IN_SCRIPT,
+    ("train", "clipping"): _IN_SCRIPT,
+    ("train", "seed"): "the seed is the script's: `job.build(seed = …)`",
+    ("train", "bf16"): "write `dtype = bf16` in `model`, or leave it out: that is the default",
+    ("train", "fp16"): "moec does not train in fp16 yet: write `dtype = bf16` in `model`",
+    ("train", "fp32"): "write `dtype = fp32` in `model`",
+    ("layers", "dense"): "a layer without experts has `ffn = swiglu(WIDTH)`",
+    ("model", "dense"): "layers without experts are `layers 0..2 { ffn = swiglu(WIDTH) }`",
+}
+"""What to do for a word in a block, where the same word elsewhere says something else."""

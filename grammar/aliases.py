@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from moec.grammar.alias_table import NEAR, ROWS, SYSTEMS, WORDS
+from moec.grammar.alias_table import IN_BLOCKS, NEAR, ROWS, SYSTEMS, WORDS
 
 CALLS = ("gqa",)
 """Words of paths in whose call a form stands: all others are blocks."""
@@ -129,6 +129,11 @@ def aliases() -> dict[str, Alias]:
 def alias(word: str) -> Alias | None:
     """What other systems' `word` is here; a flag's dashes and capitals count for nothing."""
     return aliases().get(word.lstrip("-").replace("-", "_").lower())
+
+
+def in_block(block: str, word: str) -> str:
+    """What to do for a word that says something else outside of this block; empty for others."""
+    return IN_BLOCKS.get((block, word), "")
 
 
 def synonym(word: str) -> str | None:

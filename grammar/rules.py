@@ -214,6 +214,7 @@ def lengths(
             sequence[1],
             f"sequences of {sequence[0]}",
             labels=_labels((context[1], f"a context of {context[0]}")),
+            help=f"make `context` at least {sequence[0]}, or `sequence` at most {context[0]}",
         )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
     """One file's text under the name that diagnostics and plans show.
 
@@ -15,13 +13,20 @@ class Source:
     machine, so that two compilations of one file give identical bytes.
     """
 
-    name: str
-    text: str
-    line_starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    __slots__ = ("line_starts", "name", "text")
 
-    def __post_init__(self) -> None:
-        starts = [0, *(i + 1 for i, c in enumerate(self.text) if c == "\n")]
-        object.__setattr__(self, "line_starts", tuple(starts))
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        self.line_starts = (0, *(i + 1 for i, c in enumerate(text) if c == "\n"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and (self.name, self.text) == (other.name, other.text)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.text))
+
+    def __repr__(self) -> str:
+        return f"Source({self.name!r}, {self.text!r})"
 
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column, both from 1, of a character offset."""

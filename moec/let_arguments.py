@@ -75,8 +75,8 @@ def _help(name: str, help: str) -> str:
     if block := next((block for block in BLOCKS if name in fields(block)), None):
         lets = "it declares none" if help == NO_LETS else help
         return (
-            f"only the file's `let`s can be given here ({lets}): change `{name}` in `{block.word} {{ … }}`, or put "
-            f"`let {name} = …` at the top of the file and `{name} = {name}` in `{block.word}`"
+            f"write `{name}` in the file, in `{block.word} {{ … }}`: only its `let`s can be given here ({lets}). To "
+            f"give it here, put `let {name} = …` at the top of the file and `{name} = {name}` in `{block.word}`"
         )
     if help == NO_LETS:
         return f"the file declares no `let`: write `let {name} = …` in it and use the name, or change the value there"

@@ -92,6 +92,8 @@ COLLECTIVE = "`torch.distributed` has it: the job has begun its process group"
 SCHEDULE = "a scheduler of `torch.optim.lr_scheduler` takes `job.optimizer(model)`"
 GROUPS = "moec's graphs use the groups themselves; `plan.meshes` has their ranks, and `torch.distributed` the world's"
 
+PER_RANK = "sequences of a rank and step are `plan.spec.train.batch // job.data_size`"
+
 JOB: Mapping[str, str] = {
     **dict.fromkeys(("all_gather", "all_reduce", "barrier", "broadcast", "gather", "reduce"), COLLECTIVE),
     **dict.fromkeys(("data_parallel_rank", "dp_rank", "dp_size", "num_replicas"), DATA_RANK),
@@ -99,6 +101,7 @@ JOB: Mapping[str, str] = {
     **dict.fromkeys(("is_main", "is_master", "is_rank_0"), MAIN),
     **dict.fromkeys(("lr_scheduler", "scheduler"), SCHEDULE),
     **dict.fromkeys(("size", "world", "num_processes"), "it is `job.world_size`"),
+    **dict.fromkeys(("batch", "batch_size", "local_batch_size"), PER_RANK),
     "backward": IS_STEP,
     "device": "`job.device_type` is 'cpu' or 'cuda': `tokens.to(job.device_type)`",
     "evaluate": "`model.eval()(tokens, labels).loss`, on every rank",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
-import sysconfig
 import time
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -19,9 +18,6 @@ HEAD_START_SECONDS = 2.0
 OWN_ERROR_SECONDS = 10.0
 """After which a rank prints its own wrong call. Of a call that all ranks make, rank 0 has exited by then, and the
 launcher has ended this rank."""
-
-LIBRARIES = tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
-"""Folders whose frames are no lines of the user's."""
 
 CLIP_HELP = (
     "help: parameters of experts lie on another mesh than those of other layers: call `job.clip_grad_norm_(model, "
@@ -143,6 +139,8 @@ def _place(trace: TracebackType | None) -> Span | None:
         trace = trace.tb_next
     if found is None:
         return None
+    import linecache
+
     code, path = found.tb_frame.f_code, found.tb_frame.f_code.co_filename
     lines = linecache.getlines(path, found.tb_frame.f_globals)
     number = found.tb_lineno
@@ -161,10 +159,18 @@ def _shown(path: str) -> str:
         return path
 
 
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Folders whose frames are no lines of the user's."""
+    import sysconfig
+
+    return tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+
 def _of_library(frame: FrameType) -> bool:
     """Whether the frame is moec's, Python's or an installed package's."""
     module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-    return module.partition(".")[0] == "moec" or path.startswith(LIBRARIES) or path.startswith("<frozen")
+    return module.partition(".")[0] == "moec" or path.startswith((*_libraries(), "<frozen"))
 
 
 def _columns(code: CodeType, instruction: int, number: int, line: str) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic, place_of
@@ -46,6 +45,8 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
         }
         for d in diagnostics
     ]
+    import json  # the other styles do without
+
     return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
 
 

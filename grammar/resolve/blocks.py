@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
@@ -175,7 +173,8 @@ class _Reader:
         word, found_value = meant
         known = self.known[word]
         if isinstance(statement, Block) and known.block:  # what is in it is checked too
-            self.block(replace(statement, kind=Name(word, name.span)))
+            kind = Name(word, name.span)
+            self.block(Block(kind, statement.label, statement.selector, statement.body, statement.span))
         else:
             self.incomplete = self.incomplete or bool(known.block)
             self.meant.setdefault(word, Given(found_value if assigned else BROKEN, name.span, name.span))

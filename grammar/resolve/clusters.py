@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 
 from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.parts import Given, Part, build, merged
@@ -16,18 +15,18 @@ _BASE, _NODES, _DEVICE, _LEVEL = "from", "nodes", "device", "level"
 assert {_BASE, _NODES, _DEVICE, _LEVEL} == set(fields(ClusterText))
 
 
-@dataclass(slots=True)
 class Machines:
     """The clusters and devices of all files read, by name in the order read.
 
     `built_in` gives a device of the library by its name; `shipped_devices` and `shipped_clusters` name what it has.
     """
 
-    built_in: Callable[[str], Part | None]
-    shipped_devices: list[str]
-    shipped_clusters: list[str]
-    clusters: dict[str, Part] = field(default_factory=dict)
-    devices: dict[str, Part] = field(default_factory=dict)
+    def __init__(
+        self, built_in: Callable[[str], Part | None], shipped_devices: list[str], shipped_clusters: list[str]
+    ) -> None:
+        self.built_in, self.shipped_devices, self.shipped_clusters = built_in, shipped_devices, shipped_clusters
+        self.clusters: dict[str, Part] = {}
+        self.devices: dict[str, Part] = {}
 
 
 def resolve_clusters(scope: Scope, machines: Machines) -> Cluster | Broken:
@@ -104,9 +103,9 @@ def _multiplied(part: Part) -> Part:
         if size:
             counts = isinstance(nodes.value, int) and isinstance(size.value, int)
             value = nodes.value * size.value if counts else BROKEN  # type: ignore[operator]
-            larger = outermost.given | {"size": Given(value, nodes.span, nodes.name)}
-            levels = [*inner, replace(outermost, given=larger)]
-    return replace(part, given=given, blocks={**part.blocks, _LEVEL: levels})
+            larger = {**outermost.given, "size": Given(value, nodes.span, nodes.name)}
+            levels = [*inner, outermost._replace(given=larger)]
+    return part._replace(given=given, blocks={**part.blocks, _LEVEL: levels})
 
 
 def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster | Broken:

@@ -68,10 +68,12 @@ def _help(known: Field, value: Expression) -> str:
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
     if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):
-        write = f"write `{known.word} = {taking[0].word}(WIDTH)`"
+        write = f"write `{known.word} = {taking[0].word}({number} * WIDTH)`"
         return f"{write}: {number} feed-forwards of one width are one of {number} times that width"
     if number and taking:
-        return f"write `{taking[0].word}({number})`" + (", or another of these words" if len(classes) > 1 else "")
+        named = known.word and not any(isinstance(kind, ListKind) for kind in kinds)
+        write = f"write `{known.word} = {taking[0].word}({number})`" if named else f"write `{taking[0].word}({number})`"
+        return write + (", or another of these words" if len(classes) > 1 else "")
     if isinstance(value, String) and value.value.lower() in words(kinds):
         return f"without quotes: `{value.value.lower()}(…)`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):

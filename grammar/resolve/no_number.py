@@ -25,7 +25,8 @@ def diagnose_no_number(scope: Scope, written: Written | Span, word: str, known: 
             help = f"for none, leave `{known.word}` out"
         elif known is not None and kinds:
             said = f": {known.description}" if known.description else ""
-            help = f"write {described(kinds[0])}{said}"
+            leave = "" if known.required or not known.word else f"; or leave `{known.word}` out"
+            help = f"write {described(kinds[0])}{said}{leave}"
         return scope.error("MOE0206", written, f"expected a number, found `{word}`", help=help)
     help, instead = advice(word, scope.lets), meant(word, scope.lets)
     if instead is None and (block := _block_of(word)):

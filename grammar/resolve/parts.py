@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from moec.grammar.diagnostics.diagnostic import Label
@@ -22,8 +21,7 @@ class Given(NamedTuple):
     name: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The values that one block or call of `cls` gives, by the fields' words.
 
     `selected` are the layers of a `layers` block that keeps their numbers. `incomplete` says that some of it did not
@@ -35,8 +33,8 @@ class Part:
     label: String | None = None
     selector: Expression | None = None
     selected: tuple[int, ...] | None = None
-    given: dict[str, Given] = field(default_factory=dict)
-    blocks: dict[str, list[Part]] = field(default_factory=dict)
+    given: Mapping[str, Given] = {}
+    blocks: Mapping[str, list[Part]] = {}
     incomplete: bool = False
 
     def where(self, word: str) -> Span | None:
@@ -52,11 +50,8 @@ def merged(earlier: Part, later: Part) -> Part:
     blocks = {word: parts for word, parts in earlier.blocks.items() if not _replaced(later, word)}
     for word, parts in later.blocks.items():
         blocks[word] = _merged_blocks(blocks.get(word, []), parts)
-    return replace(
-        later,
-        given=given | later.given,
-        blocks=blocks,
-        incomplete=earlier.incomplete or later.incomplete,
+    return later._replace(
+        given={**given, **later.given}, blocks=blocks, incomplete=earlier.incomplete or later.incomplete
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 from typing import Final, NamedTuple
@@ -23,8 +22,7 @@ class Broken(Enum):
 BROKEN: Final = Broken.BROKEN
 
 
-@dataclass(frozen=True, slots=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A number in the base unit of its dimension ("" for a plain number), exactly as written or computed."""
 
     value: Fraction
@@ -54,7 +52,6 @@ class Written(NamedTuple):
     constant: Constant | None = None
 
 
-@dataclass(slots=True)
 class Scope:
     """The constants of all files read, the diagnostics found, the number of layers selected so far, and the spans of
     values that depend on the command line.
@@ -63,12 +60,13 @@ class Scope:
     says in another place or under another system's name: they are diagnosed there, and not reported missing.
     """
 
-    lets: dict[str, Constant] = field(default_factory=dict)
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    selected: int = 0
-    overridden: list[tuple[Span, str]] = field(default_factory=list)
-    trial: bool = False
-    moved: set[str] = field(default_factory=set)
+    def __init__(self, lets: dict[str, Constant] | None = None, *, trial: bool = False) -> None:
+        self.lets = {} if lets is None else lets
+        self.diagnostics: list[Diagnostic] = []
+        self.selected = 0
+        self.overridden: list[tuple[Span, str]] = []
+        self.trial = trial
+        self.moved: set[str] = set()
 
     def follow(self, expression: Expression) -> Written:
         """The value of `expression` with `let` names replaced. Terminates: a `let` only uses those above it."""

@@ -6,7 +6,6 @@ The other files of this folder resolve the parts: lets, numbers, values, blocks,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
 from moec.grammar.diagnostics.diagnostic import Diagnostic
@@ -51,7 +50,7 @@ def resolve(
     scope = Scope()
     statements = list(statements)
     declare_lets(scope, [s for s in statements if isinstance(s, Let)], overrides)
-    top = _Top(scope, incomplete=not complete)
+    top = _Top(scope, complete)
     for statement in statements:
         top.read(statement)
     if Model.word not in top.singles and not top.modules and not top.incomplete:
@@ -63,17 +62,14 @@ def resolve(
     return (None if failed else spec), diagnostics, scope.overridden
 
 
-@dataclass(slots=True)
 class _Top:
     """The blocks outside of all blocks, read but not yet built."""
 
-    scope: Scope
-    singles: dict[str, Part] = field(default_factory=dict)
-    modules: dict[str, Part] = field(default_factory=dict)
-    machines: Machines = field(init=False)
-    incomplete: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, scope: Scope, complete: bool) -> None:
+        self.scope = scope
+        self.singles: dict[str, Part] = {}
+        self.modules: dict[str, Part] = {}
+        self.incomplete = not complete
         self.machines = Machines(self._built_in, library_names("devices"), library_names("clusters"))
 
     def read(self, statement: Statement) -> None:
@@ -174,8 +170,7 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
     if Layer.word in part.blocks:
         layers = resolve_layers(scope, part)
         first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span
-        given = part.given | {Layer.word: Given(layers, first, first)}
-        part = replace(part, given=given)
+        part = part._replace(given={**part.given, Layer.word: Given(layers, first, first)})
     if _of_images(part) and "vocab" not in part.given:
         part = _without(part, "vocab")
     vocab, embedding = (part.given.get(name) for name in ("vocab", "embedding"))
@@ -192,7 +187,7 @@ def _of_images(model: Part) -> bool:
 
 def _without(part: Part, name: str) -> Part:
     """The block with no value for a name that it does not need."""
-    return replace(part, given=part.given | {name: Given(None, part.span, part.span)})
+    return part._replace(given={**part.given, name: Given(None, part.span, part.span)})
 
 
 def _placed(scope: Scope, part: Part, top: _Top) -> Part:
@@ -203,17 +198,17 @@ def _placed(scope: Scope, part: Part, top: _Top) -> Part:
     model = top.singles.get(Model.word)
     depth = model.given.get("depth") if model else None
     if model and (depth is None or not isinstance(depth.value, int)):
-        return replace(part, incomplete=True)  # diagnosed there
+        return part._replace(incomplete=True)  # diagnosed there
     size, span = (depth.value, depth.span) if depth else (1, part.span)
     assert isinstance(size, int)
     placed = []
     for block in blocks:
         selected = select_layers(scope, block.selector, size, span) if block.selector else ()
         if isinstance(selected, Broken):
-            placed.append(replace(block, incomplete=True))
+            placed.append(block._replace(incomplete=True))
         elif selected or not block.selector:  # of no layers it says nothing; without a selector it is for all
-            placed.append(replace(block, selected=tuple(sorted(selected))))
-    return replace(part, blocks={**part.blocks, Layer.word: placed})
+            placed.append(block._replace(selected=tuple(sorted(selected))))
+    return part._replace(blocks={**part.blocks, Layer.word: placed})
 
 
 def _lengths(scope: Scope, top: _Top) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from moec.grammar.aliases import Alias, alias
+from moec.grammar.aliases import Alias, alias, in_block
 from moec.grammar.aliases_together import together
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
@@ -43,6 +43,9 @@ def unknown_name(
         scope.error("MOE0201", name.span, message)
         return None
     known = fields(cls)
+    if help := in_block(cls.word, name.text):
+        scope.error("MOE0201", name.span, message, help=help)
+        return None
     if found := alias(name.text):
         return _other_system(scope, cls, name, value, given, found, meant_before, texts or {})
     taken = {word for word in known if word in given or word in meant_before}
@@ -201,8 +204,9 @@ def _owner(block: type[Node], word: str, value: str, given: Collection[str]) -> 
     """The calls that have `word`, as in `` `attention = mha(heads = …)` ``, of this block or of the blocks in it."""
     for known in fields(block).values():
         classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
-        if owners := [f"`{known.word} = {cls.word}({word} = {value})`" for cls in classes if word in fields(cls)]:
-            return " or ".join(owners[:3]) + _already(known, given)
+        if owners := [cls.word for cls in classes if word in fields(cls)]:
+            others = f" (or {', '.join(f'`{owner}(…)`' for owner in owners[1:3])})" if owners[1:] else ""
+            return f"`{known.word} = {owners[0]}({word} = {value})`{others}{_already(known, given)}"
         if known.block and (found := _owner(known.block.cls, word, value, ())):
             return found
     return None
@@ -212,7 +216,7 @@ def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -
     """Where the call `word` stands in this block or in those in it, as in `` `balance = [z_loss(0.001)]` ``."""
     for known in fields(block).values():
         for kind in known.kinds:
-            for item in _factors(kind) or (kind.items if isinstance(kind, ListKind) else (kind,)):
+            for item in _within(kind):
                 if not isinstance(item, CallKind) or word not in item.classes:
                     continue
                 nothing = "WIDTH" if issubclass(item.classes[word], Activated) else ""
@@ -225,11 +229,11 @@ def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -
     return None
 
 
-def _factors(kind: Kind) -> tuple[Kind, ...]:
-    """The kinds of the factors of a product."""
-    if not isinstance(kind, ProductKind):
-        return ()
-    return tuple(each for factor in fields(kind.cls).values() for each in factor.kinds)
+def _within(kind: Kind) -> tuple[Kind, ...]:
+    """The kinds of a product's factors, of a list's elements, or the kind itself."""
+    if isinstance(kind, ProductKind):
+        return tuple(each for factor in fields(kind.cls).values() for each in factor.kinds)
+    return kind.items if isinstance(kind, ListKind) else (kind,)
 
 
 def _blocks() -> list[type[Node]]:

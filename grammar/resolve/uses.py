@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
@@ -21,19 +20,19 @@ MAX_USE_DEPTH = 32
 MAX_FILES = 256
 
 
-@dataclass(slots=True)
 class Files:
     """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one.
 
     `used_at` is the place that brought each other file in.
     """
 
-    folder: Path | None
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    complete: bool = True
-    used_at: dict[str, Span] = field(default_factory=dict)
-    _seen: set[str] = field(default_factory=set)
-    _stack: list[str] = field(default_factory=list)
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.diagnostics: list[Diagnostic] = []
+        self.complete = True
+        self.used_at: dict[str, Span] = {}
+        self._seen: set[str] = set()
+        self._stack: list[str] = []
 
     def read(self, statements: Iterable[Statement], identity: str, folder: Path | None) -> list[Statement]:
         """`statements` of the file known as `identity` in `folder`, every `use` replaced by what it brings."""

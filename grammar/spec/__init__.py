@@ -1,6 +1,5 @@
 """The schema of `.moe` files, one module per topic, and `Spec`, a whole file."""
 
-from dataclasses import replace
 from typing import Annotated
 
 from moec.grammar.spec.attention import (
@@ -101,7 +100,7 @@ class Spec(Node):
     def subject(self) -> Subject:
         """What the file compiles to."""
         own = self.model.subject if self.has_model else self.layer.subject
-        return replace(own, inner={layer.name: layer.moe for layer in self.layers})
+        return own._replace(inner={layer.name: layer.moe for layer in self.layers})
 
     @property
     def sequence(self) -> int | None:

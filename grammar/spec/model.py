@@ -1,9 +1,8 @@
 """`model { … }`: what the network is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
 from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
@@ -157,15 +156,14 @@ class Layer(Node):
     moe: Annotated[Moe | None, Doc("a mixture of experts in its place")] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """What a file compiles to, a model or one layer: name, width, dtype, and each layer's mixture, if any."""
 
     name: str
     dim: int
     dtype: DType
     mixtures: tuple[Moe | None, ...]
-    inner: Mapping[str, Moe] = field(default_factory=dict)
+    inner: Mapping[str, Moe] = {}
     """The mixtures that experts of others are, by name."""
 
     def within(self, experts: Experts) -> Moe | None:

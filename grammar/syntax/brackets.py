@@ -7,7 +7,7 @@ and one forgotten bracket costs one diagnostic instead of the rest of the file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label
@@ -20,14 +20,13 @@ MAX_NESTING = 64
 _CLOSERS = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 
 
-@dataclass(slots=True)
-class Arranged:
+class Arranged(NamedTuple):
     """Tokens with balanced brackets. `suspects` are the offsets of tokens that a diagnostic already concerns."""
 
     tokens: list[Token]
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    suspects: set[int] = field(default_factory=set)
-    too_deep: bool = False
+    diagnostics: list[Diagnostic]
+    suspects: set[int]
+    too_deep: bool
 
 
 def arrange(source: Source, tokens: list[Token] | None = None) -> Arranged:
@@ -40,13 +39,11 @@ def arrange(source: Source, tokens: list[Token] | None = None) -> Arranged:
         hinted.match()
         if len(hinted.diagnostics) <= len(brackets.diagnostics):
             brackets = hinted
-    tokens = tokens[: brackets.end]
-    arranged = Arranged(_significant(tokens, brackets), brackets.diagnostics, brackets.suspects, brackets.too_deep)
     end = len(source.text)
-    for _ in range(brackets.missing):
-        arranged.tokens += [Token("RBRACE", "}", end, end), Token("SEPARATOR", "", end, end)]
-    arranged.tokens.append(Token("$END", "", end, end))
-    return arranged
+    kept = _significant(tokens[: brackets.end], brackets)
+    kept += [Token("RBRACE", "}", end, end), Token("SEPARATOR", "", end, end)] * brackets.missing
+    kept.append(Token("$END", "", end, end))
+    return Arranged(kept, brackets.diagnostics, brackets.suspects, brackets.too_deep)
 
 
 class _Brackets:

@@ -233,6 +233,8 @@ class _Parser:
             return f"`{token.text}` is a word of the language; another name is needed here"
         if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():
             return "names begin with a letter"
+        if token.kind == "COMMA":
+            return "several values stand in brackets: `[…, …]`"
         return ""
 
 

@@ -6,16 +6,29 @@ flat, however long, so recursion over a tree is safe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NoReturn, dataclass_transform
 
 from moec.grammar.source import Span
 
 
+@dataclass_transform(eq_default=True, frozen_default=True)
 class Syntax:
-    """What all nodes share. Written once rather than generated for each, which took half of this module's import."""
+    """What all nodes share. Written once, where `dataclass` would compile it for each class at every start."""
 
-    __slots__ = ()
     __match_args__: tuple[str, ...]
+
+    def __init_subclass__(cls) -> None:
+        cls.__match_args__ = tuple(cls.__annotations__)  # type: ignore[misc]
+
+    def __init__(self, *values: object, **named: object) -> None:
+        fields = self.__match_args__
+        given = {**dict(zip(fields, values, strict=False)), **named}
+        if len(values) + len(named) != len(fields) or len(given) != len(fields):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(fields)}")
+        self.__dict__.update(given)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is frozen")
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._said() == other._said()
@@ -31,7 +44,6 @@ class Syntax:
         return tuple(getattr(self, name) for name in self.__match_args__ if name != "span")
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Number(Syntax):
     """A number as written, with the unit behind it: `32_000`, `1e-5`, `450GB/s`."""
 
@@ -39,7 +51,6 @@ class Number(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class String(Syntax):
     """Text between double quotes; there are no escapes."""
 
@@ -47,7 +58,6 @@ class String(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Name(Syntax):
     """A bare word: a `let`, or a word of the schema (`bf16`, `true`, `dropless`)."""
 
@@ -55,7 +65,6 @@ class Name(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sequence(Syntax):
     """`[a, b]`."""
 
@@ -63,7 +72,6 @@ class Sequence(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Range(Syntax):
     """`first..last` or `first..last step n`; the last one belongs to it."""
 
@@ -73,7 +81,6 @@ class Range(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Argument(Syntax):
     """One argument of a call; positional ones have no name."""
 
@@ -82,7 +89,6 @@ class Argument(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Call(Syntax):
     """`name(a, b, key = c)`."""
 
@@ -91,7 +97,6 @@ class Call(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Negative(Syntax):
     """`-operand`."""
 
@@ -99,7 +104,6 @@ class Negative(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Operation(Syntax):
     """`first op operand op operand …` from left to right; all ops are `+ -`, or all are `* /`."""
 
@@ -111,7 +115,6 @@ class Operation(Syntax):
 Expression = Number | String | Name | Sequence | Range | Call | Negative | Operation
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Use(Syntax):
     """`use "path"`."""
 
@@ -119,7 +122,6 @@ class Use(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Let(Syntax):
     """`let name = value`."""
 
@@ -128,7 +130,6 @@ class Let(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Assignment(Syntax):
     """`name = value`."""
 
@@ -137,7 +138,6 @@ class Assignment(Syntax):
     span: Span
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Block(Syntax):
     """`kind "label" selector { body }`."""
 
@@ -153,7 +153,6 @@ class Block(Syntax):
         return self.kind.span.to((self.selector or self.label or self.kind).span)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Bad(Syntax):
     """Text that did not parse and has a diagnostic; `body` where the text was the head of a block."""
 
@@ -164,7 +163,6 @@ class Bad(Syntax):
 Statement = Use | Let | Assignment | Block | Bad
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class File(Syntax):
     """A whole file."""
 

@@ -6,10 +6,8 @@ their JSON Schemas to docs/schemas.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 from moec.commands.terminal import RED, RESET, colored, columns, known_columns
@@ -24,6 +22,8 @@ Document = TypeVar("Document")
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def document(cls: type[Document]) -> type[Document]:
     """Makes `cls` a frozen dataclass, keyword-only, whose docstrings of fields go into its JSON Schema."""
+    from dataclasses import dataclass  # as json below: `check` of good files needs neither
+
     made = dataclass(frozen=True, kw_only=True)(cls)
     # pydantic reads this where a schema is made; the command itself does not import pydantic.
     settings: dict[str, Any] = {"use_attribute_docstrings": True, "extra": "forbid", "strict": True}
@@ -44,6 +44,8 @@ def emit(style: str, lines: Callable[[], Iterable[str]], data: Callable[[], obje
 
 def print_json(data: object) -> None:
     """Prints one JSON document, indented, to stdout. A number that is not finite is written as null."""
+    import json
+
     unicode = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").startswith("utf")
     print(json.dumps(_plain(data), indent=2, ensure_ascii=not unicode, allow_nan=False))
 
@@ -71,8 +73,10 @@ def _one_line(found: Diagnostic, color: bool) -> str:
 
 
 def _plain(data: object) -> object:
-    if is_dataclass(data) and not isinstance(data, type):
-        data = asdict(data)
+    if hasattr(data, "__dataclass_fields__"):
+        from dataclasses import asdict
+
+        data = asdict(data)  # type: ignore[call-overload]
     if isinstance(data, dict):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
+from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, newest_first, require_parent, set_aside, unlisted
@@ -59,7 +60,21 @@ def resume(
             "the weights that were loaded; `model.set(step=0)` before job.resume begins a new count",
             stacklevel=4,
         )
+    elif not name and job.rank == 0 and (other := _misspelt(Path(folder))) is not None:
+        warnings.warn(
+            f"there is no {shown(Path(folder))}: training begins at step 0; {shown(other)} has checkpoints",
+            stacklevel=4,
+        )
     return step
+
+
+def _misspelt(folder: Path) -> Path | None:
+    """The folder with checkpoints of whose name that of `folder`, which is not there, is a slip."""
+    if folder.exists() or not folder.parent.is_dir():
+        return None
+    beside = meant(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
+    other = folder.with_name(beside) if beside else None
+    return other if other is not None and newest_first(other) else None
 
 
 def _complaint_about(plan: Plan, model: PlanModule, optimizer: Optimizer | None) -> Complaint | None:

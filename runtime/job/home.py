@@ -47,6 +47,11 @@ class Home(Protocol):
         ...
 
     @property
+    def data_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        ...
+
+    @property
     def rank(self) -> int:
         """The number of this process among those of the job."""
         ...
@@ -86,7 +91,7 @@ class Alone:
     `dtype` also replaces the dtype in which layers compute.
     """
 
-    groups, data_rank, rank = "", 0, 0
+    groups, data_rank, data_size, rank = "", 0, 1, 0
 
     def __init__(self, parameters: Mapping[str, PlanParameter], *, seed: int, dtype: torch.dtype | None) -> None:
         self.checks = Checks()

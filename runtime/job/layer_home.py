@@ -186,6 +186,8 @@ def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
 def _shared_group(backend: str, ranks: tuple[int, ...]) -> ProcessGroup:
     group = _shared.get((backend, ranks))
     if group is None or not _is_alive(group):
+        for key in [key for key, each in _shared.items() if not _is_alive(each)]:
+            del _shared[key]  # of a default group that was destroyed
         # Only members make a group. All ranks make groups in the same order, so no two groups wait for each other.
         group = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
         _shared[backend, ranks] = group

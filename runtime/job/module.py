@@ -39,6 +39,7 @@ from moec.runtime.job.home import Home
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.origin import ModuleOrigin
 from moec.runtime.job.plan_layer import Layer, layer_inside
+from moec.runtime.job.rank_means import watch_for_mean
 from moec.runtime.job.sampling import Sampling
 from moec.runtime.job.settings import complaint_about, initial_values, same_on_ranks
 from moec.runtime.job.state_dict_signing import refuse_foreign_state, sign_state
@@ -176,6 +177,7 @@ class PlanModule(nn.Module):
         if labels is None:
             if refuses and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
+            watch_for_mean(self, logits, self._home)
             return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
         if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)

@@ -71,7 +71,7 @@ def test_the_text_of_an_error_that_a_script_catches_has_name_and_way_out(folder:
         moec.compile(folder / "first.moe", ep=4)
     first, second = str(raised.value).splitlines()
     assert first.endswith("error[MOE0213]: no such `let`: no file that was read declares `ep`")
-    assert second.startswith("help: only the file's `let`s can be given here (allowed here: experts, ranks)")
+    assert second.startswith("help: write `ep` in the file, in `parallel { … }`: only its `let`s can be given here")
 
 
 def said(script: str, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import FrozenInstanceError
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -79,5 +78,5 @@ def test_nodes_of_the_syntax_are_equal_wherever_they_stand() -> None:
     assert hash(one) == hash(other)
     assert one != Name("8", one.span)
     assert repr(one) == "Number('8')"
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError, match="Number is frozen"):
         one.text = "9"  # type: ignore[misc]

@@ -67,6 +67,18 @@ def test_a_resume_that_finds_nothing_warns_of_the_step_of_loaded_weights(job: Jo
     assert [warning.filename for warning in said] == [__file__]
 
 
+def test_a_resume_from_a_misspelt_folder_warns_of_the_one_beside_it(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    job.save(tmp_path / "checkpoints" / "4", model).wait()
+    with pytest.warns(UserWarning, match=r"no .*chekpoints: training begins at step 0; .*checkpoints has") as said:
+        assert job.resume(tmp_path / "chekpoints", model) == 0
+    assert [warning.filename for warning in said] == [__file__]
+    (tmp_path / "run1").mkdir()
+    job.save(tmp_path / "run1" / "4", model).wait()
+    for new in ("run2", "checkpoints-of-b", "checkpoints/a"):  # names of other runs: nothing to warn of
+        assert job.resume(tmp_path / new, model) == 0
+
+
 def test_an_optimizer_with_parameters_of_others_is_refused_before_the_first_step(job: Job, tmp_path: Path) -> None:
     model = job.build()
     job.save(tmp_path / "weights" / "0", model).wait()
