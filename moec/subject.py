@@ -134,8 +134,11 @@ def _instead_of_plan(path: Path) -> tuple[str, str]:
         return "this is a file, and a plan is a folder", "`moec compile FILE.moe` writes one"
     if path.is_dir():
         inside = listed(path, is_plan)
-        help = f"plans in it: {', '.join(str(path / name) for name in inside)}" if inside else ""
-        return f"this folder has no {PLAN}", help or "`moec compile FILE.moe` writes a plan"
+        if inside:
+            return f"this folder has no {PLAN}", f"plans in it: {', '.join(str(path / name) for name in inside)}"
+        if listed(path, lambda child: kind_of(child) == "checkpoint"):
+            return "this folder has checkpoints", f"`moec checkpoint inspect {quote(str(path))}` lists them"
+        return f"this folder has no {PLAN}", "`moec compile FILE.moe` writes a plan"
     beside = listed(path.parent, is_plan)
     file = path.with_suffix(".moe")
     if meant := nearest(path.name, beside):

@@ -23,7 +23,7 @@ from moec.runtime.verify.verification import verify
 SLOW_EXAMPLES = 2000
 
 
-@settings(max_examples=180, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(max_ranks=8, max_layers=3))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
     report = verify(compile_source(spec), float32=False)

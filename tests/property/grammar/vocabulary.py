@@ -7,6 +7,7 @@ rules between fields demand is mended afterwards, in one place below.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from hypothesis import assume
@@ -70,13 +71,22 @@ def known(cls: type[Node], field: Field) -> bool:
     return not any(isinstance(kind, BlockKind) and kind.cls in SKIPPED for kind in field.kinds)
 
 
+@cache  # hypothesis reads the source of each new composite
+def drawn_fields(cls: type[Node]) -> dict[str, st.SearchStrategy[Any]]:
+    """For each field of `cls` that is drawn with it, a value of any of its kinds."""
+    drawn = (field for field in fields_of(cls).values() if known(cls, field))
+    return {field.word: st.one_of([values(kind) for kind in field.kinds]) for field in drawn}
+
+
+@cache
 def nodes(cls: type[Node]) -> st.SearchStrategy[Any]:
     @st.composite
     def draw_one(draw: st.DrawFn) -> Node:
         given: dict[str, Any] = {"name": draw(label)} if cls.labelled else {}
-        for field in fields_of(cls).values():
-            if known(cls, field) and (field.required or draw(st.booleans())):
-                given[field.name] = draw(st.one_of([values(kind) for kind in field.kinds]))
+        for word, drawn in drawn_fields(cls).items():
+            field = fields_of(cls)[word]
+            if field.required or draw(st.booleans()):
+                given[field.name] = draw(drawn)
         return cls(**mended(cls, given))
 
     return draw_one()
@@ -190,8 +200,8 @@ def specs(draw: st.DrawFn) -> Spec:
     kinds = draw(st.lists(layers(modules), min_size=1, max_size=3))
     stack = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12)))
     drawn = {
-        field.name: draw(st.one_of([values(kind) for kind in field.kinds]))
-        for field in fields_of(s.Model).values()
+        field.name: draw(drawn_fields(s.Model)[word])
+        for word, field in fields_of(s.Model).items()
         if known(s.Model, field) and (field.required or field.name == "vocab" or draw(st.booleans()))
     }
     embedding = drawn.get("embedding")

@@ -245,6 +245,15 @@ def test_no_plan_at_all_is_a_diagnostic(run):
     assert "error[MOE0600]" in err
 
 
+def test_a_folder_of_checkpoints_names_the_command_that_lists_them(run):
+    Path("saved/4").mkdir(parents=True)
+    Path("saved/4/checkpoint.json").write_text("{}")
+    code, _, err = run("inspect", "saved")
+    assert code == 1
+    assert "this folder has checkpoints" in err
+    assert "`moec checkpoint inspect saved`" in err
+
+
 @pytest.mark.parametrize(
     ("file", "what", "way"),
     [

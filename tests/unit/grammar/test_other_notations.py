@@ -203,7 +203,7 @@ WORDS = {
         "topk(2)",
         "topk(2); shared = 2",
         "expected `swiglu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`, …, found a number",
-        "write `shared = swiglu(WIDTH)`: 2 feed-forwards of one width are one of 2 times that width",
+        "write `shared = swiglu(2 * WIDTH)`: 2 feed-forwards of one width are one of 2 times that width",
     ),
     "a call as a switch": (
         "topk(2)",
@@ -215,8 +215,7 @@ WORDS = {
         "optimizer = adamw(lr = 1e-4)",
         "optimizer = adamw(lr = 1e-4); momentum = 0.9",
         "`momentum` is not known here",
-        "it belongs in `optimizer = sgd(momentum = 0.9)` or `optimizer = muon(momentum = 0.9)`; `optimizer` is given "
-        "already: say it there",
+        "it belongs in `optimizer = sgd(momentum = 0.9)` (or `muon(…)`); `optimizer` is given already: say it there",
     ),
     "a quoted word in a list": (
         "switch_loss(0.01)",

@@ -73,7 +73,7 @@ def test_causality_is_an_option_of_attention(tmp_path: Path) -> None:
     (warning,) = found(tmp_path, **causal)
     assert (warning.code, "`mha(…, causal = false)`" in warning.help) == ("MOE0352", True)
     misplaced = next(d for d in found(tmp_path, model="; causal = false", **causal) if d.code == "MOE0201")
-    assert "`attention = mha(causal = false)`" in misplaced.help
+    assert "`attention = gqa(causal = false)` (or `mha(…)`" in misplaced.help
     assert found(tmp_path, gate="soft(2)") == ()
 
 

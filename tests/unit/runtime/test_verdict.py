@@ -55,6 +55,13 @@ def test_a_rank_that_raised_has_printed_its_error():
     assert verdict.text.startswith("rank 1 ended with ValueError: no such file; rank 0 waits for it in all_to_all")
 
 
+def test_a_rank_that_calls_sys_exit_is_named_by_the_others() -> None:
+    verdict = judge({0: inside(ROWS, 1), 1: Left("SystemExit: 0")}, 4, overdue=False)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 ended with SystemExit: 0; rank 0 waits for it")
+    assert not verdict.printed
+
+
 def test_a_rank_that_left_early():
     states: dict[int, RankState] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
     assert text({**states, 2: Left()}, overdue=False) == (
