@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from moec.runtime.backends import warn_first
@@ -50,7 +51,7 @@ def is_mean_of_rank(logits: Tensor, gradient: Tensor) -> bool:
     The gradient of such a row is (softmax(logits) − onehot(label)) / count: one row tells the count.
     """
     rows = gradient.flatten(0, -2)
-    sizes = rows.abs().sum(-1)
+    sizes = torch.linalg.vector_norm(rows, dim=-1)  # without a copy of the rows
     counted = int((sizes > 0).sum())
     if counted < 2:
         return False
