@@ -124,19 +124,20 @@ _OF_MIXTURES = (
     Row("batch_prioritized_routing:tu", f"{_MOE}.gate", "gate = batch_priority(2)", "", but=_off()),
     Row("router:hf,tt", f"{_MOE}.gate", "gate = topk(2)", "", "other gates are `switch`, `expert_choice`, `soft`, …: `moec explain gate`"),
     Row("gate_type:tu moe_router_type:mg router_type:hf", f"{_MOE}.gate", "gate = topk(2)", ""),
-    Row("capacity_factor:ds,tu,fm", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "`factor(…, min = 4)` for DeepSpeed's default `min_capacity`, which counts a rank's tokens (`group = rank`), as Megatron does; Tutel counts otherwise: docs/from/tutel.md", but=_off("leave it out: without a capacity no token is dropped")),
+    Row("capacity_factor:ds,tu,fm", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "DeepSpeed and Megatron count a rank's tokens: then `group = rank` is a further line of `moe`; DeepSpeed's default also has a least number, `factor({}, min = 4)`; Tutel counts otherwise: docs/from/tutel.md", but=_off("leave it out: without a capacity no token is dropped")),
     Row("moe_expert_capacity_factor:mg expert_capacity_factor:hf moe_train_capacity_factor:ds", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", convert=True, but=_off("leave it out: without a capacity no token is dropped")),
     Row("eval_capacity_factor:ds moe_eval_capacity_factor:ds", f"{_MOE}.capacity.factor.eval", "capacity = factor(1.25, eval = {})", "2.0"),
     Row("min_capacity:ds moe_min_capacity:ds", f"{_MOE}.capacity.factor.min", "capacity = factor(1.25, min = {})", "4"),
     Row("expert_capacity:hf", f"{_MOE}.capacity", "capacity = factor(1.25)", "", "a multiple of an equal share, not a number of tokens"),
-    Row("drop_tokens:ds moe_token_dropping:mg token_dropping:hf", f"{_MOE}.capacity", "capacity = factor(1.25)", "", "full experts then drop tokens", but=_off("leave it out: no token is dropped, as with `capacity = dropless`, the default")),
+    Row("drop_tokens:ds moe_token_dropping:mg token_dropping:hf", f"{_MOE}.capacity", "capacity = factor(1.25)", "", "full experts then drop tokens", but=_off("write `capacity = dropless()`, the default: no token is dropped")),
     Row("use_rts:ds", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = random)", "", but=_off("leave it out: the order is that of the sequence by default")),
     Row("moe_token_drop_policy:mg", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = priority)", "", "`priority` for Megatron's `probs`, `sequence` for `position`"),
     Row("moe_pad_expert_input_to_capacity:mg", f"{_MOE}.overflow", "overflow = pad", "", "beside `capacity = factor(…)`", but=_off()),
     Row("moe_aux_loss_coeff:mg", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the same value, with `group = rank`", but=_off()),
-    Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf load_balancing_loss:hf load_balance_loss:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the weight is Hugging Face's number times k, over the number of layers with experts: docs/from/huggingface.md", but=_off()),
+    Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf load_balancing_loss:hf load_balance_loss:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss(WEIGHT)]", "0.01", "WEIGHT is {} * k / L, for k experts per token and L layers with experts: docs/from/huggingface.md", but=_off()),
     Row("aux_loss_alpha:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k", but=_off()),
-    Row("aux_loss:tu aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the number is the same at one choice per token; at two, DeepSpeed's and Tutel's loss is `gshard_loss({})`", but=_off()),
+    Row("aux_loss:tu aux_loss_weight:tu", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "where a token has several experts, Tutel's counts the first alone: `gshard_loss({})`", but=_off()),
+    Row("moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "where a token has two experts, DeepSpeed's counts the first alone: `gshard_loss({})`", but=_off()),
     Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=_off()),
     Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", "", but=_off()),
     Row("is_gshard_loss:tu", f"{_MOE}.balance", "balance = [gshard_loss(0.01)]", "", but={"false": "write `balance = [importance_loss(0.005), load_loss(0.005)]`, with half of the weight for each"}),
@@ -183,14 +184,14 @@ _PARALLEL = (
     Row("zero_stage:ds stage:ds zero_optimization:ds", "parallel.zero", "zero = {}", "2"),
     Row("fsdp:tt fully_shard:tt", "parallel.zero", "zero = 3", "", "it cuts weights, gradients and optimizer states over the data-parallel ranks", but=_off()),
     Row("recompute_granularity:mg", "parallel.recompute", "recompute = layer", "", "`layer` for Megatron's `full`; `experts` computes only the experts again", but=_off()),
-    Row("recompute_modules:mg", "parallel.recompute", "recompute = experts", "", "for `moe`; the attention of a layer is computed again with the rest of it: `recompute = layer`", but=_off()),
+    Row("recompute_modules:mg", "parallel.recompute", "recompute = experts", "", "for Megatron's `moe`; `recompute = layer` also computes the attention again", but=_off()),
     Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg remat:ot", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=_off()),
     Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", "", but=_off()),
     Row("offload_param:ds", "parallel.offload", "offload = parameters", "", but=_off()),
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "node" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "rail" { size = {} }', "4", 'after `level "node" { size = 8 }`, which joins the devices of a node; with `from = dgx_h100` it is `nodes = …`'),
-    Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", 'leave it out: the ranks are declared, `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a cluster there is one'),
+    Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", 'leave it out: the ranks are declared, `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a `cluster` there is one rank'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),
@@ -203,11 +204,14 @@ _NOWHERE = (
     Row("mup_base_hidden_size:hf", "", "", "", "moec has no µP: initial values and learning rates are set in the training script"),
     Row("top2_2nd_expert_sampling:ds", "", "", "", "no gate here adds noise before the second choice: `gate = topk(2, normalize = true)` is DeepSpeed's with `False`"),
     Row("warmup_steps:hf,tt lr_warmup_iters:mg lr_decay_style:mg lr_scheduler:hf,tt lr_scheduler_type:hf num_warmup_steps:hf warmup_ratio:hf warmup:hf min_lr:mg lr_decay_iters:mg scheduler:ds lr_schedule:ot schedule_type:ot", "", "", "", "a schedule is in the training script, by a scheduler of `torch.optim.lr_scheduler`; `optimizer = adamw(lr = …)` has the rate it begins with"),
-    Row("manual_seed:pt data_seed:hf", "", "", "", "the seed is the script's: `job.build(seed = …)`, with the same weights on any number of ranks"),
+    Row("manual_seed:pt data_seed:hf random_seed:ot", "", "", "", "leave it out: the seed is the script's, `job.build(seed={})`, with the same weights on any number of ranks"),
+    Row("use_fp16:ot", "", "", "", "leave it out: moec does not train in fp16 yet, and `dtype = bf16` in `model` is the default", but=_off("leave it out: `dtype = bf16` in `model` is the default")),
+    Row("use_fp32:ot", "", "", "", "write `dtype = fp32` in `model`", but=_off("leave it out: `dtype = bf16` in `model` is the default")),
+    Row("dense_ffn:ot", "", "", "", "a layer without experts has `ffn = swiglu(WIDTH)`"),
     Row("fused:pt foreach:pt capturable:pt", "", "", "", "leave it out: moec chooses how the step is computed, and `adamw` is fused"),
     Row("make_vocab_size_divisible_by:mg", "", "", "", "moec pads no vocabulary: `vocab` is the number of rows of the embedding and of the head; write the padded number where weights from Megatron have it"),
     Row("recompute_method:mg recompute_num_layers:mg", "", "", "", "each layer is computed again by itself, as with Megatron's `uniform` and one layer; `parallel { layers 8..31 { recompute = layer } }` chooses layers"),
-    Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf", "", "", "", "gradients are clipped in the training script: `job.clip_grad_norm_`"),
+    Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf clip_norm:ot clipping:ot", "", "", "", "leave it out: gradients are clipped in the training script, by `job.clip_grad_norm_(model, {})` between `job.step` and `optimizer.step()`; what Adafactor bounds is `adafactor(clip = …)`"),
     Row("train_iters:mg train_samples:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
     Row("moe_grouped_gemm:mg grouped_gemm:ot flash_attention:ot flash_attn:ot dispatcher:ot token_dispatcher:ot use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out"),
@@ -254,7 +258,7 @@ _OPTIMIZER = (
     "(docs/optimizers.md)"
 )
 _AUX_LOSS = (
-    "the term is `switch_loss`, whose scale may differ: for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first "
+    "the term is `switch_loss`; for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first "
     "choices alone, and Hugging Face's weight is multiplied by k and divided by the number of layers with experts (docs/from)"
 )
 _FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
@@ -268,7 +272,7 @@ NEAR: dict[str, str] = {
     **dict.fromkeys(("glu", "reglu", "bilinear"), _ACTIVATION),
     **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), _OPTIMIZER),
     **dict.fromkeys(("flash_attention", "flash_attn", "flash", "sdpa"), "the compiler chooses the kernel: write `gqa(heads = 32, kv_heads = 8, rope = rope())`"),
-    "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and torch.backends.cuda.matmul says the rest",
+    "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and set `torch.backends.cuda.matmul.allow_tf32` in the script",
     **dict.fromkeys(("mqa", "multi_query_attention", "multi_query"), "multi-query attention is `gqa(heads = 32, kv_heads = 1)`"),
     **dict.fromkeys(("load_balancing_loss", "aux_loss", "load_balance_loss"), _AUX_LOSS),
     **dict.fromkeys(("modulelist", "sequential"), "equal experts are a product: write `8 * swiglu(WIDTH)`"),
@@ -278,15 +282,13 @@ NEAR: dict[str, str] = {
 }
 """Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""
 
-_IN_SCRIPT = "gradients are clipped in the training script: `job.clip_grad_norm_(model, 1.0)` between `job.step` and `optimizer.step()`"
 IN_BLOCKS: dict[tuple[str, str], str] = {
-    ("train", "clip"): _IN_SCRIPT,
-    ("train", "clipping"): _IN_SCRIPT,
-    ("train", "seed"): "the seed is the script's: `job.build(seed = …)`",
-    ("train", "bf16"): "write `dtype = bf16` in `model`, or leave it out: that is the default",
-    ("train", "fp16"): "moec does not train in fp16 yet: write `dtype = bf16` in `model`",
-    ("train", "fp32"): "write `dtype = fp32` in `model`",
-    ("layers", "dense"): "a layer without experts has `ffn = swiglu(WIDTH)`",
-    ("model", "dense"): "layers without experts are `layers 0..2 { ffn = swiglu(WIDTH) }`",
+    **dict.fromkeys((("train", "seed"), ("model", "seed")), "manual_seed"),
+    **dict.fromkeys((("train", "bf16"), ("model", "bf16")), "amp"),
+    **dict.fromkeys((("train", "fp16"), ("model", "fp16")), "use_fp16"),
+    **dict.fromkeys((("train", "fp32"), ("model", "fp32")), "use_fp32"),
+    ("train", "clip"): "clipping",
+    ("layers", "dense"): "dense_ffn",
+    ("model", "dense"): "dense_layers",
 }
-"""What to do for a word in a block, where the same word elsewhere says something else."""
+"""Words of this language that mean something of another system in a block which does not have them: its name above."""

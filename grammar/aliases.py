@@ -72,7 +72,7 @@ class Alias:
         if value.lower() in self.but:
             return self.but[value.lower()]
         if not self.path:
-            return self.note
+            return self.note.replace("{}", value or self.example or "…")
         place = "" if here or not self.block else f", in {self.block}"
         form = _with_blanks(self.form).replace("{}", value) if value else self.written()
         written = f"`{form}`"
@@ -126,14 +126,13 @@ def aliases() -> dict[str, Alias]:
     return found
 
 
-def alias(word: str) -> Alias | None:
-    """What other systems' `word` is here; a flag's dashes and capitals count for nothing."""
-    return aliases().get(word.lstrip("-").replace("-", "_").lower())
+def alias(word: str, block: str = "") -> Alias | None:
+    """What other systems' `word` is here; a flag's dashes and capitals count for nothing.
 
-
-def in_block(block: str, word: str) -> str:
-    """What to do for a word that says something else outside of this block; empty for others."""
-    return IN_BLOCKS.get((block, word), "")
+    `block`: where it stands. Some words of this language mean something else in a block that does not have them.
+    """
+    word = word.lstrip("-").replace("-", "_").lower()
+    return aliases().get(IN_BLOCKS.get((block, word), word))
 
 
 def synonym(word: str) -> str | None:

@@ -92,7 +92,7 @@ COLLECTIVE = "`torch.distributed` has it: the job has begun its process group"
 SCHEDULE = "a scheduler of `torch.optim.lr_scheduler` takes `job.optimizer(model)`"
 GROUPS = "moec's graphs use the groups themselves; `plan.meshes` has their ranks, and `torch.distributed` the world's"
 
-PER_RANK = "sequences of a rank and step are `plan.spec.train.batch // job.data_size`"
+PER_RANK = "a rank has `plan.spec.train.batch // job.data_size` sequences in a step"
 
 JOB: Mapping[str, str] = {
     **dict.fromkeys(("all_gather", "all_reduce", "barrier", "broadcast", "gather", "reduce"), COLLECTIVE),

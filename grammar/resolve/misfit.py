@@ -15,7 +15,7 @@ from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.rewriting import rewritten, text_of
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.resolve.unknown_words import diagnose_unknown_word
-from moec.grammar.schema import CallKind, Field, Kind, ListKind, NumberKind, ProductKind, positional
+from moec.grammar.schema import CallKind, Field, Kind, ListKind, NumberKind, ProductKind, fields, positional
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.experts import Activated
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation, Range, String
@@ -67,13 +67,15 @@ def _help(known: Field, value: Expression) -> str:
             return f"a product has a `*`: write `{times[1]} * swiglu({times[2]})`"
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
+    if number in ("0", "0.0") and known.word and not known.required:
+        return f"for none, leave `{known.word}` out"
     if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):
-        write = f"write `{known.word} = {taking[0].word}({number} * WIDTH)`"
-        return f"{write}: {number} feed-forwards of one width are one of {number} times that width"
-    if number and taking:
-        named = known.word and not any(isinstance(kind, ListKind) for kind in kinds)
-        write = f"write `{known.word} = {taking[0].word}({number})`" if named else f"write `{taking[0].word}({number})`"
-        return write + (", or another of these words" if len(classes) > 1 else "")
+        write = f"write `{known.word} = {taking[0].word}"
+        if number == "1":
+            return f"{write}(WIDTH)`"
+        return f"{write}({number} * WIDTH)`: {number} feed-forwards of one width are one of {number} times that width"
+    if number and classes:
+        return _as_argument(known, classes, taking, number)
     if isinstance(value, String) and value.value.lower() in words(kinds):
         return f"without quotes: `{value.value.lower()}(…)`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
@@ -81,6 +83,21 @@ def _help(known: Field, value: Expression) -> str:
     if isinstance(value, ListValue) and not any(isinstance(kind, ListKind) for kind in kinds):
         return "write one value here, not a list"
     return ""
+
+
+def _as_argument(known: Field, classes: Sequence[type[Node]], taking: Sequence[type[Node]], number: str) -> str:
+    """Help for a number where a call stands: the first call that takes it by position, or by the name of a number."""
+    if taking:
+        call = f"{taking[0].word}({number})"
+    else:
+        numbers = (f.word for f in fields(classes[0]).values() if any(isinstance(k, NumberKind) for k in f.kinds))
+        name = next(numbers, None)
+        if name is None:
+            return ""
+        call = f"{classes[0].word}({name} = {number})"
+    in_list = any(isinstance(kind, ListKind) for kind in known.kinds)
+    write = f"write `{known.word} = {call}`" if known.word and not in_list else f"write `{call}`"
+    return write + (", or another of these calls" if len(classes) > 1 else "")
 
 
 def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:

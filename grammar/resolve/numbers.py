@@ -57,10 +57,10 @@ def number(
         expected = f"expected {NAMES[kind.unit]} such as `{EXAMPLES[kind.unit]}`"
         return scope.error("MOE0208", written, f"{expected}, found {NAMES[quantity.dimension]}")
     value = quantity.value
-    grouped = _grouped(written.value) if kind.whole else ""
-    if kind.whole and (value.denominator != 1 or grouped):
-        found = f"expected a whole number, found {grouped or f'{float(value):g}'}"
-        return scope.error("MOE0206", written, found, help=_point(grouped) if grouped else _choices(kind))
+    if kind.whole and (pointed := _pointed(written.value)):
+        return scope.error("MOE0206", written, "a whole number has no point", help=pointed)
+    if kind.whole and value.denominator != 1:
+        return scope.error("MOE0206", written, f"expected a whole number, found {float(value):g}", help=_choices(kind))
     taken = int(value) if kind.whole else value if kind.exact else float(value)
     for bound in kind.bounds:
         if not bound.holds(taken):
@@ -110,15 +110,12 @@ def compute(scope: Scope, value: Expression) -> Quantity | Broken:
             return scope.error("MOE0206", value.span, "expected a number")
 
 
-def _grouped(value: Expression | Broken) -> str:
-    """The text of `32.000`, in which the point may separate thousands; empty for any other value."""
+def _pointed(value: Expression | Broken) -> str:
+    """Help for a number such as `32.000`, whose point may stand between thousands; empty for any other value."""
     text = value.text if isinstance(value, Number) else ""
     head, _, tail = text.partition(".")
-    return text if len(tail) == 3 and tail.isdecimal() and len(head) <= 3 else ""
-
-
-def _point(grouped: str) -> str:
-    head, _, tail = grouped.partition(".")
+    if len(tail) != 3 or not tail.isdecimal() or len(head) > 3 or head.startswith("0"):
+        return ""
     return f"a point begins a fraction: write `{head}_{tail}`" + (f", or `{head}`" if tail == "000" else "")
 
 

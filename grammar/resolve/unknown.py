@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from moec.grammar.aliases import Alias, alias, in_block
+from moec.grammar.aliases import Alias, alias
 from moec.grammar.aliases_together import together
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
@@ -43,10 +43,7 @@ def unknown_name(
         scope.error("MOE0201", name.span, message)
         return None
     known = fields(cls)
-    if help := in_block(cls.word, name.text):
-        scope.error("MOE0201", name.span, message, help=help)
-        return None
-    if found := alias(name.text):
+    if found := alias(name.text, cls.word):
         return _other_system(scope, cls, name, value, given, found, meant_before, texts or {})
     taken = {word for word in known if word in given or word in meant_before}
     taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
@@ -201,7 +198,7 @@ def _already(known: Field, given: Collection[str]) -> str:
 
 
 def _owner(block: type[Node], word: str, value: str, given: Collection[str]) -> str | None:
-    """The calls that have `word`, as in `` `attention = mha(heads = …)` ``, of this block or of the blocks in it."""
+    """The calls that have `word`, of this block or of those in it: `` `attention = gqa(clip = …)` (or `mha(…)`) ``."""
     for known in fields(block).values():
         classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
         if owners := [cls.word for cls in classes if word in fields(cls)]:

@@ -190,7 +190,7 @@ class _Parser:
                 help = f"did you mean `{meant.text}`?"
                 self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
                 return
-            help, fix = self._advice(token), self._joined(token)
+            help, fix = self._advice(token) or self._of_list(token, begin), self._joined(token)
             self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=fix))
 
     def _expected(self) -> set[str]:
@@ -233,9 +233,13 @@ class _Parser:
             return f"`{token.text}` is a word of the language; another name is needed here"
         if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():
             return "names begin with a letter"
-        if token.kind == "COMMA":
-            return "several values stand in brackets: `[…, …]`"
         return ""
+
+    def _of_list(self, token: Token, begin: int) -> str:
+        """Help for the comma behind a word or call that a name is given: `balance = switch_loss(0.01), …`."""
+        kinds = [each.kind for each in self.tokens[begin : begin + 3]]
+        ends = token.kind == "COMMA" and "SEPARATOR" in self._expected()
+        return "several values stand in brackets: `[…, …]`" if ends and kinds == ["NAME", "EQUAL", "NAME"] else ""
 
 
 def _is_number(value: Number | Token) -> bool:

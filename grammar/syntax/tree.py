@@ -13,7 +13,7 @@ from moec.grammar.source import Span
 
 @dataclass_transform(eq_default=True, frozen_default=True)
 class Syntax:
-    """What all nodes share. Written once, where `dataclass` would compile it for each class at every start."""
+    """What all nodes share. `dataclass` would compile these methods for each class at every start."""
 
     __match_args__: tuple[str, ...]
 
@@ -21,6 +21,7 @@ class Syntax:
         cls.__match_args__ = tuple(cls.__annotations__)  # type: ignore[misc]
 
     def __init__(self, *values: object, **named: object) -> None:
+        """Takes a value for each field, by position or by name. Raises `TypeError` for others."""
         fields = self.__match_args__
         given = {**dict(zip(fields, values, strict=False)), **named}
         if len(values) + len(named) != len(fields) or len(given) != len(fields):
@@ -29,6 +30,8 @@ class Syntax:
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is frozen")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._said() == other._said()

@@ -22,7 +22,7 @@ Document = TypeVar("Document")
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def document(cls: type[Document]) -> type[Document]:
     """Makes `cls` a frozen dataclass, keyword-only, whose docstrings of fields go into its JSON Schema."""
-    from dataclasses import dataclass  # as json below: `check` of good files needs neither
+    from dataclasses import dataclass  # `check` does without it, and without json
 
     made = dataclass(frozen=True, kw_only=True)(cls)
     # pydantic reads this where a schema is made; the command itself does not import pydantic.

@@ -22,7 +22,7 @@ ASIDE = ".damaged"
 SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
 
 
-@called("moec.latest")
+@called("moec.latest", folder="the folder that `job.checkpoint` saves to, such as 'checkpoints'")
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest step, or None. Needs no torch.
 

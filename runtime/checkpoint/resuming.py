@@ -61,20 +61,23 @@ def resume(
             stacklevel=4,
         )
     elif not name and job.rank == 0 and (other := _misspelt(Path(folder))) is not None:
-        warnings.warn(
-            f"there is no {shown(Path(folder))}: training begins at step 0; {shown(other)} has checkpoints",
+        missing = shown(Path(folder).absolute())
+        warnings.warn(  # the script's line, as above
+            f"there is no {missing}: training begins at step 0; did you mean {shown(other)}, which has checkpoints?",
             stacklevel=4,
         )
     return step
 
 
 def _misspelt(folder: Path) -> Path | None:
-    """The folder with checkpoints of whose name that of `folder`, which is not there, is a slip."""
-    if folder.exists() or not folder.parent.is_dir():
+    """The folder beside `folder`, which is missing, that has checkpoints and nearly its name."""
+    folder = folder.absolute()
+    try:
+        beside = [] if folder.exists() else [path.name for path in folder.parent.iterdir() if path.is_dir()]
+        other = meant(folder.name, beside)
+        return folder.with_name(other) if other and newest_first(folder.with_name(other)) else None
+    except OSError:  # a hint may not end one rank alone
         return None
-    beside = meant(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
-    other = folder.with_name(beside) if beside else None
-    return other if other is not None and newest_first(other) else None
 
 
 def _complaint_about(plan: Plan, model: PlanModule, optimizer: Optimizer | None) -> Complaint | None:

@@ -52,6 +52,11 @@ class Home(Protocol):
         ...
 
     @property
+    def shares_batch(self) -> bool:
+        """Whether other ranks are given the same share: each then has a part of the vocabulary or of the sequence."""
+        ...
+
+    @property
     def rank(self) -> int:
         """The number of this process among those of the job."""
         ...
@@ -91,7 +96,8 @@ class Alone:
     `dtype` also replaces the dtype in which layers compute.
     """
 
-    groups, data_rank, data_size, rank = "", 0, 1, 0
+    groups, rank = "", 0
+    data_rank, data_size, shares_batch = 0, 1, False
 
     def __init__(self, parameters: Mapping[str, PlanParameter], *, seed: int, dtype: torch.dtype | None) -> None:
         self.checks = Checks()

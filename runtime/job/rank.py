@@ -48,6 +48,7 @@ class RankHome:
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
+        self.shares_batch = plan.data_size < plan.world_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankHome:
         return self

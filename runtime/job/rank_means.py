@@ -1,6 +1,7 @@
-"""Finds a loss that is a mean over this rank's labels: gradients are added over ranks, so each rank's counts in full.
+"""Finds a loss that is a mean over this rank's labels. Gradients are added over ranks, which makes such a loss count
+once for each rank.
 
-A loop that leaves the loss to the script (`model(tokens).logits`) shows nothing but the gradient of the logits.
+Of a loss that the script computes from `model(tokens).logits`, moec sees nothing but the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ if TYPE_CHECKING:
     from moec.runtime.job.module import PlanModule
 
 CLOSE = 0.02
-"""Relative, for logits in bf16; the gradient of the right loss is smaller by the number of ranks, at least 2."""
+"""The largest relative difference between a gradient and that of a mean, for logits in bf16. The gradient of the right
+loss is smaller by the number of ranks, which is at least 2."""
 
 
 def watch_for_mean(model: PlanModule, logits: Tensor, home: Home) -> None:
-    """In a model's first training pass, has the backward warn of a mean over this rank's labels.
+    """Makes the backward of a model's first training pass without labels warn of a mean over this rank's labels.
 
-    It reads values, which on a GPU waits for it: in that backward alone.
+    That backward reads values, which on a GPU waits for the device.
     """
     if "mean of a rank" in model.seen or not model.training or not logits.requires_grad:
         return
     model.seen.add("mean of a rank")
-    if 1 < home.data_size == home.signature()["ranks"]:  # with tensor parallelism a rank has a part of the vocabulary
+    if home.data_size > 1 and not home.shares_batch:
         logits.register_hook(partial(_look, logits.detach(), home.data_size))  # type: ignore[no-untyped-call]
 
 
@@ -37,9 +39,9 @@ def _look(logits: Tensor, ranks: int, gradient: Tensor) -> None:
     if is_mean_of_rank(logits, gradient):
         # stacklevel: the script's line, past autograd's engine, `torch.autograd.backward` and `Tensor.backward`
         warn_first(
-            f"the loss is a mean over this rank's labels, and gradients are added over ranks: they are {ranks} times "
-            "too large; divide the sum over this rank's labels by the labels of all ranks, or give the loss to "
-            "`job.step(…, loss=…)`; docs/training.md has both",
+            f"the loss is a mean over this rank's labels; gradients are added over ranks, and will be {ranks} times "
+            "too large: divide the sum over this rank's labels by the number of labels of all ranks, or return the sum "
+            "from the function of `job.step(…, loss=…)`; docs/training.md has both",
             "RANK",
             stacklevel=6,
         )
@@ -48,7 +50,8 @@ def _look(logits: Tensor, ranks: int, gradient: Tensor) -> None:
 def is_mean_of_rank(logits: Tensor, gradient: Tensor) -> bool:
     """Whether `gradient` is that of a mean of cross-entropies over the rows of `logits` whose gradient is not 0.
 
-    The gradient of such a row is (softmax(logits) − onehot(label)) / count: one row tells the count.
+    The gradient of such a row is (softmax(logits) − onehot(label)) / count: one row tells the count. It is negative at
+    the label alone. With one row, a mean is a sum.
     """
     rows = gradient.flatten(0, -2)
     sizes = torch.linalg.vector_norm(rows, dim=-1)  # without a copy of the rows

@@ -83,7 +83,7 @@ def judge(states: Mapping[int, RankState], world_size: int, *, overdue: bool) ->
     """
     for rank, state in sorted(states.items()):
         if isinstance(state, Left) and state.error:
-            printed = not state.error.startswith(SystemExit.__name__)  # `sys.exit` ends a rank without a word
+            printed = state.error.partition(":")[0] != SystemExit.__name__  # Python prints no traceback of `sys.exit`
             return Verdict(f"rank {rank} ended with {state.error}{_waited_for(states, {rank})}", printed)
     different = _different(states)
     if different:

@@ -16,7 +16,7 @@ from moec.grammar.huggingface.families import BY_TYPE
 
 BY_NAME = {"-".join(case): case for case in CASES}
 FAST = [case for number, case in enumerate(BY_NAME) if case.endswith("-usual") or number % 3 == 0]
-"""Each family as it usually is, and every third of its variants; the others are slow."""
+"""Each family as it usually is, and every third of all cases; the others are slow."""
 
 
 @pytest.mark.parametrize("case", some(list(BY_NAME), FAST))

@@ -73,7 +73,7 @@ def known(cls: type[Node], field: Field) -> bool:
 
 @cache  # hypothesis reads the source of each new composite
 def drawn_fields(cls: type[Node]) -> dict[str, st.SearchStrategy[Any]]:
-    """For each field of `cls` that is drawn with it, a value of any of its kinds."""
+    """For each field of `cls` that is drawn with it, values of any of its kinds."""
     drawn = (field for field in fields_of(cls).values() if known(cls, field))
     return {field.word: st.one_of([values(kind) for kind in field.kinds]) for field in drawn}
 

@@ -120,18 +120,20 @@ def test_flags_and_capitals_name_the_same_alias() -> None:
     ("written", "help"),
     [
         ("moe { use_residual = false }", "leave it out: that is the default here"),
-        ("moe { drop_tokens = False }", "leave it out: no token is dropped, as with `capacity = dropless`"),
+        ("moe { drop_tokens = False }", "write `capacity = dropless()`, the default: no token is dropped"),
         ("moe { drop_tokens = true }", "`capacity = factor(1.25)`; full experts then drop tokens"),
-        ("moe { capacity_factor = 1.25 }", "`capacity = factor(1.25)`; `factor(…, min = 4)` for DeepSpeed's"),
-        ("moe { router_aux_loss_coef = 0.02 }", "the weight is Hugging Face's number times k, over"),
+        ("moe { capacity_factor = 1.25 }", "`capacity = factor(1.25)`; DeepSpeed and Megatron count"),
+        ("moe { router_aux_loss_coef = 0.02 }", "`balance = [switch_loss(WEIGHT)]`; WEIGHT is 0.02 * k / L"),
+        ("moe { shared = 0 }", "for none, leave `shared` out"),
+        ("moe { shared = 1 }", "write `shared = swiglu(WIDTH)`"),
         ("moe { moe_aux_loss_coeff = 0.01 }", "`balance = [switch_loss(0.01)]`; the same value, with `group = rank`"),
         ("moe { is_gshard_loss = false }", "`balance = [importance_loss(0.005), load_loss(0.005)]`"),
         ("attention = mha(heads = 4, attention_bias = none)", "leave it out: that is the default here"),
         (
             "moe { balance = [aux_loss(0.01)] }",
-            "the term is `switch_loss`, whose scale may differ: for k = 2 DeepSpeed's",
+            "the term is `switch_loss`; for k = 2 DeepSpeed's",
         ),
-        ("moe { balance = [load_balance_loss(0.01)] }", "the term is `switch_loss`, whose scale may differ"),
+        ("moe { balance = [load_balance_loss(0.01)] }", "the term is `switch_loss`; for k = 2"),
         ('moe { gate = "top3" }', "write `topk(3, normalize = true)` if a token's 3 weights add to 1"),
     ],
 )
@@ -141,3 +143,38 @@ def test_a_value_that_the_form_is_not_written_for_has_a_help_of_its_own(written:
     helped = [found for found in raised.value.diagnostics if help in found.help]
     assert helped, [found.help for found in raised.value.diagnostics]
     assert not any(found.fix for found in helped)
+
+
+@pytest.mark.parametrize(
+    ("block", "written", "help"),
+    [
+        ('model "m"', "dense = 1", "write `layers 0 { ffn = swiglu(WIDTH) }` in `model`"),
+        ('model "m"', "bf16 = false", "write `dtype = fp32` in `model`"),
+        ("train", "fp16 = true", "moec does not train in fp16 yet"),
+        ("train", "clip = 0.5", "`job.clip_grad_norm_(model, 0.5)`"),
+        ("train", "seed = 7", "`job.build(seed=7)`"),
+    ],
+)
+def test_a_word_of_the_language_can_be_another_systems_in_a_block_without_it(
+    block: str, written: str, help: str
+) -> None:
+    with pytest.raises(DiagnosticError) as raised:
+        load_text(f"{block} {{ {written} }}").unwrap()
+    (found,) = (each for each in raised.value.diagnostics if help in each.help)
+    assert found.code == "MOE0201"
+
+
+@pytest.mark.parametrize(
+    ("depth", "help"),
+    [
+        ("12.000", "a point begins a fraction: write `12_000`, or `12`"),
+        ("14.336", "a point begins a fraction: write `14_336`"),
+        ("0.500", ""),
+        ("1.5", ""),
+    ],
+)
+def test_a_point_between_thousands_is_told_of(depth: str, help: str) -> None:
+    with pytest.raises(DiagnosticError) as raised:
+        load_text(f'model "m" {{ depth = {depth} }}').unwrap()
+    (found,) = (each for each in raised.value.diagnostics if each.code == "MOE0206")
+    assert found.help == help

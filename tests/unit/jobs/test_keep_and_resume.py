@@ -70,7 +70,8 @@ def test_a_resume_that_finds_nothing_warns_of_the_step_of_loaded_weights(job: Jo
 def test_a_resume_from_a_misspelt_folder_warns_of_the_one_beside_it(job: Job, tmp_path: Path) -> None:
     model = job.build()
     job.save(tmp_path / "checkpoints" / "4", model).wait()
-    with pytest.warns(UserWarning, match=r"no .*chekpoints: training begins at step 0; .*checkpoints has") as said:
+    words = r"no .*chekpoints: training begins at step 0; did you mean .*checkpoints, which"
+    with pytest.warns(UserWarning, match=words) as said:
         assert job.resume(tmp_path / "chekpoints", model) == 0
     assert [warning.filename for warning in said] == [__file__]
     (tmp_path / "run1").mkdir()
