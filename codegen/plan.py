@@ -93,7 +93,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "num_ranks": "it is `plan.world_size`",
     "optimizer": "`plan.spec.train` describes it, and `job.optimizer(model)` makes it",
     "state_dict": "a plan has no weights: `model.state_dict()` of `job.build()`, or `job.save(path, model)`",
-    "train": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
+    "train": "`plan.spec.train` has the file's `train`; your script trains, by `moec.launch(plan)` and `job.step`",
     "verify": "`moec.verify(plan)` compares it with the unsharded model",
     "write": "`plan.save(path)` writes it",
 }

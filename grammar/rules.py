@@ -99,13 +99,19 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
     if isinstance(node, Moa):
         yield from head_mixture(node)
     kv_heads = getattr(node, "kv_heads", None)
+    # What a width of equal heads leaves over; heads with a width of their own leave nothing.
+    left = 0 if isinstance(node, Mla) or node.head_dim is not None or dim is None else dim % node.heads
+    heads = divisor_near(dim, node.heads) if dim and left else node.heads
     if kv_heads and node.heads % kv_heads:
+        help = f"set `kv_heads = {divisor_near(heads, kv_heads)}`"
+        if heads != node.heads:
+            help = f"with `heads = {heads}`, {help}" if heads % kv_heads else f"`heads = {heads}` mends this too"
         yield diagnose(
             "MOE0301",
             node.span("kv_heads"),
             f"{node.heads} query heads cannot share {kv_heads} evenly",
             labels=_labels((node.span("heads"), f"{node.heads} query heads")),
-            help=f"set `kv_heads = {divisor_near(node.heads, kv_heads)}`",
+            help=help,
         )
     if isinstance(node, Mla):
         yield from latent(node)
@@ -116,13 +122,13 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
         elif node.rope and node.rope.fraction == 1:
             yield from rotary(node.rope, node.rope_dim, node.span("rope_dim"))
         return
-    if node.head_dim is None and dim is not None and dim % node.heads:
+    if left:
         yield diagnose(
             "MOE0302",
             node.span("heads"),
-            f"{dim} / {node.heads} leaves {dim % node.heads} over",
+            f"{dim} / {node.heads} leaves {left} over",
             labels=_labels((dim_span, f"the model is {dim} wide")),
-            help=f"set `heads = {divisor_near(dim, node.heads)}`, or give the heads' width with `head_dim`",
+            help=f"set `heads = {heads}`, or give the heads' width with `head_dim`",
         )
         return
     width = node.head_dim or (dim // node.heads if dim else None)

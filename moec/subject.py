@@ -32,6 +32,7 @@ OTHER_NAMES = {
     "init": "`moec.launch(plan)` makes a job, and `job.build()` its model",
     "from_pretrained": "`moec import hf FOLDER` makes a `.moe` file, and `moec.load_hf` reads the weights",
     "save": "a plan is saved by `plan.save(path)`, a model by `job.save(path, model)`",
+    "Trainer": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
     "train": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
 }
 """What to call in place of functions that other libraries have."""
@@ -133,6 +134,8 @@ def _instead_of_plan(path: Path) -> tuple[str, str]:
     if path.is_file():
         return "this is a file, and a plan is a folder", "`moec compile FILE.moe` writes one"
     if path.is_dir():
+        if kind_of(path) == "checkpoint":
+            return "this is a checkpoint", command_for("checkpoint", path)
         inside = listed(path, is_plan)
         if inside:
             return f"this folder has no {PLAN}", f"plans in it: {', '.join(str(path / name) for name in inside)}"

@@ -106,6 +106,7 @@ JOB: Mapping[str, str] = {
     "device": "`job.device_type` is 'cpu' or 'cuda': `tokens.to(job.device_type)`",
     "evaluate": "`model.eval()(tokens, labels).loss`, on every rank",
     "forward": "`model(tokens, labels)` is a forward pass, of `model = job.build()`",
+    "generate": "`model.generate(tokens, max_new_tokens=…)`, of `model = job.build()`",
     "global_rank": "it is `job.rank`",
     "global_step": "it is `job.steps`",
     "is_main_process": MAIN,

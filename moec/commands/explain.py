@@ -81,7 +81,8 @@ def _of_word(asked: str) -> Explanation:
     code = nearest(asked.upper(), CODES) if asked else None
     advice = f"did you mean `{code}`? " if code else ""
     example = "a word of the language (topk, kv_heads), or of Hugging Face, Megatron or DeepSpeed (hidden_size)"
-    help = f"{advice}give the code of a diagnostic (MOE0311), {example}; docs/language.md lists all words"
+    places = "docs/language.md lists all words, and docs/training.md has the calls of a script"
+    help = f"{advice}give the code of a diagnostic (MOE0311), {example}; {places}"
     raise DiagnosticError([diagnose("MOE0015", None, f"`{asked}`", help=help)])
 
 

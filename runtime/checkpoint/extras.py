@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moec.grammar.suggest import nearest
 from moec.runtime.checkpoint.index import EXTRAS
 from moec.runtime.checkpoint.trees import decode
 from moec.runtime.errors import JobError
@@ -21,7 +22,9 @@ def read_extras(loading: Loading, asked: Mapping[str, Any], data_rank: int, data
     for name, receiver in asked.items():
         if name not in stored:
             known = ", ".join(stored) or "none"
-            raise _unfit(f"{checkpoint.path} has no extra {name}; it has {known}", "leave it out, or load another one")
+            near = nearest(name, stored)
+            help = f"did you mean `{near}=`?" if near else "leave it out, or load another one"
+            raise _unfit(f"{checkpoint.path} has no extra {name}; it has {known}", help)
         if not _receives(receiver, loads=stored[name].loads):
             what = "an object's state" if stored[name].loads else "plain data"
             raise _unfit(

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moec.grammar.folder_kinds import CHECKPOINT
+from moec.grammar.folder_kinds import CHECKPOINT, in_words, kind_of
 from moec.runtime.errors import JobError
 
 HEAD, INDEX = CHECKPOINT, "index.json"
@@ -203,13 +203,22 @@ def missing(path: Path, error: OSError) -> JobError:
         )
     if path.name == HEAD and is_of_torch(path.parent):
         return of_torch(path.parent)
-    inside = sorted(head.parent.name for head in path.parent.glob(f"*/{HEAD}"))
-    if inside:
-        more = ", …" if len(inside) > 5 else ""
-        help = f"this folder has the checkpoints {', '.join(inside[:5])}{more}: give one of them"
+    folder = path.parent
+    if (kind := kind_of(folder)) is not None and kind != "checkpoint":
+        return JobError("MOE0800", f"{folder} is {in_words(kind)}", "give the folder of a checkpoint")
+    if inside := _checkpoints_in(folder):
+        help = f"this folder has the checkpoints {inside}: give one of them"
+    elif not folder.exists() and (beside := _checkpoints_in(folder.parent)):
+        help = f"{folder.parent} has the checkpoints {beside}"
     else:
         help = "`moec.latest(folder)` finds the last complete checkpoint of a folder"
     return JobError("MOE0800", f"{path}: {error.strerror}", help)
+
+
+def _checkpoints_in(folder: Path) -> str:
+    """The names of the first checkpoints in `folder`."""
+    names = sorted(head.parent.name for head in folder.glob(f"*/{HEAD}"))
+    return ", ".join([*names[:5], *(["…"] if len(names) > 5 else [])])
 
 
 def is_of_torch(folder: Path) -> bool:

@@ -18,6 +18,14 @@ ELSEWHERE = {
     **dict.fromkeys(("interval", "save_every", "save_interval", "save_steps"), "every"),
 }
 """Names that other libraries have for options."""
+REFUSED = {
+    **dict.fromkeys(("must_exist", "required"), "`moec.latest(folder)` is None where there is no checkpoint"),
+    **dict.fromkeys(("map_location", "device"), "leave it out: tensors go where the model's are"),
+    **dict.fromkeys(("global_step", "step"), "leave it out: the step is the model's, `model.settings['step']`"),
+    "strict": "leave it out: a checkpoint has every parameter of its model",
+    "weights_only": "leave it out: nothing of a checkpoint is executed; without an optimizer only weights are loaded",
+}
+"""Keywords that are options elsewhere, and would be saved or looked for as extras here."""
 
 
 def require_path(call: str, name: str, path: object, then: str = "") -> None:
@@ -34,6 +42,8 @@ def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...
     An object with `state_dict` is no value of the `options`, and so a true extra; it may be an optimizer.
     """
     for name, value in extras.items():
+        if name in REFUSED and not hasattr(value, "state_dict"):
+            raise wrong_argument(f"`{call}` has no argument `{name}`", REFUSED[name])
         allowed = options
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
+from moec.grammar.folder_kinds import kind_of
 from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.files import shown
@@ -70,11 +71,14 @@ def resume(
 
 
 def _misspelt(folder: Path) -> Path | None:
-    """The folder beside `folder`, which is missing, that has checkpoints and nearly its name."""
+    """The folder that `folder`, which is missing, is in or is nearly the name of, and that has checkpoints."""
     folder = folder.absolute()
     try:
-        beside = [] if folder.exists() else [path.name for path in folder.parent.iterdir() if path.is_dir()]
-        other = meant(folder.name, beside)
+        if folder.exists():
+            return None
+        if newest_first(folder.parent):  # `checkpoints/latest`
+            return folder.parent
+        other = meant(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
         return folder.with_name(other) if other and newest_first(folder.with_name(other)) else None
     except OSError:  # a hint may not end one rank alone
         return None
@@ -139,6 +143,8 @@ class _Search:
             )
         if is_of_torch(self._folder):
             raise of_torch(self._folder)
+        if kind_of(self._folder) == "plan":
+            raise JobError("MOE0800", f"{shown(self._folder)} is a plan", "name the folder of the checkpoints")
         return ""
 
     def set_damaged_aside(self, name: str) -> None:

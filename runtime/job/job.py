@@ -53,6 +53,7 @@ from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.job.progress import Progress
 from moec.runtime.job.rank import RankHome
+from moec.runtime.job.rank_means import watch_for_mean
 from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.job.watch import Watch, watch
@@ -102,6 +103,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
         self._running = list[tuple[int, int]]()
         """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
+        self._seen = set[object]()
         self._watch: Watch | None = None
         self._scaled_later = WeakSet[PlanModule]()
         """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
@@ -336,6 +338,8 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         if not isinstance(placement, Shard):
             return logits
         whole: Tensor = all_gather_alike(logits, placement.dim, f"{self._number}tp", "whole logits")
+        if not self._running:  # `step` and `accumulate` know what their losses are divided by
+            watch_for_mean(self._seen, whole, self.data_size)
         return whole
 
     @called("job.expert_loads")

@@ -177,7 +177,8 @@ class PlanModule(nn.Module):
         if labels is None:
             if refuses and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
-            watch_for_mean(self, logits, self._home)
+            if self.training and self._counts.sequences is None and not self._home.shares_batch:
+                watch_for_mean(self.seen, logits, self._home.data_size)
             return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
         if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)

@@ -7,32 +7,27 @@ Of a loss that the script computes from `model(tokens).logits`, moec sees nothin
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moec.runtime.backends import warn_first
 
-if TYPE_CHECKING:
-    from moec.runtime.job.home import Home
-    from moec.runtime.job.module import PlanModule
-
 CLOSE = 0.02
 """The largest relative difference between a gradient and that of a mean, for logits in bf16. The gradient of the right
 loss is smaller by the number of ranks, which is at least 2."""
 
 
-def watch_for_mean(model: PlanModule, logits: Tensor, home: Home) -> None:
-    """Makes the backward of a model's first training pass without labels warn of a mean over this rank's labels.
+def watch_for_mean(seen: set[object], logits: Tensor, data_size: int) -> None:
+    """Makes the first backward through whole `logits` warn of a mean over this rank's labels.
 
-    That backward reads values, which on a GPU waits for the device.
+    `seen`: what the owner of the logits has looked at before. `data_size`: the number of ranks with other labels. That
+    backward reads values, which on a GPU waits for the device.
     """
-    if "mean of a rank" in model.seen or not model.training or not logits.requires_grad:
+    if data_size == 1 or "mean of a rank" in seen or not logits.requires_grad:
         return
-    model.seen.add("mean of a rank")
-    if home.data_size > 1 and not home.shares_batch:
-        logits.register_hook(partial(_look, logits.detach(), home.data_size))  # type: ignore[no-untyped-call]
+    seen.add("mean of a rank")
+    logits.register_hook(partial(_look, logits.detach(), data_size))  # type: ignore[no-untyped-call]
 
 
 def _look(logits: Tensor, ranks: int, gradient: Tensor) -> None:

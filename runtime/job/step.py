@@ -23,6 +23,7 @@ from moec.runtime.job.custom_functions import complaint_of, require_with_cause, 
 from moec.runtime.job.equal_batches import mark_of, warn_of_equal
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
+from moec.runtime.job.leftover_gradients import warn_of_leftover
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.job.mean_losses import warn_of_mean
 from moec.runtime.job.module import ModelOutput, PlanModule
@@ -126,6 +127,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; returns the global loss, detached."""
     agreed, look, num_labels, num_tokens = _begin(job, model, step)
     _warn_of_evaluation(model)
+    warn_of_leftover(model)
     if not step.has_custom_loss:
         warn_of_unshifted(model, step.tokens, step.labels)
     total = num_labels.float()

@@ -261,6 +261,13 @@ def _collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+USUAL = (
+    "the labels of job.step are its tokens",
+    "every rank gives job.step the same batch",
+    "the gradients of an earlier job.step are still there",
+)
+"""Warnings that most tests give: they take any batch, and steps without an optimizer. As in pyproject.toml."""
+
 MOST_THREADS = 40
 """A worker frees the process groups of earlier tasks from so many threads on."""
 
@@ -283,8 +290,8 @@ def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
         task = _unpack(packed)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for usual in ("the labels of job.step are its tokens", "every rank gives job.step the same batch"):
-                warnings.filterwarnings("ignore", usual)  # as in pyproject.toml: tests take any batch
+            for usual in USUAL:
+                warnings.filterwarnings("ignore", usual)
             _enter(task)
             entered()
             return _pack(task.function(*task.arguments))

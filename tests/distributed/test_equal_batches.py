@@ -23,6 +23,7 @@ def steps_as_rank(ep: int, tp: int, apart: bool) -> list[tuple[str, bool]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
+                model.zero_grad()
                 job.step(model, tokens, tokens.flip(-1))
     return [(str(warning.message), warning.filename == __file__) for warning in caught]
 

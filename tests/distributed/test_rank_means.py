@@ -43,7 +43,7 @@ def steps_as_rank(kind: str, ranks: int, tp: int) -> list[tuple[str, bool]]:
             for _ in range(2):
                 output = model(tokens)
                 logits = job.whole_logits(output)
-                loss_of(kind, logits, labels, job.world_size).backward()
+                loss_of(kind, logits, labels, job.data_size).backward()
     return [(str(warning.message), warning.filename == __file__) for warning in caught]
 
 
@@ -61,8 +61,13 @@ def test_other_losses_do_not(gloo: GlooPool, kind: str) -> None:
     assert gloo.run(2, steps_as_rank, kind, 2, 1) == [[], []]
 
 
-def test_with_tensor_parallelism_a_rank_has_no_whole_row_to_look_at(gloo: GlooPool) -> None:
-    assert gloo.run(4, steps_as_rank, "mean", 4, 2) == [[]] * 4
+def test_with_tensor_parallelism_it_looks_at_the_whole_logits(gloo: GlooPool) -> None:
+    first, *others = gloo.run(4, steps_as_rank, "mean", 4, 2)
+    ((message, is_here),) = first
+    assert "2 times too large" in message
+    assert is_here
+    assert others == [[]] * 3
+    assert gloo.run(4, steps_as_rank, "global mean", 4, 2) == [[]] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -74,10 +74,18 @@ def test_a_resume_from_a_misspelt_folder_warns_of_the_one_beside_it(job: Job, tm
     with pytest.warns(UserWarning, match=words) as said:
         assert job.resume(tmp_path / "chekpoints", model) == 0
     assert [warning.filename for warning in said] == [__file__]
+    with pytest.warns(UserWarning, match=r"no .*latest: training begins at step 0; did you mean .*checkpoints, which"):
+        assert job.resume(tmp_path / "checkpoints" / "latest", model) == 0
     (tmp_path / "run1").mkdir()
     job.save(tmp_path / "run1" / "4", model).wait()
-    for new in ("run2", "checkpoints-of-b", "checkpoints/a"):  # names of other runs: nothing to warn of
+    for new in ("run2", "checkpoints-of-b"):  # names of other runs: nothing to warn of
         assert job.resume(tmp_path / new, model) == 0
+
+
+def test_a_plan_is_no_folder_of_checkpoints(job: Job, tmp_path: Path) -> None:
+    job.plan.save(tmp_path / "a.plan")
+    with pytest.raises(JobError, match=r"MOE0800.*a\.plan is a plan"):
+        job.resume(tmp_path / "a.plan", job.build())
 
 
 def test_an_optimizer_with_parameters_of_others_is_refused_before_the_first_step(job: Job, tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Finds steps whose gradients add up because nothing zeroes them in between."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.backends import warn_first
+from moec.runtime.job.module import PlanModule
+
+
+def warn_of_leftover(model: PlanModule) -> None:
+    """Warns in a model's second step if the gradients of the first are still there.
+
+    Reads the values of one gradient, which on a GPU waits for it: in that step alone.
+    """
+    if "second step" in model.seen:
+        return
+    if "first step" not in model.seen:
+        model.seen.add("first step")
+        return
+    model.seen.add("second step")
+    if has_gradients(model):
+        # stacklevel: the script's line, past `run_step`, `Job.step` and its `called`
+        warn_first(
+            "the gradients of an earlier job.step are still there, and those of this one are added: call "
+            "`optimizer.zero_grad()` after each `optimizer.step()`; micro-batches of one step are "
+            "`job.step(…, microbatches=…)`, whose loss is divided once",
+            "RANK",
+            stacklevel=6,
+        )
+
+
+def has_gradients(model: PlanModule) -> bool:
+    """Whether the first gradient of this rank is not zero: `zero_grad(set_to_none=False)` leaves zeros."""
+    gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
+    if gradient is None:
+        return False
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.any())
