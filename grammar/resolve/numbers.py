@@ -114,9 +114,10 @@ def _pointed(value: Expression | Broken) -> str:
     """Help for a number such as `32.000`, whose point may stand between thousands; empty for any other value."""
     text = value.text if isinstance(value, Number) else ""
     head, _, tail = text.partition(".")
-    if len(tail) != 3 or not tail.isdecimal() or len(head) > 3 or head.startswith("0"):
+    digits = tail.replace("_", "")
+    if not digits.isdecimal() or len(digits) % 3 or head.startswith("0"):
         return ""
-    return f"a point begins a fraction: write `{head}_{tail}`" + (f", or `{head}`" if tail == "000" else "")
+    return f"a point begins a fraction: write `{head}_{tail}`" + ("" if digits.strip("0") else f", or `{head}`")
 
 
 def _named(scope: Scope, name: Name) -> Quantity | Broken:

@@ -80,7 +80,7 @@ def _misspelt(folder: Path) -> Path | None:
             return folder.parent
         other = meant(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
         return folder.with_name(other) if other and newest_first(folder.with_name(other)) else None
-    except OSError:  # a hint may not end one rank alone
+    except (OSError, JobError):  # a hint may not end one rank alone
         return None
 
 

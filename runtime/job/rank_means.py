@@ -27,16 +27,18 @@ def watch_for_mean(seen: set[object], logits: Tensor, data_size: int) -> None:
     if data_size == 1 or "mean of a rank" in seen or not logits.requires_grad:
         return
     seen.add("mean of a rank")
-    logits.register_hook(partial(_look, logits.detach(), data_size))  # type: ignore[no-untyped-call]
+    logits.register_hook(partial(_look, logits.detach(), logits._version, data_size))  # type: ignore[no-untyped-call]
 
 
-def _look(logits: Tensor, ranks: int, gradient: Tensor) -> None:
-    if is_mean_of_rank(logits, gradient):
+def _look(logits: Tensor, version: int, ranks: int, gradient: Tensor) -> None:
+    changed = logits._version != version  # in place, since the forward pass: these are not the values of the gradient
+    if not changed and is_mean_of_rank(logits, gradient):
         # stacklevel: the script's line, past autograd's engine, `torch.autograd.backward` and `Tensor.backward`
         warn_first(
             f"the loss is a mean over this rank's labels; gradients are added over ranks, and will be {ranks} times "
-            "too large: divide the sum over this rank's labels by the number of labels of all ranks, or return the sum "
-            "from the function of `job.step(…, loss=…)`; docs/training.md has both",
+            "too large where every rank has as many labels: divide the sum over this rank's labels by the number of "
+            "labels of all ranks, or return the sum from the function of `job.step(…, loss=…)`; docs/training.md has "
+            "both",
             "RANK",
             stacklevel=6,
         )
@@ -45,18 +47,24 @@ def _look(logits: Tensor, ranks: int, gradient: Tensor) -> None:
 def is_mean_of_rank(logits: Tensor, gradient: Tensor) -> bool:
     """Whether `gradient` is that of a mean of cross-entropies over the rows of `logits` whose gradient is not 0.
 
-    The gradient of such a row is (softmax(logits) − onehot(label)) / count: one row tells the count. It is negative at
-    the label alone. With one row, a mean is a sum.
+    The gradient of such a row is (softmax(logits) − onehot(label)) / count, negative at the label alone: each row tells
+    the count. It looks at the rows with the largest, the middle and the smallest gradient, which differ where rows have
+    weights. With one row, a mean is a sum.
     """
-    rows = gradient.flatten(0, -2)
+    values, rows = logits.flatten(0, -2), gradient.flatten(0, -2)
     sizes = torch.linalg.vector_norm(rows, dim=-1)  # without a copy of the rows
+    order = sizes.argsort(descending=True)
     counted = int((sizes > 0).sum())
     if counted < 2:
         return False
-    row = int(sizes.argmax())
-    found = rows[row].double()
-    expected = logits.flatten(0, -2)[row].double().softmax(-1)
-    expected[found.argmin()] -= 1
-    scale = found @ expected / (expected @ expected)
-    fits = (found - scale * expected).norm() <= CLOSE * found.norm()
-    return bool(fits) and abs(float(scale) * counted - 1) < CLOSE
+    seen = (int(order[place]) for place in (0, counted // 2, counted - 1))
+    return all(_is_of_count(values[row].double(), rows[row].double(), counted) for row in seen)
+
+
+def _is_of_count(logits: Tensor, gradient: Tensor, count: int) -> bool:
+    """Whether one row's gradient is that of its cross-entropy over `count`."""
+    expected = logits.softmax(-1)
+    expected[gradient.argmin()] -= 1
+    scale = gradient @ expected / (expected @ expected)
+    fits = (gradient - scale * expected).norm() <= CLOSE * gradient.norm()
+    return bool(fits) and abs(float(scale) * count - 1) < CLOSE

@@ -24,6 +24,9 @@ def loss_of(kind: str, logits: Tensor, labels: Tensor, ranks: int) -> Tensor:
             return F.cross_entropy(logits, labels)
         case "global mean":
             return F.cross_entropy(logits, labels, reduction="sum") / (count * ranks)
+        case "weighted":  # one row has the scale of a mean
+            weights = torch.linspace(0.1, 1.0, len(labels))
+            return (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / count
         case "squares":
             return (logits**2).mean()
         case _:
@@ -71,8 +74,10 @@ def test_with_tensor_parallelism_it_looks_at_the_whole_logits(gloo: GlooPool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "is_mean"), [("mean", True), ("global mean", False), ("squares", False)])
-def test_one_row_of_the_gradient_tells_the_count(dtype: torch.dtype, kind: str, is_mean: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_mean"), [("mean", True), ("global mean", False), ("weighted", False), ("squares", False)]
+)
+def test_rows_of_the_gradient_tell_the_count(dtype: torch.dtype, kind: str, is_mean: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, 100, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(0, 100, (3, 5), generator=generator)

@@ -169,6 +169,7 @@ def test_a_word_of_the_language_can_be_another_systems_in_a_block_without_it(
     [
         ("12.000", "a point begins a fraction: write `12_000`, or `12`"),
         ("14.336", "a point begins a fraction: write `14_336`"),
+        ("1.000_000", "a point begins a fraction: write `1_000_000`, or `1`"),
         ("0.500", ""),
         ("1.5", ""),
     ],
