@@ -21,7 +21,6 @@ ELSEWHERE = {
 REFUSED = {
     **dict.fromkeys(("must_exist", "required"), "`moec.latest(folder)` is None where there is no checkpoint"),
     **dict.fromkeys(("map_location", "device"), "leave it out: tensors go where the model's are"),
-    **dict.fromkeys(("global_step", "step"), "leave it out: the step is the model's, `model.settings['step']`"),
     "strict": "leave it out: a checkpoint has every parameter of its model",
     "weights_only": "leave it out: nothing of a checkpoint is executed; without an optimizer only weights are loaded",
 }

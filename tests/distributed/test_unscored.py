@@ -116,6 +116,7 @@ with moec.launch(moec.load("two.plan"), device="cpu") as job:
     tokens = torch.arange(16).reshape(4, 4)
     mine = tokens.chunk(job.data_size)[job.data_rank]
     job.step(model, mine, mine + 1)
+    model.zero_grad()
     if job.rank == 1:
         model.get_parameter("layers.2.moe.gate.weight").to_local().data.fill_(float(sys.argv[1]))
     job.step(model, mine, mine + 1)
