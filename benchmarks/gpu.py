@@ -1,6 +1,7 @@
-"""One command for a GPU that is lent for half an hour: ceilings and correctness, tiles, whole layers beside others'.
+"""One command for a GPU that is lent for half an hour: ceilings and correctness, tiles, whole layers beside others',
+steps of whole models.
 
-    python benchmarks/gpu.py --part a --out rows.jsonl      # and b, and c: at most nine minutes each
+    python benchmarks/gpu.py --part a --out rows.jsonl      # and b, c, d: at most nine minutes each
     python benchmarks/gpu.py --report rows.jsonl
 
 Every row is written when it is measured; started again with the same file, it goes on behind the rows that are there.
@@ -26,6 +27,7 @@ PARTS = {
     "a": ["gpu_part_a"],
     "b": ["gpu_part_b"],
     "c": ["gpu_part_c"],
+    "d": ["gpu_part_d"],
 }
 """The module of each part's measurements, which its processes import while they wait."""
 

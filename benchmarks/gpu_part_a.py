@@ -187,8 +187,8 @@ def tests(device: str, part: str, folder: str) -> dict[str, Any]:
     chosen = ["-k", SOME_CASES[device]] if folder == FOLDERS[0] else []
     if device == "cuda" and find_spec("xdist") is not None:
         chosen += ["-n", str(min(12, os.cpu_count() or 1))]
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", str(ROOT / folder)]
-    code, said = run_command([*command, *chosen], 200, MOEC_BACKEND="triton")
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    code, said = run_command([*command, str(ROOT / folder), *chosen], 200, MOEC_BACKEND="triton")
     words = re.findall(
         r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]|\[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED)\b", said
     )

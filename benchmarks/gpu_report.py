@@ -31,11 +31,12 @@ def main(report: Sequence[Path], tuned: Sequence[Path], folder: Path | None) -> 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
     """All tables that the rows fill, as lines of Markdown."""
-    parts = {part: [row for row in rows if row.get("part") == part] for part in "abc"}
+    parts = {part: [row for row in rows if row.get("part") == part] for part in "abcd"}
     yield from _of_machine(parts["a"])
     yield from _of_correctness(parts["a"])
     yield from _of_kernels(parts["b"])
     yield from _of_layers(parts["c"])
+    yield from _of_steps(parts["d"])
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield from ("", f"Without a figure ({len(failed)}):", "")
@@ -109,6 +110,25 @@ def _of_layers(rows: Sequence[Row]) -> Iterator[str]:
         "/ best peer",
         "peak, MB",
     )
+    yield from _table(head, lines)
+
+
+def _of_steps(rows: Sequence[Row]) -> Iterator[str]:
+    """For each model: a training step on one device."""
+    lines = (
+        [
+            row["name"],
+            f"{row['parameters'] / 1e9:.2f} B",
+            f"{row['build_s']:.1f}",
+            f"{row['passes_ms']:.1f} + {row['update_ms']:.1f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tflops']:.0f}",
+            f"{row['peak_mb'] / 1e3:.1f} / {row['predicted_mb'] / 1e3:.1f}",
+        ]
+        for row in rows
+        if "failed" not in row
+    )
+    head = ("model", "parameters", "built, s", "passes + update, ms", "tokens/s", "TFLOP/s", "peak / predicted, GB")
     yield from _table(head, lines)
 
 

@@ -7,6 +7,7 @@ runs without the graph.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -60,7 +61,10 @@ class Captured:
         static = [p.detach().requires_grad_(p.requires_grad) for p in named.values()]
         x = sample.detach().clone().requires_grad_(sample.requires_grad)
         try:
-            self._run: Any = torch.cuda.make_graphed_callables(run, (x, *static), allow_unused_input=True)
+            with warnings.catch_warnings():
+                # torch keeps the outputs of its warm-up until the capture, and warns of their gradients' stream.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+                self._run: Any = torch.cuda.make_graphed_callables(run, (x, *static), allow_unused_input=True)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise refused(f"this layer cannot be captured in a CUDA graph: {reason}") from error

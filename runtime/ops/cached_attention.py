@@ -59,7 +59,7 @@ def _attend(
     mask = None if sees_all else _mask(places, starts, first, end, window)
     if q.device.type != "cpu":
         k, v = (x.transpose(1, 2) for x in seen)
-        return with_sink_token(q, k, v, sinks, mask, False, scale)
+        return with_sink_token(q, k, v, sinks, mask, False, scale).contiguous()
     attended, sums = aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), *seen, 0.0, False, attn_mask=added_mask(mask, q.dtype), scale=scale
     )

@@ -213,9 +213,10 @@ def _backward_in_public(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
-    with torch.enable_grad():
+    # Under a dispatch mode, such as torch's FlopCounterMode, operators run below autograd.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         again = attend_in_public(given[0], given[1], given[2], given[3] if len(given) > 3 else None, seen, scale)
-    of_q, of_k, of_v, *of_sinks = (x.contiguous() for x in torch.autograd.grad(again, given, grad))
+        of_q, of_k, of_v, *of_sinks = (x.contiguous() for x in torch.autograd.grad(again, given, grad))
     return of_q, of_k, of_v, of_sinks[0] if of_sinks else q.new_empty(0)
 
 
