@@ -32,6 +32,8 @@ _CHAINED = (
 )
 _TORCH_LOG = re.compile(r"\[rank\d+\]:\[[A-Z]|\[[A-Z]\d{4} ")
 """A line of torch's C++ log, such as the warning at exit that a process group was not destroyed."""
+TORCH_ERROR = re.compile(r"(?:\[rank\d+\]:)?\[E\d{4} ")
+"""A line of that log of level "error", such as that a rank which has ended cannot be reached."""
 LONGEST = 200
 """Characters of a last line that a message shows."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from moec.commands.last_words import BEGINNING, MARK, Kind, LastWords, plain_text
+from moec.commands.last_words import BEGINNING, MARK, TORCH_ERROR, Kind, LastWords, plain_text
 
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which another follows in its place."""
@@ -33,6 +33,9 @@ class _Log:
     since: float = 0.0
     start: int = 0
     """Where in `held` the newest traceback begins."""
+    torch_errors: list[str] = field(default_factory=list)
+    """Lines of torch's log held back since `torch_since`: another rank's exception may explain them."""
+    torch_since: float = 0.0
 
     @property
     def is_verdict(self) -> bool:
@@ -71,10 +74,13 @@ class RankOutput:
         self._poll()
         self._take_partials()
         if failed is not None:
-            return self._explain(failed, status, raised)
+            explained = self._explain(failed, status, raised)
+            if not explained:
+                self._write("".join(line for log in self._logs.values() for line in log.torch_errors))
+            return explained
         if succeeded:
             for log in self._logs.values():
-                self._write("".join(log.held))
+                self._write("".join([*log.torch_errors, *log.held]))
         return False
 
     def last_line(self, rank: int) -> str:
@@ -119,6 +125,9 @@ class RankOutput:
         if log.held and time.monotonic() - log.since > PATIENCE_SECONDS:
             self._write("".join(log.held))
             log.held = []
+        if log.torch_errors and time.monotonic() - log.torch_since > PATIENCE_SECONDS:
+            self._write("".join(log.torch_errors))
+            log.torch_errors = []
         self._stream.flush()
 
     def _take_partials(self) -> None:
@@ -147,6 +156,9 @@ class RankOutput:
             log.held.append(line)
         elif begins:
             log.held, log.since = [line], time.monotonic()
+        elif TORCH_ERROR.match(line):
+            log.torch_since = log.torch_since if log.torch_errors else time.monotonic()
+            log.torch_errors.append(line)
         else:
             self._write(line)
 

@@ -24,13 +24,14 @@ def drawn(folder: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "moec", *arguments]
     ran = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=side, check=False)
     os.close(side)
-    os.set_blocking(terminal, False)
+    data = bytearray()
     try:
-        text = os.read(terminal, 1 << 16).decode()
-    except (BlockingIOError, OSError):  # nothing was written
-        text = ""
+        while part := os.read(terminal, 1 << 16):
+            data += part
+    except OSError:  # the end: nobody has the other side open
+        pass
     os.close(terminal)
-    return ran.returncode, text
+    return ran.returncode, data.decode()
 
 
 @pytest.fixture

@@ -151,3 +151,32 @@ def test_the_newest_line_on_the_screen_is_known_by_its_rank(tmp_path: Path):
     written(tmp_path, "run_x", 0, b"on and on\n")
     output._poll()
     assert (output.shows_last_line(1), output.shows_last_line(0)) == (False, True)
+
+
+UNREACHED = "[E1126 07:57:23.892614679 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with [1]\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]:"])
+def test_an_exception_explains_what_torch_logs_of_the_rank_that_is_gone(tmp_path: Path, prefix: str):
+    shown, explained, _ = ended(tmp_path, {0: "on\n" + prefix + UNREACHED, 1: MINE}, 1, 1)
+    assert (shown, explained) == ("on\nrank 1 has raised an exception:\n" + MINE, True)
+
+
+def test_torchs_errors_are_shown_where_nothing_else_explains_the_end(tmp_path: Path):
+    shown, explained, last = ended(tmp_path, {0: UNREACHED, 1: "on\n"}, 1, -9)
+    assert (shown, explained, last) == ("on\n" + UNREACHED, False, "on")
+
+
+def test_torchs_errors_are_shown_at_the_end_of_a_run_that_goes_on(tmp_path: Path):
+    shown = io.StringIO()
+    output = RankOutput(tmp_path, "run", shown)
+    written(tmp_path, "run_x", 0, UNREACHED.encode())
+    output._poll()
+    assert shown.getvalue() == ""
+    output._poll()
+    next(iter(output._logs.values())).torch_since -= 31
+    output._poll()
+    assert shown.getvalue() == UNREACHED
+    output.start()
+    output.finish(None, succeeded=True)
+    assert shown.getvalue() == UNREACHED
