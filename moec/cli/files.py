@@ -73,6 +73,7 @@ def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
         "moec explain topk": "a word of the language",
         "moec explain MOE0311": "an error",
         "moec explain num_experts_per_tok": "another system's word",
+        "moec explain h200": "a device, cluster or model of the library",
     },
     fails="there is no such word or code",
     documents=("explain",),

@@ -1,4 +1,5 @@
-"""`moec explain`: the page of a code, of a word of the language, or what another system's word is here."""
+"""`moec explain`: the page of a code, of a word of the language or of a file of the library, or what another system's
+word is here."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Explanation:
 
     asked: str
     subject: str
-    """The code or the word that the page is of."""
-    kind: Literal["code", "word", "word of another system"]
+    """The code, word or file that the page is of."""
+    kind: Literal["code", "word", "word of another system", "file of the library"]
     markdown: str
 
 
@@ -68,6 +69,8 @@ def _of_word(asked: str) -> Explanation:
     written = asked if asked in known else _plain(asked)  # `--weight-decay` is `weight_decay`
     if written in known:
         return Explanation(asked=asked, subject=written, kind="word", markdown=page(written))
+    if (file := _of_library(asked, written)) is not None:
+        return file
     other = alias(asked)
     if other is not None:
         text = f"# `{other.word}`\n\nA word of {_listed(other.systems)}: {other.said()}.\n"
@@ -84,6 +87,25 @@ def _of_word(asked: str) -> Explanation:
     places = "docs/language.md lists all words, and docs/training.md has the calls of a script"
     help = f"{advice}give the code of a diagnostic (MOE0311), {example}; {places}"
     raise DiagnosticError([diagnose("MOE0015", None, f"`{asked}`", help=help)])
+
+
+USES = {
+    "devices": "A device of the library: `device = {}` in a `cluster` block.",
+    "clusters": 'A cluster of the library: `use "clusters/{0}"`. Your own block changes it: `from = {0}; nodes = 2`.',
+    "models": 'A model of the library: `use "models/{0}"`. `moec init --from {0}` writes a whole file.',
+}
+"""What the files of each folder are for; the name goes into the braces."""
+
+
+def _of_library(asked: str, name: str) -> Explanation | None:
+    """The text of the file of that name, and how a file uses it."""
+    from moec.grammar.resolve.library import library_names, library_text
+
+    for folder, use in USES.items():
+        if name in library_names(folder):
+            text = f"# `{name}`\n\n{use.format(name)}\n\n```moe\n{library_text(f'{folder}/{name}')}```\n"
+            return Explanation(asked=asked, subject=name, kind="file of the library", markdown=text)
+    return None
 
 
 def _listed(names: tuple[str, ...]) -> str:

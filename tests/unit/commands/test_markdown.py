@@ -10,6 +10,7 @@ from running import Run
 from moec.commands.explain import explain
 from moec.commands.markdown import rendered
 from moec.grammar.diagnostics import CODES
+from moec.grammar.resolve.library import library_paths, library_text
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\x1b\]8;;[^\x1b]*\x1b\\")
 
@@ -19,7 +20,7 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-@pytest.mark.parametrize("subject", ["topk", "moe", "gqa", "bias", "MOE0311"])
+@pytest.mark.parametrize("subject", ["topk", "moe", "gqa", "bias", "MOE0311", "dgx_h100"])
 def test_a_page_fits_the_width_and_loses_no_word(subject: str, width: int) -> None:
     markdown = explain(subject).markdown
     shown = plain(rendered(markdown, width))
@@ -70,3 +71,18 @@ def test_explain_renders_where_colours_are_asked_for_and_is_markdown_in_a_pipe(
     assert moec("explain", "topk").out.startswith("topk\n")
     for word in ("topk", "MOE0016", "MOE0501"):
         assert max(map(len, moec("explain", word).out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("h200", "`device = h200`"),
+        ("dgx-h100", '`use "clusters/dgx_h100"`'),
+        ("qwen3_30b_a3b", "`moec init --from qwen3_30b_a3b`"),
+    ],
+)
+def test_a_file_of_the_library_is_explained_by_its_text(name: str, use: str) -> None:
+    found = explain(name)
+    assert found.kind == "file of the library"
+    assert use in found.markdown
+    assert library_text(next(path for path in library_paths() if path.endswith("/" + found.subject))) in found.markdown
