@@ -136,7 +136,7 @@ _OF_MIXTURES = (
     Row("moe_aux_loss_coeff:mg", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the same value, with `group = rank`", but=_off()),
     Row("aux_loss_coef:hf router_aux_loss_coef:hf load_balancing_loss_coef:hf load_balancing_loss:hf load_balance_loss:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss(WEIGHT)]", "0.01", "WEIGHT is {} * k / L, for k experts per token and L layers with experts: docs/from/huggingface.md", but=_off()),
     Row("aux_loss_alpha:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k", but=_off()),
-    Row("aux_loss:tu aux_loss_weight:tu", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "where a token has several experts, Tutel's counts the first alone: `gshard_loss({})`", but=_off()),
+    Row("aux_loss:tu aux_loss_weight:tu", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "where a token has several experts, Tutel's and DeepSpeed's count the first alone: `gshard_loss({})`; Hugging Face's weight is multiplied by k and divided by the number of layers with experts (docs/from)", but=_off()),
     Row("moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "where a token has two experts, DeepSpeed's counts the first alone: `gshard_loss({})`", but=_off()),
     Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=_off()),
     Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", "", but=_off()),
@@ -254,7 +254,7 @@ WORDS: dict[str, str] = {
 _ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
 _GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh"
 _ACTIVATION = "moec has `gelu`, `relu`, `relu2` and `silu`, and gated ones: `swiglu`, `geglu`"
-_OPTIMIZER = (
+OPTIMIZERS = (
     "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
     "(docs/optimizers.md)"
 )
@@ -271,7 +271,7 @@ NEAR: dict[str, str] = {
     **dict.fromkeys(("seq_aux_loss", "sequence_aux_loss"), "Megatron's is `switch_loss` with `group = sequence`, DeepSeek's is `sequence_loss`"),
     **dict.fromkeys(("elu", "selu", "celu", "mish", "softplus", "tanh", "leaky_relu", "prelu", "hardswish"), _ACTIVATION),
     **dict.fromkeys(("glu", "reglu", "bilinear"), _ACTIVATION),
-    **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), _OPTIMIZER),
+    **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), OPTIMIZERS),
     **dict.fromkeys(("flash_attention", "flash_attn", "flash", "sdpa"), "the compiler chooses the kernel: write `gqa(heads = 32, kv_heads = 8, rope = rope())`"),
     "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and set `torch.backends.cuda.matmul.allow_tf32` in the script",
     **dict.fromkeys(("mqa", "multi_query_attention", "multi_query"), "multi-query attention is `gqa(heads = 32, kv_heads = 1)`"),

@@ -35,7 +35,11 @@ def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool)
             values = {place: _value_of(path, found, value, beside) for path, place in places.items()}
             if ".".join(found.path) in places and all(values.values()):
                 where = "" if here or not found.block else f", in {found.block}"
-                return f"here it is `{form.format_map(values)}`{where}"
+                others = (word for path in places if ".".join(found.path) != path for word in _words_of(path))
+                names = " and ".join(
+                    f"`{name}`" for name in (found.word, *(word for word in others if beside.get(word)))
+                )
+                return f"{names} are one value here: `{form.format_map(values)}`{where}"
     return found.said(value, here=here)
 
 

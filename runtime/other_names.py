@@ -39,9 +39,8 @@ VERIFY: Mapping[str, str] = dict.fromkeys(("atol", "eps", "rtol", "threshold", "
 """Arguments of `moec.verify`."""
 
 TOKENS = (
-    "tokens and labels come by position, and labels are the next tokens: `ids, labels = batch['input_ids'], "
-    "batch['labels']`, then `job.step(model, ids[:, :-1], labels[:, 1:])`; moec does not shift them as Hugging Face's "
-    "models do"
+    "tokens and labels come by position. If `labels` are the next tokens already: `job.step(model, tokens, labels)`. "
+    "If they are the ids, which Hugging Face's models shift: `job.step(model, ids[:, :-1], labels[:, 1:])`"
 )
 MICROBATCHES = (
     "give all of this rank's part of the batch at once: `microbatches=4` cuts it into 4; `optimizer.step()` comes "
@@ -57,8 +56,8 @@ STEP: Mapping[str, str] = {
     "gradient_accumulation_steps": MICROBATCHES,
     "grad_accum": MICROBATCHES,
     "input_ids": TOKENS,
-    "labels": "labels are the next tokens, which moec does not shift: `job.step(model, ids[:, :-1], labels[:, 1:])`, "
-    "where `labels` are the ids, or -100 where ignored",
+    "labels": "labels are the next tokens, -100 where ignored. If yours are the ids, as for Hugging Face's models: "
+    "`job.step(model, ids[:, :-1], labels[:, 1:])`",
     "loss_fn": LOSS,
     "loss_mask": "a label of -100 is ignored",
     "max_grad_norm": CLIP,

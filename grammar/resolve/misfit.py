@@ -97,7 +97,14 @@ def _as_argument(known: Field, classes: Sequence[type[Node]], taking: Sequence[t
         call = f"{classes[0].word}({name} = {number})"
     in_list = any(isinstance(kind, ListKind) for kind in known.kinds)
     write = f"write `{known.word} = {call}`" if known.word and not in_list else f"write `{call}`"
-    return write + (", or another of these calls" if len(classes) > 1 else "")
+    return write + (_normalized(call) or (", or another of these calls" if len(classes) > 1 else ""))
+
+
+def _normalized(call: str) -> str:
+    """What is beside `topk(2)`: whether a token's weights add to 1 is Mixtral's and GShard's habit, not the default."""
+    more = call.removesuffix(")") + ", normalize = true)"
+    is_of_several = call.startswith("topk(") and call != "topk(1)"
+    return f", or `{more}` if a token's weights add to 1, as in Mixtral and GShard" if is_of_several else ""
 
 
 def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:

@@ -117,7 +117,7 @@ def _calls(kinds: Sequence[Kind], value: Expression, text: str) -> Iterator[tupl
     says_yes = isinstance(value, Name) and text.lower() in ("true", "yes", "on")
     if says_yes and len(classes) == 1 and plain_words(kinds) <= {"none"}:
         (word,) = classes
-        yield f"{word}()", f"write `{word}()`, or leave it out for none"
+        yield f"{word}()", f"a call, not a switch: write `{word}()`; for none, leave the name out"
 
 
 def _takes_fraction(cls: type[Node]) -> bool:

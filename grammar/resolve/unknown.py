@@ -61,7 +61,9 @@ def unknown_name(
     repeated = nearest(name.text, {word for word in known if word in given})
     if repeated is not None and not owner:
         label = Label(span=given[repeated], message="given here")
-        scope.error("MOE0201", name.span, message, label, help=f"`{repeated}` is given already: keep one of them")
+        scope.error(
+            "MOE0201", name.span, message, label, help=f"leave `{name.text}` out: `{repeated}` is given already"
+        )
         return None
     scope.error("MOE0201", name.span, message, help=f"it belongs in {owner}" if owner else advice(name.text, free))
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS
-from moec.grammar.aliases import alias
+from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS, OPTIMIZERS
+from moec.grammar.aliases import alias, near
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
@@ -173,11 +173,10 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
     word = kind.text.strip("\"'").lower() if kind is not None else "WORD"
     place = opener.start, closer.end
     help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
-    given = {key for key, _ in _flat(settings)}
     if name == "experts":
         help = f"experts are a product: write `{_experts(source, word if kind else 'swiglu', settings)}`"
-    elif kind is not None and name == "optimizer" and word == "adamw":
-        help += "" if given >= ADAMW_DIFFERS else f"; {ADAMW_DEFAULTS}"
+    elif kind is not None and name == "optimizer" and word not in ("sgd", "muon", "adafactor"):
+        help = _optimizer(source, word, _flat(settings))
     elif kind is not None and _flat(settings) == settings:
         edits = [(*place, f"{word}({arguments})")]
     elif kind is None and name == "balance":
@@ -195,6 +194,23 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
         read += [Token("COMMA", ",", start, start)] * bool(index)
         read += [Token("NAME", key, start, end), Token("EQUAL", "=", start, end), *value]
     return [*read, _as(closer, "RPAR", ")")]
+
+
+def _optimizer(source: str, word: str, settings: list[Pair]) -> str:
+    """Help for an optimizer of DeepSpeed's or PyTorch's. DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
+    given = {key: _text(source, value) for key, value in settings}
+    is_adamw = word == "adamw" or (word == "adam" and given.get("adam_w_mode", "true").lower() == "true")
+    if not is_adamw:
+        return near(word) or OPTIMIZERS
+    if betas := re.fullmatch(r"[\[(]\s*([^,\s]+)\s*,\s*([^,\s]+)\s*[\])]", given.get("betas", "")):
+        given |= {"beta1": betas[1], "beta2": betas[2]}
+    texts = {key: given[key] for key in ("lr", "beta1", "beta2", "eps", "weight_decay") if key in given}
+    texts = {key: "…" if text.strip("\"'") == "auto" else text for key, text in texts.items()}
+    call = f"adamw({', '.join(f'{key} = {text}' for key, text in texts.items())})"
+    help = f"a value with settings is a call: write `optimizer = {call}`"
+    if word == "adam":
+        help = f"DeepSpeed's Adam is AdamW, unless `adam_w_mode` is false: write `optimizer = {call}`"
+    return help if texts.keys() >= ADAMW_DIFFERS else f"{help}; {ADAMW_DEFAULTS}"
 
 
 def _experts(source: str, word: str, settings: list[Pair]) -> str:

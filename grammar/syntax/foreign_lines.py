@@ -80,7 +80,7 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
     if first.text in _PYTHON and second.kind != "EQUAL" and not (first.text == "from" and "import" not in _texts(part)):
         return f"the language has no `{first.text}`", _PYTHON[first.text]
     if {"for", "in"} <= _texts(part):
-        return "the language has no comprehensions", _LIST
+        return "the language has no comprehensions", _product(text[first.start : part[-1].end])
     dotted = _dotted(text, part)
     if dotted is None:
         return None
@@ -96,6 +96,12 @@ def _read(notations: Notations, part: list[Token]) -> Found | None:
         return f"`{name}` is PyTorch's name", "write `bf16`: moec does not train in fp16 yet"
     library = "PyTorch" if name.startswith(("torch.", "nn.")) else "Python"
     return f"`{name}` is a name of {library}", "names have no dots here; `moec explain` lists the words of the language"
+
+
+def _product(statement: str) -> str:
+    """`experts = [swiglu(1024) for _ in range(8)]` as a product."""
+    found = re.fullmatch(r"(\w+)\s*=\s*[\w.]*\(?\[(\w+\([^()]*\)) for \w+ in range\((\d+)\)\]\)?", statement)
+    return f"equal experts are a product: write `{found[1]} = {found[3]} * {found[2]}`" if found else _LIST
 
 
 def _texts(part: list[Token]) -> set[str]:

@@ -239,7 +239,12 @@ class _Parser:
         """Help for the comma behind a word or call that a name is given: `balance = switch_loss(0.01), …`."""
         kinds = [each.kind for each in self.tokens[begin : begin + 3]]
         ends = token.kind == "COMMA" and "SEPARATOR" in self._expected()
-        return "several values stand in brackets: `[…, …]`" if ends and kinds == ["NAME", "EQUAL", "NAME"] else ""
+        if not ends or kinds != ["NAME", "EQUAL", "NAME"]:
+            return ""
+        end = self.source.text.find("\n", token.start)
+        line = self.source.text[self.tokens[begin].start : end if end >= 0 else None]
+        name, _, values = re.split(r";|//|#|}", line)[0].partition("=")
+        return f"several values stand in brackets: `{name.strip()} = [{values.strip()}]`"
 
 
 def _is_number(value: Number | Token) -> bool:

@@ -21,7 +21,7 @@ BEGINNING = re.compile(
     r"(?:Traceback \(most recent call last\):|error\[MOE0705\]: a rank has died or stalled)"
     rf"{_COLOR}\s*$"
 )
-"""A line of a traceback or a verdict with which it begins, also behind a line without its end."""
+"""The first line of a traceback or a verdict, also behind unfinished text on the same line."""
 _TRACEBACK = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 _VERDICT = "error[MOE0705]"
 _DIAGNOSTIC = re.compile(r"error\[MOE\d{4}\]")
@@ -59,7 +59,7 @@ class LastWords:
 
     kind: Kind = Kind.TEXT
     lines: list[str] = field(default_factory=list)
-    """The lines of the newest traceback."""
+    """The lines of the newest traceback; of another block its first line."""
     since: float = 0.0
     newest: float = 0.0
     """When the newest line came."""

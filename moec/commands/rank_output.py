@@ -16,7 +16,7 @@ from moec.commands.last_words import BEGINNING, MARK, TORCH_ERROR, Kind, LastWor
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which another follows in its place."""
 PATIENCE_SECONDS = 30.0
-"""A traceback of a rank that runs on after it is shown after this time."""
+"""How long a traceback is held back while its rank runs on."""
 POLL_SECONDS = 0.05
 
 
@@ -66,8 +66,8 @@ class RankOutput:
     ) -> bool:
         """Reads to the end, and shows why rank `failed` ended with `status`; returns whether that is now explained.
 
-        `failed` None: no traceback is shown. `raised`: all ranks that ended with status 1 by themselves.
-        `succeeded`: what is held back is shown, as the script caught what it printed a traceback of.
+        `failed` None: no rank failed, and what is held back is dropped; `succeeded`: it is shown, as the script caught
+        what it printed a traceback of. `raised`: all ranks that ended with status 1 by themselves.
         """
         self._ends.set()
         self._thread.join()
@@ -163,7 +163,8 @@ class RankOutput:
             self._write(line)
 
     def _explain(self, failed: int, status: int, raised: Collection[int]) -> bool:
-        """Shows why rank `failed` ended, if a rank has written it. Only an end with status 1 can follow from it."""
+        """Shows why rank `failed` ended, if a rank has written it. With another status than 1 it did not end because of
+        another rank."""
         of_failed = next((log for log in self._logs.values() if log.rank == failed), _Log(failed))
         if status == 1:
             if of_failed.words.raises:

@@ -19,7 +19,7 @@ ELSEWHERE = {
 }
 """Names that other libraries have for options."""
 REFUSED = {
-    **dict.fromkeys(("must_exist", "required"), "`moec.latest(folder)` is None where there is no checkpoint"),
+    **dict.fromkeys(("must_exist", "required"), "leave it out: `moec.latest(folder)` is None without a checkpoint"),
     **dict.fromkeys(("map_location", "device"), "leave it out: tensors go where the model's are"),
     "strict": "leave it out: a checkpoint has every parameter of its model",
     "weights_only": "leave it out: nothing of a checkpoint is executed; without an optimizer only weights are loaded",
@@ -32,11 +32,13 @@ def require_path(call: str, name: str, path: object, then: str = "") -> None:
     if not isinstance(path, str | os.PathLike):
         message = f"`{name}` must be a path, not an object of class {type(path).__name__}"
         example = "checkpoints/100" if name == "path" else "checkpoints"
-        raise wrong_argument(message, f"{'the path comes first: ' if then else ''}`{call}('{example}'{then})`")
+        one = f"; that of step {path} is the folder 'checkpoints/{path}'" if is_whole(path) and not then else ""
+        raise wrong_argument(message, f"{'the path comes first: ' if then else ''}`{call}('{example}'{then})`{one}")
 
 
 def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:
-    """Raises `CallError` for an extra whose name is a slip of one of `options`, or of `optimizer` if that is None.
+    """Raises `CallError` for an extra whose name is an option's: misspelt, of another library (`ELSEWHERE`), or with
+    another meaning there (`REFUSED`). `optimizer` is an option too, if it is None.
 
     An object with `state_dict` is no value of the `options`, and so a true extra; it may be an optimizer.
     """
@@ -46,9 +48,9 @@ def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...
         allowed = options
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()
-        slip = next((each for each in allowed if is_slip(name, each) or is_slip(each, name)), None)
-        if option := slip or (ELSEWHERE.get(name) if ELSEWHERE.get(name) in allowed else None):
-            help = f"did you mean `{option}`? Other keywords are saved as extras: give one a name less alike"
+        near = (each for each in allowed if is_slip(name, each) or is_slip(each, name) or ELSEWHERE.get(name) == each)
+        if option := next(near, None):
+            help = f"did you mean `{option}`? An extra needs a name that is less like an option's"
             raise wrong_argument(f"`{call}` has no argument `{name}`", help)
 
 
@@ -57,7 +59,7 @@ def require_schedule(every: object, seconds: object, on_signal: object) -> None:
     if every is None and seconds is None and on_signal is None:
         raise wrong_argument(
             "`job.checkpoint` does not know when to save",
-            "say when: every=N steps, seconds=S, on_signal=NUMBER, or several of them",
+            "say when: `every=100`, `seconds=600` or `on_signal=signal.SIGTERM`, or several of them",
         )
     if every is not None and not _is_count(every):
         help = "`every=100` saves at every 100th step"

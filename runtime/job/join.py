@@ -116,7 +116,7 @@ def require_arguments(device: str | None, check_replicas: int, timeout: float) -
         raise wrong_argument(message, "`check_replicas=100` compares replicas at every 100th step")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         message = f"timeout must be a number of seconds above 0, not {timeout!r}"
-        raise wrong_argument(message, "leave it out for 100 seconds; more if a step may take longer")
+        raise wrong_argument(message, "a number, such as `timeout=600`; the default is 100 seconds")
     if device not in (None, "cpu", "cuda"):
         raise wrong_argument(f"device must be 'cpu' or 'cuda' (for AMD GPUs too), not {device!r}", _device_help(device))
     if device == "cuda" and not torch.cuda.is_available():

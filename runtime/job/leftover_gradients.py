@@ -22,9 +22,9 @@ def warn_of_leftover(model: PlanModule) -> None:
     if has_gradients(model):
         # stacklevel: the script's line, past `run_step`, `Job.step` and its `called`
         warn_first(
-            "the gradients of an earlier job.step are still there, and those of this one are added: call "
+            "the gradients of an earlier job.step are still there, and those of this one are added to them: call "
             "`optimizer.zero_grad()` after each `optimizer.step()`; micro-batches of one step are "
-            "`job.step(…, microbatches=…)`, whose loss is divided once",
+            "`job.step(…, microbatches=…)`, which divides the loss",
             "RANK",
             stacklevel=6,
         )

@@ -90,7 +90,7 @@ class Metrics:
         for name, output in outputs.items():
             if output is not None and not isinstance(output, str | PathLike):
                 message = f"`{name}` must be a path, not an object of class {type(output).__name__}"
-                raise wrong_argument(message, "`job.metrics('run.jsonl', every=10)`; TensorBoard's folder by name")
+                raise wrong_argument(message, "`job.metrics('run.jsonl', every=10)`; or `tensorboard='runs/1'`")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
         self._wanted = path is not None or tensorboard is not None

@@ -1,5 +1,5 @@
-"""Finds a loss that is a mean over this rank's labels. Gradients are added over ranks, which makes such a loss count
-once for each rank.
+"""Finds a loss that is a mean over this rank's labels. Gradients are added over ranks: such a loss's are too large by
+the number of ranks.
 
 Of a loss that the script computes from `model(tokens).logits`, moec sees nothing but the gradient of the logits.
 """
@@ -21,8 +21,8 @@ loss is smaller by the number of ranks, which is at least 2."""
 def watch_for_mean(seen: set[object], logits: Tensor, data_size: int) -> None:
     """Makes the first backward through whole `logits` warn of a mean over this rank's labels.
 
-    `seen`: what the owner of the logits has looked at before. `data_size`: the number of ranks with other labels. That
-    backward reads values, which on a GPU waits for the device.
+    `seen`: what the owner of the logits has looked at before. `data_size`: the number of parts of the batch. That
+    backward reads values: on a GPU it waits for the device, once.
     """
     if data_size == 1 or "mean of a rank" in seen or not logits.requires_grad:
         return
@@ -36,7 +36,7 @@ def _look(logits: Tensor, version: int, ranks: int, gradient: Tensor) -> None:
         # stacklevel: the script's line, past autograd's engine, `torch.autograd.backward` and `Tensor.backward`
         warn_first(
             f"the loss is a mean over this rank's labels; gradients are added over ranks, and will be {ranks} times "
-            "too large where every rank has as many labels: divide the sum over this rank's labels by the number of "
+            "too large where all ranks have equally many: divide the sum over this rank's labels by the number of "
             "labels of all ranks, or return the sum from the function of `job.step(…, loss=…)`; docs/training.md has "
             "both",
             "RANK",

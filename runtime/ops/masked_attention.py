@@ -1,13 +1,14 @@
 """`masked_attention`: softmax attention with windows, sinks and packed texts, in blocks of rows, by PyTorch's fused
 attention.
 
-A block of rows attends to the keys that its windows and (on CPU) its texts reach, under a mask of the block alone: work
-and memory grow with sequence times window or text, and nothing quadratic is kept for backward.
+A block of rows attends to the keys that its window and (on CPU) its texts reach, under a mask of the block alone: work
+and memory grow with sequence times window or text. On GPUs a block has every key where there is no window.
 
-A sink is a learned logit z of a head that takes a part of the weights (gpt-oss). With scores s and their log of sums l,
+A sink is a learned logit z of a head that takes a part of the weights (gpt-oss). With scores s and their logsumexp l,
 weights are `exp(s − l')` with `l' = log(exp(l) + exp(z))`, so the result is attention times `exp(l − l')`. Backward of
-fused attention computes weights from the log of sums and sums from the result: given l' and the result with the sink,
-it computes the gradients of attention with a sink. That of z is `−Σ exp(z − l') · (grad · result)`.
+fused attention computes weights from the logsumexp, and the sums of gradient times result from the result: given l' and
+the result with the sink, it computes the gradients of attention with a sink. That of z is
+`−Σ exp(z − l') · (grad · result)`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ __all__ = ["added_mask", "attend", "attend_in_public", "masked_attention", "with
 aten = torch.ops.aten
 
 ROWS = 256
-"""Rows of a block, or as many as the window has: a block's keys are at most twice or three times its rows."""
+"""Rows of a block, or as many as the window has: with a window a block has at most twice as many keys as rows, three
+times without `causal`."""
 
 
 class Mask(NamedTuple):
     """Which keys a row sees: of its segment and kind (`segments` and `real` int64 [B, S]), up to itself if `causal`,
-    less than `window` away, 0 for any distance. `texts`: on CPU, where a look costs nothing, segments do not descend.
+    less than `window` away, 0 for any distance. `texts`: segments are known not to descend, looked at on CPU alone.
     """
 
     segments: Tensor | None
@@ -192,7 +194,7 @@ def with_sink_token(
     """Attention in which a first token, which every token sees, has value 0 and score z.
 
     One more dim holds z / scale in queries, 1 in the token's key, and 0 in other keys. Seven more zeros keep rows
-    aligned.
+    aligned. Queries get a first row too, so that `causal` fits; it is dropped at the end.
     """
     batch, rows, heads, width = q.shape
     if sinks is not None:
@@ -213,7 +215,7 @@ def _backward_in_public(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
-    # Under a dispatch mode, such as torch's FlopCounterMode, operators run below autograd.
+    # Operators run below autograd under a dispatch mode, such as torch's FlopCounterMode: this lets them record again.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         again = attend_in_public(given[0], given[1], given[2], given[3] if len(given) > 3 else None, seen, scale)
         of_q, of_k, of_v, *of_sinks = (x.contiguous() for x in torch.autograd.grad(again, given, grad))
@@ -228,6 +230,11 @@ masked_attention = define(
     check=_check,
     kernel=attend,
 )
+"""q [B, S, H, head dim], k and v [B, S, KV, head dim], sinks [H], segments and real int64 [B, S] -> attended, like q.
+
+Any floating dtype. `Mask` says what a row sees. `logsumexp` [B, H, S], in at least float32, is for backward; it is
+zeros where backward computes attention again.
+"""
 masked_attention_backward = define(
     f"masked_attention_backward(Tensor grad, {_GIVEN}, Tensor attended, Tensor logsumexp, {_HOW})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -237,11 +244,6 @@ masked_attention_backward = define(
     ),
     kernel=_attend_backward,
 )
-"""q [B, S, H, head dim], k and v [B, S, KV, head dim], sinks [H], segments and real int64 [B, S] -> attended, like q.
-
-Any floating dtype. `Mask` says what a row sees. `logsumexp` [B, H, S], in at least float32, is for backward; it is
-zeros where backward computes attention again.
-"""
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
