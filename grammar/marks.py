@@ -41,7 +41,7 @@ def marked(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
 def _marked(known: Field, value: object) -> str:
     """What of this field has no backend, or nothing."""
     mark = known.not_yet
-    if mark is None:
+    if mark is None or (mark.neutral is not None and value == mark.neutral):
         return ""
     if not mark.words and not mark.lists:
         return f"`{known.word}`"

@@ -104,7 +104,8 @@ def _other_system(
     if value is not None and renamed:
         found_value = value_in(scope, known[word], value)
         right = None if not isinstance(found_value, Broken) else rewritten(scope, known[word], value)
-        if word not in meant_before and (not isinstance(found_value, Broken) or right):
+        is_one = "{}" in found.form or right is not None  # else `betas` is several words here
+        if word not in meant_before and is_one and (not isinstance(found_value, Broken) or right):
             fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
         if right or (not found.plain and "{}" in found.form):
             help = f"here it is called `{word}`: `{word} = {right[0] if right else text or found.example}`"

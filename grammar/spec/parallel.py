@@ -28,7 +28,7 @@ class ParallelLayers(Node):
     ep: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
     ] = None
-    etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert")] = None
+    etp: Annotated[Degree, NotYet(neutral=1), Doc("tensor parallel inside an expert")] = None
     recompute: Annotated[Recompute | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = None
 
 
@@ -42,9 +42,9 @@ class Parallel(Node):
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and every layer's experts")
     ] = None
     tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of all but experts; default 1")] = None
-    pp: Annotated[Degree, NotYet(), Doc("pipeline parallel; default 1")] = None
-    etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert; default 1")] = None
-    cp: Annotated[Degree, NotYet(), Doc("context parallel; default 1")] = None
+    pp: Annotated[Degree, NotYet(neutral=1), Doc("pipeline parallel; default 1")] = None
+    etp: Annotated[Degree, NotYet(neutral=1), Doc("tensor parallel inside an expert; default 1")] = None
+    cp: Annotated[Degree, NotYet(neutral=1), Doc("context parallel; default 1")] = None
     zero: Annotated[
         Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
         NotYet(("auto",)),

@@ -47,6 +47,10 @@ class Root(Group):
         """The commands that work today."""
         return list(COMMANDS)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as if an output format in front of a command were given behind it."""
+        return super().parse_args(ctx, _format_behind(args))
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, imported now."""
         if cmd_name in NOT_YET:
@@ -57,6 +61,17 @@ class Root(Group):
         command = getattr(import_module(module), attribute or cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+
+def _format_behind(args: list[str]) -> list[str]:
+    """`--json check a.moe` as `check --json a.moe`, and `--json checkpoint list` as `checkpoint list --json`."""
+    first = args[0] if args else ""
+    given = 2 if first == "--format" else 1 if first == "--json" or first.startswith("--format=") else 0
+    words = 2 if args[given : given + 1] in (["checkpoint"], ["weights"], ["import"]) else 1
+    command = args[given : given + words]
+    if not given or not command or any(word.startswith("-") for word in command):
+        return args
+    return [*command, *args[:given], *args[given + words :]]
 
 
 def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str | None:

@@ -80,6 +80,12 @@ def content_of(
 ) -> Content:
     """Everything that a checkpoint stores, with copies of the extras. Raises `JobError` for what it cannot."""
     named = parameters_by_name(model, plan)
+    if lacking := [name for name in plan.parameters if name not in named]:
+        raise JobError(
+            "MOE0710",
+            f"the model no longer has {lacking[0]}{f' and {len(lacking) - 1} more' * (len(lacking) > 1)}",
+            "save the whole model: no plan could load a part of it",
+        )
     tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in named.items()}
     tensors |= {MODEL + name: tensor for name, tensor in states_by_name(model, plan).items()}
     state = None if optimizer is None else collect(require_optimizer(optimizer), named)

@@ -87,6 +87,14 @@ class _Handle:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Another tensor, as autograd saves it: with hooks it does not look at the version itself."""
+
+    tensor: Tensor
+    version: int
+
+
 class Handles:
     """The gathered weights that autograd must not save. Each has a storage of its own."""
 
@@ -109,16 +117,22 @@ class Handles:
             return nullcontext()
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
+    def _pack(self, tensor: Tensor) -> _Kept | _Handle:
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None:
-            return tensor
+            return _Kept(tensor, tensor._version)
         _, again, index = found
         again.is_saved = True
         return _Handle(again, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(saved: Tensor | _Handle) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
+def _unpack(saved: _Kept | _Handle) -> Tensor:
+    if isinstance(saved, _Kept):
+        if saved.tensor._version != saved.version:
+            shape = f"{saved.tensor.dtype} {list(saved.tensor.shape)}"
+            raise RuntimeError(
+                f"a tensor that backward needs, {shape}, has been modified by an inplace operation since the forward "
+                "pass: call `backward()` before, or change a copy of it"
+            )
+        return saved.tensor
     return saved.again.weight(saved.index).as_strided(saved.size, saved.stride, saved.offset)

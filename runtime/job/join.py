@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
 from moec.runtime.job.groups import ALL_RANKS, HOST
+
+MOST_ABSENT = 8
+"""Ranks that a message names."""
 
 _joined: Counter[tuple[str, str]] = Counter()
 """Counts the process groups that this process has made at each address; equal on all ranks, which run one script."""
@@ -85,7 +89,31 @@ def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> N
     address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
     _joined[address] += 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(_here(rank), "")
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        absent = _absent(store, world_size)
+        if not absent:
+            raise
+        who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} have"
+        raise JobError(
+            "MOE0705",
+            f"{who} not joined within {timeout.total_seconds():g} s",
+            "look there for what ends the process before `moec.launch`, or takes so long; `timeout=` waits longer",
+        ) from error
+
+
+def _absent(store: Store, world_size: int) -> list[int]:
+    """The first ranks that have not said that they are here; none where the store is gone too."""
+    try:
+        return list(islice((rank for rank in range(world_size) if not store.check([_here(rank)])), MOST_ABSENT))
+    except RuntimeError:
+        return []
+
+
+def _here(rank: int) -> str:
+    return f"here{rank}"
 
 
 def require_world_size(plan: Plan, world_size: int) -> None:

@@ -241,6 +241,7 @@ def _custom_loss(
     Also returns whether any rank's loss depends on the model.
     """
     tokens, labels = batch
+    trains = tuple(parameter.requires_grad for parameter in model.parameters())
     output: ModelOutput = model(tokens, **beside.given())
     if step.count_takes_logits:
         total = _count(job, step, job.whole_logits(output).detach(), inputs)
@@ -256,6 +257,9 @@ def _custom_loss(
         given = {"logprobs": logprobs, "labels": labels}
     summed, error = result_of(function, given, inputs)
     complaint = _scalar_complaint(summed)
+    if tuple(p.requires_grad for p in model.parameters()) != trains:
+        help = "freeze and unfreeze between steps"
+        complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
     if error is not None:
         complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
     del given  # whole logits: not held while ranks agree

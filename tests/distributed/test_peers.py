@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import plan_of
 from gloo_pool import GlooPool
+from models import moe_plan
 from torch.distributed import distributed_c10d
 
 import moec
@@ -110,3 +111,16 @@ def messages(folder: Path) -> list[int]:
 def test_messages_of_finished_saves_and_loads_do_not_stay_in_the_store(gloo: GlooPool, tmp_path: Path) -> None:
     for found in gloo.run(2, messages, tmp_path, initialize=False):
         assert found[1:] == [found[1]] * 3
+
+
+def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
+    moe_plan(ranks=2, ep=2).save(tmp_path / "two.plan")
+    (tmp_path / "train.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    os._exit(0)\nimport moec\n"
+        "with moec.launch('two.plan', device='cpu', timeout=3):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "moec", "launch", "two.plan", "--run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "MOE0705" in done.stderr
+    assert "rank 1 has not joined within 3 s" in done.stderr

@@ -432,3 +432,23 @@ def test_a_hook_of_a_parameter_on_one_rank_is_refused_where_it_changes_the_order
     for words in gloo.run(2, words_of_hooks_on_one_rank, 2):
         assert "MOE0713" in words
         assert "ranks differ in which parameters have hooks" in words
+
+
+def backward_of_changed(which: str) -> str:
+    """What backward raises after the tokens or the labels of its forward pass were changed in place."""
+    plan = moe_plan(ranks=2, ep=1, zero=3)
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens = torch.arange(16).reshape(2, 8)
+        labels = tokens + 1
+        loss = model(tokens, labels).loss
+        {"tokens": tokens, "labels": labels}[which].zero_()
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("which", ["tokens", "labels"])
+def test_a_batch_that_is_changed_before_backward_is_an_error(which: str, gloo: GlooPool) -> None:
+    for said in gloo.run(2, backward_of_changed, which):
+        assert "modified by an inplace operation" in said

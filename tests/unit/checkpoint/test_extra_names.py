@@ -11,7 +11,7 @@ from models import moe_plan
 
 import moec
 from moec.runtime.checkpoint.options import SCHEDULE, require_extras
-from moec.runtime.errors import CallError
+from moec.runtime.errors import CallError, JobError
 
 OPTIONS = (*SCHEDULE, "keep")
 
@@ -64,3 +64,14 @@ def test_a_misspelt_optimizer_is_refused_by_all_four(tmp_path: Path) -> None:
                 call(tmp_path / "1", model, optimizr=optimizer)
         job.save(tmp_path / "1", model, optimizer, optimizers=Receiver()).wait()  # the optimizer is given
         job.load(tmp_path / "1", model, optimizer, optimizers=Receiver())
+
+
+def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        layers = model.get_submodule("layers")
+        assert isinstance(layers, torch.nn.ModuleList)
+        del layers[1:]
+        with pytest.raises(JobError, match=r"MOE0710.*the model no longer has layers\.1\..* and \d+ more"):
+            job.save(tmp_path / "1", model)
+    assert not (tmp_path / "1").exists()

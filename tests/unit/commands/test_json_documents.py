@@ -159,13 +159,15 @@ def test_versions_are_a_document(moec: Run) -> None:
         assert found["python"] == sys.version.split()[0]
 
 
-def test_an_option_before_the_command_is_not_ignored(moec: Run, starter: Path) -> None:
-    ran = moec("--json", "check", "model.moe")
-    assert (ran.status, ran.out) == (2, "")
-    assert "--json comes after the command: `moec check --json`" in json.loads(ran.err)[0]["message"]
-    ran = moec("--format", "concise", "check", "model.moe")
-    assert (ran.status, ran.out) == (2, "")
-    assert "--format concise comes after the command: `moec check --format concise`" in ran.err
+def test_a_format_before_the_command_is_the_commands(moec: Run, starter: Path) -> None:
+    assert moec("--json", "check", "model.moe").out == moec("check", "--json", "model.moe").out == "[]\n"
+    behind = moec("check", "--format", "concise", "none.moe")
+    for before in (["--format", "concise"], ["--format=concise"]):
+        assert moec(*before, "check", "none.moe") == behind
+    assert moec("--json", "checkpoint", "verify", "none") == moec("checkpoint", "verify", "--json", "none")
+    alone = moec("--json")
+    assert (alone.status, alone.out) == (2, "")
+    assert "--json comes after the command" in json.loads(alone.err)[0]["message"]
 
 
 def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:

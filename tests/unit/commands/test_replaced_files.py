@@ -95,3 +95,11 @@ def test_a_fix_after_which_a_file_parses_worse_is_left_out(file: Path, statement
     after = [found.code for found in check(file)]
     grave = {code for code in after if code.startswith("MOE01") or code == "MOE0204"}
     assert all(after.count(code) <= before.count(code) for code in grave)
+
+
+def test_a_name_for_two_words_is_no_fix_for_one_number(file: Path) -> None:
+    text = f"{RIGHT}train {{ batch = 1; sequence = 8; optimizer = adamw(lr = 3e-3, betas = 0.95) }}\n"
+    file.write_text(text)
+    run([file], {}, fix=True)
+    assert file.read_text() == text
+    assert any("beta1 = 0.9, beta2 = 0.95" in found.help for found in check(file))

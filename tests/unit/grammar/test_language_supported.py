@@ -136,3 +136,11 @@ def test_the_examples_of_the_language_parse() -> None:
     moe = load_text(text).unwrap().model.layers[0].moe
     assert moe
     assert moe.gate.group_score == "top2_sum"
+
+
+def test_a_degree_of_one_asks_for_nothing() -> None:
+    text = """
+    model "m" { vocab = 64; dim = 64; depth = 1; context = 64; layers { attention = mha(heads = 4); ffn = swiglu(64) } }
+    parallel { pp = 1; cp = 1; etp = 1 }
+    """
+    assert not unsupported(load_text(text).unwrap())

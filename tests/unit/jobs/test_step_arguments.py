@@ -281,3 +281,17 @@ def test_other_errors_of_a_loss_stay_as_they_are(error: Exception) -> None:
         with pytest.raises(type(error)) as raised:
             job.step(model, TOKENS, TOKENS, loss=loss)
     assert raised.value is error
+
+
+def test_a_loss_that_freezes_a_parameter_is_refused() -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        tokens = torch.arange(8).view(2, 4)
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            model.get_submodule("layers.0").requires_grad_(False)
+            return logits.sum()
+
+        with pytest.raises(JobError, match=r"MOE0713.*`loss` changed `requires_grad` of the model's parameters"):
+            job.step(model, tokens, tokens, loss=loss)
+        job.step(model, tokens, tokens, loss=lambda logits, labels: logits.sum())  # frozen between steps
