@@ -165,7 +165,7 @@ ERRORS = {
     "a hook's tokens": OTHER_INPUTS,
     "a hook on some": "nothing",
     "a hook's call": "MOE0702 rank 1 has labels and rank 0 none: give them on every rank or on none",
-    "frozen between": "MOE0702 ranks . and . want gradients of different parameters",
+    "frozen between": "MOE0713 rank 1, step 3: `loss` changed `requires_grad` of the model's parameters",
     "evaluating between": "MOE0702 rank 0 trains and rank 1 evaluates",
     "names": "MOE0713 ranks differ in .* names of inputs",
     "other labels": r"MOE0713 .*job.accumulate got \d+ labels that are not -100, its forward passes had \d+",
