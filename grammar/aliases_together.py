@@ -36,9 +36,7 @@ def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool)
             if ".".join(found.path) in places and all(values.values()):
                 where = "" if here or not found.block else f", in {found.block}"
                 others = (word for path in places if ".".join(found.path) != path for word in _words_of(path))
-                names = " and ".join(
-                    f"`{name}`" for name in (found.word, *(word for word in others if beside.get(word)))
-                )
+                names = " and ".join(f"`{each}`" for each in (found.word, *filter(beside.get, others)))
                 return f"{names} are one value here: `{form.format_map(values)}`{where}"
     return found.said(value, here=here)
 

@@ -22,8 +22,8 @@ CPU_CHUNK = 1 << 16
 """Elements drawn at a time: their int64 temporaries stay in the cache."""
 
 GPU_CHUNK = 1 << 22
-"""A draw is some two hundred launches, and its temporaries take half a GB. By the CPU's chunks a model of 3.1 B
-parameters was built in 75 s, by these in 2 to 9 (H200)."""
+"""A draw is some two hundred launches, and its temporaries take half a GB. Building a model of 3.1 B parameters and 15
+steps took 82 s by the CPU's chunks, and takes 17 s by these (H200)."""
 
 
 def require_executable(parameters: Mapping[str, PlanParameter]) -> None:

@@ -88,6 +88,15 @@ def test_all_parts_measure_everything_and_their_rows_become_tables_and_shipped_w
     assert (tmp_path / "interpreter.json").exists()
 
 
+@pytest.mark.slow
+def test_whole_models_are_measured_and_become_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    finished("--part", "d", "--out", file)
+    (row,) = rows(file).values()
+    assert "failed" not in row
+    assert "| tiny | 0.00 B |" in finished("--report", file)
+
+
 def test_moec_is_found_where_it_is_not_installed(tmp_path: Path) -> None:
     program = (
         "import importlib.metadata, sys; from pathlib import Path;"
