@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gloo_pool import GlooPool
+from support.ranks.gloo_pool import GlooPool
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
-from refusals import said
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.refusals import said
 from torch import Tensor
 
 import moec

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoints import plan_of, train
-from gloo_pool import GlooPool
+from support.ranks.checkpoints import plan_of, train
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.checkpoint import index, writing

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import plan_of, train
-from gloo_pool import GlooPool
+from support.ranks.checkpoints import plan_of, train
+from support.ranks.gloo_pool import GlooPool
+from support.scripts import SCRIPTS
 
 import moec
 from moec.runtime.checkpoint import schedule, temporary
@@ -30,9 +31,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("killed_while_saving.py")
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
-    run = subprocess.run([sys.executable, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
+    script = SCRIPTS / "killed_while_saving.py"
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     assert run.returncode == -signal.SIGKILL
     left_over, complete = names_in(tmp_path)
     assert complete == "1"

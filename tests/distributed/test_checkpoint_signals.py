@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from checkpoints import plan_of
+from support.ranks.checkpoints import plan_of
+from support.scripts import SCRIPTS
 
 import moec
 
@@ -28,9 +29,8 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder, script = tmp_path_factory.mktemp("signals"), Path(__file__).with_name("ended_by_signal.py")
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    folder, script = tmp_path_factory.mktemp("signals"), SCRIPTS / "ended_by_signal.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Run(folder, dict(json.loads(line) for line in done.stdout.splitlines()), done.stderr)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import STEPS, Options, assembled, load, part_of_rank, plan_of, save
-from gloo_pool import GlooPool
-from matrices import some
+from support.combinations import some
+from support.ranks.checkpoints import STEPS, Options, assembled, load, part_of_rank, plan_of, save
+from support.ranks.gloo_pool import GlooPool
 
 SECONDS = 150.0
 """How long a run may take: on a busy machine workers take a minute to import torch."""

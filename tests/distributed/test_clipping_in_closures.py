@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import contract
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks import contract
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pool import GlooPool
-from matrices import diagonals
+from support.combinations import diagonals
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 from torch.library import opcheck
 

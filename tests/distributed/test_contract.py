@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import contract
-import contract_jobs
 import pytest
-import refusals
-from contract import FOUR, ONE
-from gloo_pool import GlooPool
-from matrices import diagonals, some
+from support.combinations import diagonals, some
+from support.ranks import contract, contract_jobs, refusals
+from support.ranks.contract import FOUR, ONE
+from support.ranks.gloo_pool import GlooPool
 
 RANKS = {"1 rank": ONE, "4 ranks": FOUR}
 BOUNDS = {"fp32": 2e-5, "bf16": 4e-2}

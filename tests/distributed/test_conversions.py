@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conversion_cases import CASES, RANKS, Case, first
-from gloo_pool import GlooPool
+from support.conversion_cases import CASES, RANKS, Case, first
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor, fx
 from torch.library import opcheck
 
@@ -97,7 +97,7 @@ def test_a_conversion_does_as_its_placements_and_the_virtual_cluster_say(
     of_ranks: Callable[[int], list[tuple[Case, list[list[Any]]]]], mnemonic: str, ranks: int
 ):
     cases = [(case, found) for case, found in of_ranks(ranks) if case.conversion.mnemonic == mnemonic]
-    assert cases, "conversion_cases.py has no case of this conversion"
+    assert cases, "support/conversion_cases.py has no case of this conversion"
     for case, found_by_rank in cases:
         beside: list[None] = [None for _ in case.operands(ranks)[1:]]
         virtual = run_virtually(case.operator, case.operands(ranks), case.attributes, case.given_gradients(ranks))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_pool import GlooPool
+from support.ranks.gloo_pool import GlooPool
 from test_examples import EXAMPLES, run
 
 HOSTS = [([], "DDP"), (["--fsdp"], "fully_shard")]

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 

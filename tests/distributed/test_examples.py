@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_pool import GlooPool
+from support.ranks.gloo_pool import GlooPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import contract
 import pytest
 import torch
-from contract import Gradients
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks import contract
+from support.ranks.contract import Gradients
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import gradients_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training import gradients_of
 
 import moec
 from moec.passes.ir import local_slices

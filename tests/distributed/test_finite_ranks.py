@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
-from training import batches
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import batches
 
 import moec
 from moec.runtime.errors import JobError

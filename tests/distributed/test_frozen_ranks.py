@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import contract
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks import contract
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.job.masters import local_part

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from generated import livelier, recomputed, uneven
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
-from refusals import said
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.refusals import said
+from support.recomputed_generation import livelier, recomputed, uneven
 from torch import Tensor
 
 import moec

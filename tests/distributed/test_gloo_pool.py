@@ -7,11 +7,11 @@ import signal
 import time
 import warnings
 
-import gloo_pool
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pool import GlooPool, RankDiedError, RankHungError
+from support.ranks import gloo_pool
+from support.ranks.gloo_pool import GlooPool, RankDiedError, RankHungError
 
 
 def describe(suffix: str) -> tuple[int, int, str]:

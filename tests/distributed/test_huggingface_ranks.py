@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo_pool import GlooPool
 from huggingface.decoders import ROWS, config_of
 from huggingface.equal import made, text
-from huggingface_jobs import RANKS, load_and_save, load_other_files, refused, train_after_load
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.huggingface_jobs import RANKS, load_and_save, load_other_files, refused, train_after_load
 
 DEGREES = {"tp 2, ep 2": "tp = 2; ep = 2", "ep 2, zero 3": "ep = 2; zero = 3"}
 OF_FAMILY = {name: list(DEGREES)[number % 2] for number, name in enumerate(ROWS)}

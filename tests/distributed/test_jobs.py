@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.job.reference import reference

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 NOISE = ("torch/distributed", "ChildFailedError", "Sending process", "OMP_NUM_THREADS", "elastic", "W1", "E1")
 

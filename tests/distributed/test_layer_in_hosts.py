@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gloo_pool import GlooPool
-from hosts import clipped, worst_error
-from matrices import diagonals
+from support.combinations import diagonals
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.hosts import clipped, worst_error
 
 FP32 = 2e-5
 """Sums in another order; a gradient with a wrong factor is off by its whole size."""

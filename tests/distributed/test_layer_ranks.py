@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pool import GlooPool
-from hosts import Transformer, in_ddp, in_fsdp
-from models import layer_text
+from support.plans import layer_text
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.hosts import Transformer, in_ddp, in_fsdp
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch_optimizers
-from gloo_pool import GlooPool
-from matrices import some
-from models import moe_plan
+from support.combinations import some
+from support.plans import moe_plan
+from support.ranks import torch_optimizers
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import MAX_NORM, train_as_rank, train_clipping_in_the_step, train_unsharded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import _muon
-from training import MAX_NORM, train_as_rank, train_clipping_in_the_step, train_unsharded
 
 import moec
 from moec.grammar.spec import Adafactor, Muon

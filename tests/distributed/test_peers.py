@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import plan_of
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.checkpoints import plan_of
+from support.ranks.gloo_pool import GlooPool
+from support.scripts import SCRIPTS
 from torch.distributed import distributed_c10d
 
 import moec
@@ -26,9 +27,8 @@ TWO = {"ranks": 2, "ep": 2}
 def without_a_launcher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What two ranks print that share the store of rank 0, and their folder."""
     folder = tmp_path_factory.mktemp("killed")
-    script = Path(__file__).with_name("killed_without_a_launcher.py")
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1]), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    script = SCRIPTS / "killed_without_a_launcher.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr

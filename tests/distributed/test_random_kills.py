@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Options
-from killed_at_random import EVERY, GATE, KEEP, PLANS, RESTARTS, STEPS, Kill, Position, Run
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.checkpoints import Options
+from support.scripts import SCRIPTS
+from support.scripts.killed_at_random import EVERY, GATE, KEEP, PLANS, RESTARTS, STEPS, Kill, Position, Run
 
 import moec
 from moec.runtime.checkpoint.reading import Checkpoint, damages
 
-SCRIPT = Path(__file__).with_name("killed_at_random.py")
+SCRIPT = SCRIPTS / "killed_at_random.py"
 SECONDS = 90.0
 """The most that a run may take: 20 s of a collective's timeout and a start, in each attempt, beside other work."""
 
@@ -67,8 +68,7 @@ def under_torchrun(run: Run, folder: Path) -> None:
 
 
 def finish(command: list[str], seconds: float) -> None:
-    paths = [str(SCRIPT.parent), str(SCRIPT.parents[1]), *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 
 import moec

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import batches, share, train_as_rank, train_unsharded
 from torch import Tensor
-from training import batches, share, train_as_rank, train_unsharded
 
 import moec
 from moec.runtime.job.reference import reference

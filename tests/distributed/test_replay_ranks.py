@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 
 import moec

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

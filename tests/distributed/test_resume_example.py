@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 from test_examples import EXAMPLES, run
 
 import moec

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import optimizer_of, plan_of, train
-from gloo_pool import GlooPool
+from support.ranks.checkpoints import optimizer_of, plan_of, train
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.errors import JobError

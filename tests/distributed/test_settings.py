@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
-from refusals import said
-from training import batches, gradients_of, share
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.refusals import said
+from support.ranks.training import batches, gradients_of, share
 
 import moec
 from moec.passes.ir import local_slices

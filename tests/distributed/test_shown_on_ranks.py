@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 

@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoints import plan_of, train, values_of
-from gloo_pool import GlooPool
-from killed_on_a_slow_disk import SYNCS
+from support.ranks.checkpoints import plan_of, train, values_of
+from support.ranks.gloo_pool import GlooPool
+from support.scripts import SCRIPTS
+from support.scripts.killed_on_a_slow_disk import SYNCS
 
 import moec
 from moec.runtime.checkpoint.temporary import MARK
@@ -79,9 +80,8 @@ def test_steps_go_on_and_the_next_save_and_the_end_of_the_job_wait_for_a_slow_di
 
 
 def test_a_kill_in_any_sync_leaves_the_checkpoint_before_it_or_the_whole_new_one(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("killed_on_a_slow_disk.py")
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    script = SCRIPTS / "killed_on_a_slow_disk.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=200, env=environment
     )

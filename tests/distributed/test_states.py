@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import batches, share
 from torch import Tensor
-from training import batches, share
 
 import moec
 from moec.runtime.errors import JobError

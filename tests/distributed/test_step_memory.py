@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gloo_pool import GlooPool
 from step_memory import PLAN, measured_peak
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.passes.cost.memory import memory_of

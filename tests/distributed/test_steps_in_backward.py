@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import contract
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks import contract
+from support.ranks.gloo_pool import GlooPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

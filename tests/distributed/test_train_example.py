@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
 from text import Text, even_windows
 
 import moec

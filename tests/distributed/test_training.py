@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from matrices import some
-from models import FOUR, moe_plan
+from support.combinations import some
+from support.plans import FOUR, moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 from torch import Tensor
-from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 
 import moec
 from moec.passes.ir import local_slices

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import guide_jobs
 import pytest
 import torch
-from gloo_pool import GlooPool
+from support.ranks import guide_jobs
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 

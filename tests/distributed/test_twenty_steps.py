@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import assembled
-from gloo_pool import GlooPool
-from models import moe_plan
-from training import train_as_rank, train_unsharded
+from support.plans import moe_plan
+from support.ranks.checkpoints import assembled
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import train_as_rank, train_unsharded
 
 STEPS = 20
 MODEL = {"batch": 16, "optimizer": "adamw(lr = 3e-3)"}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.errors import JobError

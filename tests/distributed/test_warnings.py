@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import triton
-from gloo_pool import GlooPool
+from support.ranks.gloo_pool import GlooPool
 
 from moec.runtime.backends import _select, select
 from moec.runtime.backends.torch import torch_backend

@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.scripts import SCRIPTS
 
 import moec
 from moec.runtime.errors import RankError
@@ -58,9 +58,8 @@ def test_a_rank_that(gloo: GlooPool, what: str, told: str):
 
 
 def test_a_killed_rank_is_named_once_with_layer_collective_and_line():
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(here / "killed.py")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "killed.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode
     assert done.stderr.count("MOE0705") == 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from generated import livelier
-from gloo_pool import GlooPool
+from support.ranks.gloo_pool import GlooPool
+from support.recomputed_generation import livelier
 from torch import Tensor
 
 import moec

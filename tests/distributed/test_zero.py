@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import contract
 import pytest
 import torch
-from gloo_pool import GlooPool
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks import contract
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import gradients_of, train_as_rank, train_unsharded
 from test_contract import BOUNDS, CLAIMS
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.multiprocessing.reductions import StorageWeakRef
-from training import gradients_of, train_as_rank, train_unsharded
 
 import moec
 from moec.passes.ir import local_slices

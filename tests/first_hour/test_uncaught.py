@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.runtime.errors import wrong_argument
 from moec.runtime.uncaught import _print

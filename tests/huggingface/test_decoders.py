@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface.decoders import CASES, ROWS, config_of
 from huggingface.equal import both, require_equal_gradients, require_equal_logits, require_saved_alike, text
-from matrices import some
+from support.combinations import some
 
 import moec
 from moec.grammar.huggingface.families import BY_TYPE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kernel_tables import LAYERS, TOKENS
+from support.kernel_tables import LAYERS, TOKENS
 
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.product_shapes import DownShape, ProductShape, UpShape

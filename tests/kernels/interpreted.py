@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import diagonals, some
+from support.combinations import diagonals, some
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from interpreted import TINY
-from matrices import some
+from support.combinations import some
 from torch import Tensor
 
 import moec

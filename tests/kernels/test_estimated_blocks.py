@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernel_tables import LAYERS, rule
+from support.kernel_tables import LAYERS, rule
 
 from moec.codegen.kernels.model_device import DEVICES
 from moec.codegen.kernels.model_tiles import Schedule, estimated_blocks

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from images import CHANNELS, CLASSES, IMAGE, PATCH, image_spec
 from oracles.plain_parts import (
     TIGHT,
     attention,
@@ -18,6 +17,7 @@ from oracles.plain_parts import (
     spread,
     swiglu_mixture,
 )
+from support.image_plans import CHANNELS, CLASSES, IMAGE, PATCH, image_spec
 from torch import Tensor
 
 from moec.runtime.job.reference import reference

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faults import bypass, change_kind, change_sums, swap_groups
-from matrices import some
-from models import moe_plan
-from sliced_experts import sliced_plan
+from support.combinations import some
+from support.plans import moe_plan
+from support.sliced_plans import sliced_plan
+from support.wrong_plans import bypass, change_kind, change_sums, swap_groups
 
 from moec.codegen.emit import emit_graph, target_name
 from moec.codegen.plan import Plan
@@ -19,7 +19,7 @@ from moec.runtime.verify.shuffles import SHUFFLES
 
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode (2.10 and later do)")
 
-from all_ranks import distance, run_both, unsharded
+from support.torch_ranks import distance, run_both, unsharded
 
 BOUND = 1e-12
 WRONG = 1e-4

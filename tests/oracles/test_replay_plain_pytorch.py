@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from forced_routes import force, random_routes
 from oracles.specs import BATCH, SEQUENCE, VOCAB
 from plain_moe import PlainModel
 from plain_weights import plain_state_dict
+from support.forced_routes import force, random_routes
 
 from moec.driver import to_spec
 from moec.grammar.spec import Spec

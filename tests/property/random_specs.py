@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.grammar.spec import Spec
 

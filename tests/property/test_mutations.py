@@ -4,9 +4,9 @@ import random
 from functools import cache
 
 import pytest
-from matrices import some
-from models import moe_plan
 from mutations import RUN, Change, broken_rule, mutate
+from support.combinations import some
+from support.plans import moe_plan
 
 from moec.codegen.emit import emit_graph
 from moec.codegen.plan import Plan

@@ -77,7 +77,7 @@ def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
 @given(specs(max_ranks=8))
 def test_every_plan_gives_the_same_on_torchs_own_ranks(spec: Spec):
     pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
-    from all_ranks import distance, run_both, unsharded
+    from support.torch_ranks import distance, run_both, unsharded
 
     plan = compile_source(spec)
     for training in (True, False):

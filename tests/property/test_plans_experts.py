@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import moe_text
 from random_specs import CAPACITIES, specs
+from support.plans import moe_text
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from images import image_plan
+from support.image_plans import image_plan
 
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import moe_plan
 from random_specs import specs
+from support.plans import moe_plan
 
 from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from models import moe_plan
 from random_specs import specs
+from support.plans import moe_plan
 
 from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from models import layer_spec, moe_spec
 from random_specs import specs
+from support.plans import layer_spec, moe_spec
 
 from moec.driver import compile as compile_source
 from moec.grammar.diagnostics import DiagnosticError

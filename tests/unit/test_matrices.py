@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from matrices import diagonals, some
+from support.combinations import diagonals, some
 
 
 def fast(parameters: list[Any]) -> list[tuple[Any, ...]]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from cases import ACTIVATIONS, COUNTS, HOW, new_biases
-from conversion_cases import CASES
-from matrices import some
 from places import INTERPRETED, Numbers, Place
+from support.combinations import some
+from support.conversion_cases import CASES
 from torch import Tensor
 from torch.library import opcheck
 

@@ -26,7 +26,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planted(key: str, limit: float = 60.0, group: str = "one", **arguments: Any) -> Measurement:
     """A measurement by the function that its key begins with."""
-    return Measurement(key, group, f"planted_measurements:{key.partition(' ')[0]}", arguments, limit)
+    return Measurement(key, group, f"support.measurements:{key.partition(' ')[0]}", arguments, limit)
 
 
 def run(file: Path, *measurements: Measurement, seconds: float = 120.0, again: bool = False) -> list[str]:

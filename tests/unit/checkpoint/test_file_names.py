@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_draft import WEIGHT, Draft
 from safetensors.numpy import load_file
+from support.checkpoint_drafts import WEIGHT, Draft
 
 from moec.runtime.checkpoint import convert
 from moec.runtime.checkpoint.reading import Checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_draft import COUNT, WEIGHT, Draft
 from safetensors.numpy import load_file
+from support.checkpoint_drafts import COUNT, WEIGHT, Draft
 
 from moec.runtime.checkpoint import index as index_module
 from moec.runtime.checkpoint import reading

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_draft import COUNT, WEIGHT, Draft
+from support.checkpoint_drafts import COUNT, WEIGHT, Draft
 
 from moec.runtime.checkpoint.loading import Loading
 from moec.runtime.checkpoint.reading import Block, Checkpoint

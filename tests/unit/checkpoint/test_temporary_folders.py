@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_draft import Draft
+from support.checkpoint_drafts import Draft
 
 from moec.runtime.checkpoint import temporary
 from moec.runtime.checkpoint.folders import remove_old

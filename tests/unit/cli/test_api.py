@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 
 import moec
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_draft import WEIGHT, Draft
-from models import moe_plan
 from safetensors.torch import load_file, save_file
+from support.checkpoint_drafts import WEIGHT, Draft
+from support.plans import moe_plan
 
 import moec
 from moec import entry

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from models import layer_text, moe_text
 from pydantic import TypeAdapter
+from support.plans import layer_text, moe_text
 
 from moec import cli, entry
 from moec.commands.verify_document import VerifyDocument

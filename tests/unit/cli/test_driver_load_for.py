@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 

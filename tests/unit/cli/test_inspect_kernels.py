@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from models import moe_plan
 from pydantic import TypeAdapter
+from support.plans import moe_plan
 
 from moec.cli import app
 from moec.codegen.kernels.model_device import DEVICES

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from models import moe_text
+from support.plans import moe_text
 
 from moec.cli import app
 from moec.codegen.plan import Plan

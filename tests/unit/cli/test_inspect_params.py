@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from models import moe_text
+from support.plans import moe_text
 
 from moec.cli import app
 from moec.driver import compile as compile_source

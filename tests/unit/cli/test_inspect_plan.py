@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from inspected import inspected
-from models import moe_plan
+from support.inspected_text import inspected
+from support.plans import moe_plan
 
 from moec.commands.inspect_picture import picture_of
 from moec.commands.inspect_plan import plan_document

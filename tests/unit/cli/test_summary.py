@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from images import image_text
-from models import moe_text
+from support.image_plans import image_text
+from support.plans import moe_text
 
 from moec.commands.summary import summary
 from moec.driver import compile as compile_source

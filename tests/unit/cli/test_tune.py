@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.cli import app
 from moec.driver import compile as compile_source

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from test_operators import FORMS
 from torch import fx
 

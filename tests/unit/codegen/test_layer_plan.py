@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import layer_plan, layer_text, moe_plan
+from support.plans import layer_plan, layer_text, moe_plan
 
 import moec
 from moec.codegen.folder import PlanError

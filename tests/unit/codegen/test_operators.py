@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from images import image_plan
-from models import FOUR, layer_plan, moe_plan, moe_text
-from sliced_experts import sliced_plan
+from support.image_plans import image_plan
+from support.plans import FOUR, layer_plan, moe_plan, moe_text
+from support.sliced_plans import sliced_plan
 from torch import fx
 
 import moec

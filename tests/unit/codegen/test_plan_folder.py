@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from models import moe_plan, moe_text
+from support.plans import moe_plan, moe_text
 
 from moec.codegen.folder import PlanError, plan_files
 from moec.codegen.reading import read_plan

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 from moec.codegen.folder import plan_files
 from moec.codegen.kernels import shapes as kernels

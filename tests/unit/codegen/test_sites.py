@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import layer_plan, moe_plan
+from support.plans import layer_plan, moe_plan
 from torch import fx
 
 from moec.codegen.emit import LAYER, emit_function, emit_graph, info_of, site_of, target_name, weight_users

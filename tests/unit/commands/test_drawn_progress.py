@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_draft import Draft
+from support.checkpoint_drafts import Draft
 
 from moec.commands.progress import progress
 

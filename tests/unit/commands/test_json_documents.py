@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 import pytest
-from checkpoint_draft import Draft
-from models import moe_text
 from pydantic import TypeAdapter
 from running import Ran, Run
+from support.checkpoint_drafts import Draft
+from support.plans import moe_text
 
 from moec.cli import app
 from moec.commands.schemas import type_of

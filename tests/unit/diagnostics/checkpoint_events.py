@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError

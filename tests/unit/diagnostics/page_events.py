@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
-from models import layer_text, moe_plan, moe_spec, moe_text
 from plan_events import PLAN_EVENTS
+from support.plans import layer_text, moe_plan, moe_spec, moe_text
 
 import moec
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -86,7 +86,7 @@ def too_few_processes() -> Sequence[Diagnostic]:
 
 def token_out_of_range() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -105,7 +105,7 @@ def too_large_to_verify() -> Sequence[Diagnostic]:
 
 def routes_of_fewer_choices() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -116,7 +116,7 @@ def routes_of_fewer_choices() -> Sequence[Diagnostic]:
 
 def segments_that_descend() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -126,7 +126,7 @@ def segments_that_descend() -> Sequence[Diagnostic]:
 
 def padding_of_another_model() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -163,7 +163,7 @@ def unknown_backend() -> Sequence[Diagnostic]:
 
 def router_without_scores() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -180,7 +180,7 @@ def model_after_its_job() -> Sequence[Diagnostic]:
 
 def replaced_parameter() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -191,7 +191,7 @@ def replaced_parameter() -> Sequence[Diagnostic]:
 
 def autocast() -> Sequence[Diagnostic]:
     import torch
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -201,7 +201,7 @@ def autocast() -> Sequence[Diagnostic]:
 
 
 def foreign_state() -> Sequence[Diagnostic]:
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.driver import reference
 
@@ -230,7 +230,7 @@ def model_of_another_job() -> Sequence[Diagnostic]:
 
 
 def setting_out_of_range() -> Sequence[Diagnostic]:
-    from models import moe_spec
+    from support.plans import moe_spec
 
     from moec.runtime.job.reference import reference
 
@@ -322,7 +322,7 @@ def parameter_changed_before_backward() -> Sequence[Diagnostic]:
 
 
 def launching_a_layer() -> Sequence[Diagnostic]:
-    from models import layer_plan
+    from support.plans import layer_plan
 
     from moec.driver import launch
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from models import moe_plan, moe_text
+from support.plans import moe_plan, moe_text
 
 import moec
 from moec.grammar.diagnostics import Diagnostic

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 import moec
 

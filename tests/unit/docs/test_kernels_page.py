@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from kernel_tables import ANCHORS, Anchor, anchor_table, layer_tables
+from support.kernel_tables import ANCHORS, Anchor, anchor_table, layer_tables
 
 FILE = Path(__file__).parents[3] / "docs" / "kernels.md"
 

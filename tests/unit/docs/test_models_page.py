@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from published import PUBLISHED, Published, counts_of
+from support.published_counts import PUBLISHED, Published, counts_of
 
 from moec.commands.library import title
 from moec.driver import run_passes, to_spec

@@ -7,7 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.codegen.folder import PlanError
 from moec.grammar import Source, Span

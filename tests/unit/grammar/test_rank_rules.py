@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import FOUR, moe_text
+from support.plans import FOUR, moe_text
 
 from moec.grammar import load_text
 from moec.runtime.job.reference import reference

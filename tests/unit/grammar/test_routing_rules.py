@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from faults import bypass, change_op, change_sums
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import bypass, change_op, change_sums
 
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import bypass
-from models import moe_plan, moe_spec, moe_text
+from support.plans import moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass
 
 import moec
 from moec.codegen.plan import Plan

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import change_op
-from models import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.wrong_plans import change_op
 from torch import Tensor
 
 from moec.grammar import load_text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.codegen.plan import Plan

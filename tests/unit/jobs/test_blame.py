@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import op_giving
-from matrices import diagonals
-from models import moe_plan
-from sliced_experts import sliced_plan
+from support.combinations import diagonals
+from support.plans import moe_plan
+from support.sliced_plans import sliced_plan
+from support.wrong_plans import op_giving
 from torch import fx
 
 from moec.codegen.emit import info_of, recomputed

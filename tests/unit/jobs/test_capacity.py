@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from faults import change_op, op_giving, with_program
-from matrices import diagonals
-from models import moe_plan
+from support.combinations import diagonals
+from support.plans import moe_plan
+from support.wrong_plans import change_op, op_giving, with_program
 
 from moec.passes.ir.ops import Capacity, PermutePadded
 from moec.runtime.verify.verification import verify

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import layer_text
+from support.plans import layer_text
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call

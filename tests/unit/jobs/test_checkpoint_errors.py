@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.checkpoint import content, loading

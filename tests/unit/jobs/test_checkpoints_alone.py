@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from alone import take_steps
-from models import moe_plan
+from support.one_rank_jobs import take_steps
+from support.plans import moe_plan
 from torch import Tensor
 
 import moec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError

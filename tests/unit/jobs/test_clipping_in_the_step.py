@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, ending
-from models import moe_plan
+from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError

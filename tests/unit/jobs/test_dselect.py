@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import change_op, change_sums
-from models import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.wrong_plans import change_op, change_sums
 
 import moec
 from moec.codegen.plan import Plan

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from faults import bypass, change_op, change_sums, op_giving
-from matrices import diagonals
-from models import moe_plan, moe_spec
+from support.combinations import diagonals
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import bypass, change_op, change_sums, op_giving
 
 from moec.codegen.plan import Plan
 from moec.passes.ir import Init

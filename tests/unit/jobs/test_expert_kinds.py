@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import change_op, change_sums, op_giving
-from models import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.wrong_plans import change_op, change_sums, op_giving
 
 import moec
 from moec.codegen.kernels.of_plan import kernel_sources

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import change_op
-from models import layer_text, moe_text
+from support.plans import layer_text, moe_text
+from support.wrong_plans import change_op
 
 import moec
 from moec.codegen.emit import WEIGHTS, emit_function, emit_graph

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 from torch import Tensor
 
 from moec.grammar import load_text

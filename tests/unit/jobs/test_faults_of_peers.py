@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import TOKENS, take_steps
-from models import moe_plan
 from safetensors.torch import load_file
+from support.one_rank_jobs import TOKENS, take_steps
+from support.plans import moe_plan
 from torch import Tensor
 
 import moec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import Severity

@@ -4,8 +4,8 @@ import io
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, ending, job_and_model
-from models import moe_plan
+from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending, job_and_model
+from support.plans import moe_plan
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import _muon

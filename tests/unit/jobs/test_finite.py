@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from alone import OPTIMIZERS
-from models import moe_plan
+from support.one_rank_jobs import OPTIMIZERS
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError

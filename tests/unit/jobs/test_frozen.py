@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, take_steps
-from models import layer_text, moe_plan
+from support.one_rank_jobs import OPTIMIZERS, TOKENS, take_steps
+from support.plans import layer_text, moe_plan
 from torch import nn
 
 import moec

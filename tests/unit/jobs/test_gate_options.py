@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import change_op, change_sums
-from models import layer_plan, moe_plan, moe_text
+from support.plans import layer_plan, moe_plan, moe_text
+from support.wrong_plans import change_op, change_sums
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError

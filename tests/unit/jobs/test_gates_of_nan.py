@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from models import FOUR, moe_spec, moe_text
+from support.plans import FOUR, moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.schema import fields

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from torch import Tensor
 
 import moec

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from generated import lively, recomputed, uneven
-from models import moe_spec
+from support.plans import moe_spec
+from support.recomputed_generation import lively, recomputed, uneven
 
 import moec
 from moec.grammar import load_file

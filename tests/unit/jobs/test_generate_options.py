@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from generated import livelier, lively, recomputed, uneven
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.recomputed_generation import livelier, lively, recomputed, uneven
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from every_way import require_every_way_alike
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ways_to_run import require_every_way_alike
 
 import moec
 from moec.codegen.plan import Plan

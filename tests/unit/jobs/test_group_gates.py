@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_op, change_sums, op_giving
-from models import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass, change_op, change_sums, op_giving
 from torch import Tensor
 
 import moec

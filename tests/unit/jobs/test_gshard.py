@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import bypass, change_op
-from models import layer_text, moe_plan, moe_spec
+from support.plans import layer_text, moe_plan, moe_spec
+from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
 from moec.grammar import load_text

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_op, insert_after
-from matrices import diagonals
-from models import layer_text, moe_plan, moe_spec, moe_text
+from support.combinations import diagonals
+from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass, change_op, insert_after
 from torch import Tensor
 
 import moec

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import bypass, change_op
-from images import CHANNELS, CLASSES, IMAGE, PATCH, image_plan, image_spec, image_text
-from models import moe_text
+from support.image_plans import CHANNELS, CLASSES, IMAGE, PATCH, image_plan, image_spec, image_text
+from support.plans import moe_text
+from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
 import moec

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
 
 from moec.passes.ir import Layout, Mesh, Shard, local_slices
 from moec.runtime.job.reference import reference

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import bypass, change_op, op_giving
-from models import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass, change_op, op_giving
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

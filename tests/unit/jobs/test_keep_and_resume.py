@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import moe_plan
+from support.plans import moe_plan
 from torch import nn
 
 import moec

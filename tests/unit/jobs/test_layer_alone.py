@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import layer_plan, layer_text, moe_plan, moe_text
+from support.plans import layer_plan, layer_text, moe_plan, moe_text
 from torch import Tensor
 
 import moec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.job.job import Job

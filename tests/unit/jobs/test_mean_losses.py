@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from alone import TOKENS
-from models import moe_plan
+from support.one_rank_jobs import TOKENS
+from support.plans import moe_plan
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, logsigmoid
 from torch.utils.checkpoint import checkpoint

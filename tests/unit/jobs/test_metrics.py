@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from alone import TOKENS
-from models import moe_plan, moe_text
+from support.one_rank_jobs import TOKENS
+from support.plans import moe_plan, moe_text
 
 import moec
 from moec.passes.cost.totals import tally

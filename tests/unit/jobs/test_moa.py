@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults import bypass, change_op, change_sums
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import bypass, change_op, change_sums
 
 import moec
 from moec.codegen.plan import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from faults import bypass, change_op, change_ops
-from models import moe_plan
+from support.plans import moe_plan
+from support.wrong_plans import bypass, change_op, change_ops
 
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o

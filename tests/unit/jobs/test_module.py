@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
 from torch.utils.checkpoint import checkpoint
 
 import moec

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, ending, job_and_model
-from models import moe_plan
+from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending, job_and_model
+from support.plans import moe_plan
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

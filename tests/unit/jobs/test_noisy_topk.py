@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import change_op, change_sums
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import change_op, change_sums
 
 from moec.codegen.plan import Plan
 from moec.runtime.job.reference import reference

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import diagonals
-from models import moe_plan
+from support.combinations import diagonals
+from support.plans import moe_plan
 
 from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import bypass, change_block, change_op
-from inspected import inspected
-from matrices import diagonals
-from models import layer_text, moe_plan, moe_spec, moe_text
+from support.combinations import diagonals
+from support.inspected_text import inspected
+from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass, change_block, change_op
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

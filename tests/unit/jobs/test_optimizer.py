@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 

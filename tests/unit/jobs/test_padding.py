@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_kind, change_op
-from matrices import diagonals
-from models import moe_plan, moe_spec
+from support.combinations import diagonals
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import bypass, change_kind, change_op
 from torch import Tensor
 
 import moec

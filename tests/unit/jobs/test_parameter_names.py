@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from alone import TOKENS
-from models import moe_plan
 from rich.console import Console
+from support.one_rank_jobs import TOKENS
+from support.plans import moe_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_op, op_giving
-from models import layer_text, moe_plan, moe_text
+from support.plans import layer_text, moe_plan, moe_text
+from support.wrong_plans import bypass, change_op, op_giving
 
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source

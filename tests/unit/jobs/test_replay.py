@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from every_way import gradients, require_every_way_alike
-from forced_routes import force, random_routes
-from models import moe_plan, moe_spec, moe_text
 from plain_moe import PlainModel
 from plain_weights import plain_state_dict
+from support.forced_routes import force, random_routes
+from support.plans import moe_plan, moe_spec, moe_text
+from support.ways_to_run import gradients, require_every_way_alike
 from torch import Tensor
 
 import moec

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from faults import (
+from support.plans import moe_plan, moe_text
+from support.wrong_plans import (
     EMITTED,
     Planted,
     change_kind,
@@ -17,7 +18,6 @@ from faults import (
     op_giving,
     rounded_to_bf16,
 )
-from models import moe_plan, moe_text
 from torch import Tensor
 
 from moec.codegen.emit.emitter import Emitter

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from matrices import diagonals
-from models import moe_plan, moe_spec
+from support.combinations import diagonals
+from support.plans import moe_plan, moe_spec
 from torch import Tensor
 
 from moec.passes.ir import Layout, Mesh, local_slices

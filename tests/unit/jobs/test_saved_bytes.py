@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import FOUR, layer_plan, moe_plan, moe_text
+from support.plans import FOUR, layer_plan, moe_plan, moe_text
 from torch import Tensor
 
 from moec.codegen.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from torch import Tensor
 
 from moec.runtime.job.reference import reference

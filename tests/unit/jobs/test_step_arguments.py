@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import layer_text, moe_plan
+from support.plans import layer_text, moe_plan
 
 import moec
 from moec.runtime.errors import JobError

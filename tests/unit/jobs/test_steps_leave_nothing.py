@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import bypass, change_op
-from models import FOUR, moe_plan, moe_spec, moe_text
+from support.plans import FOUR, moe_plan, moe_spec, moe_text
+from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
 from moec.codegen.plan import Plan

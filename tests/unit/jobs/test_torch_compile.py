@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import diagonals, some
-from models import moe_plan, moe_spec, moe_text
+from support.combinations import diagonals, some
+from support.plans import moe_plan, moe_spec, moe_text
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 from torch import Tensor
 
 import moec

@@ -7,8 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults import Planted, bypass, change_groups, change_kind, change_op, change_ops, change_sums, swap_groups
-from models import moe_plan
+from support.plans import moe_plan
+from support.wrong_plans import (
+    Planted,
+    bypass,
+    change_groups,
+    change_kind,
+    change_op,
+    change_ops,
+    change_sums,
+    swap_groups,
+)
 
 from moec.codegen.emit.emitter import Emitter
 from moec.codegen.emit.functions import EMISSIONS

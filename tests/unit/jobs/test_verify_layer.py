@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults import (
+from support.combinations import diagonals
+from support.plans import layer_plan, moe_plan
+from support.wrong_plans import (
     Planted,
     bypass,
     change_block,
@@ -19,8 +21,6 @@ from faults import (
     swap_groups,
     with_program,
 )
-from matrices import diagonals
-from models import layer_plan, moe_plan
 
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import AllReduce, CopyTo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.runtime.verify.verification import verify
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import bypass, change_op, change_parameter, change_result, change_sums, op_giving
-from matrices import diagonals
-from models import moe_plan, moe_text
+from support.combinations import diagonals
+from support.plans import moe_plan, moe_text
+from support.wrong_plans import bypass, change_op, change_parameter, change_result, change_sums, op_giving
 
 import moec
 from moec.passes.ir.ops import Rope

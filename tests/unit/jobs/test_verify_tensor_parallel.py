@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from faults import (
+from support.combinations import diagonals
+from support.plans import moe_plan
+from support.wrong_plans import (
     Planted,
     bypass,
     change_groups,
@@ -18,8 +20,6 @@ from faults import (
     insert_after,
     op_giving,
 )
-from matrices import diagonals
-from models import moe_plan
 
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import AllGatherAlike, AllReduce, Slice

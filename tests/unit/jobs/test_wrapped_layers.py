@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import layer_text, moe_plan
+from support.plans import layer_text, moe_plan
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

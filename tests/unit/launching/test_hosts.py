@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.grammar import load_text

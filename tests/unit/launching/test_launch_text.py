@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from models import moe_plan, moe_text
+from support.plans import moe_plan, moe_text
 
 import moec
 from moec import entry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from published import PUBLISHED, as_published, counts_of, last_digit
+from support.published_counts import PUBLISHED, as_published, counts_of, last_digit
 
 from moec.driver import run_passes, to_spec
 from moec.grammar.resolve.library import library_names

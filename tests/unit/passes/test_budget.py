@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text

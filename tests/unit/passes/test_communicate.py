@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 
 import pytest
-from models import moe_spec
-from sliced_experts import MESH, sliced_plan
+from support.plans import moe_spec
+from support.sliced_plans import MESH, sliced_plan
 
 from moec.passes.ir import Block, Init, Layout, Mesh, Op, Output, Parameter, Program, Value
 from moec.passes.ir.ops import ExpertMlp, Linear

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import moe_spec, moe_text
-from sliced_experts import sliced_plan
+from support.plans import moe_spec, moe_text
+from support.sliced_plans import sliced_plan
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text

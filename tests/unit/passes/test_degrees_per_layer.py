@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.grammar import check, load_text, to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
-from models import layer_spec
+from support.plans import layer_spec
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError, Program

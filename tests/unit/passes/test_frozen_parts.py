@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.driver import to_spec
 from moec.grammar.diagnostics import DiagnosticError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.passes.ir import Program
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, KeepChoices, MixtureMlp

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError

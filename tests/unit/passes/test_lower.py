@@ -1,7 +1,7 @@
 """lower: the reference semantics."""
 
 import pytest
-from models import layer_spec, moe_plan, moe_spec, moe_text
+from support.plans import layer_spec, moe_plan, moe_spec, moe_text
 
 from moec.codegen.emit import emit_graph, target_name
 from moec.driver import compile as compile_source

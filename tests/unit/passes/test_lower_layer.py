@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import layer_spec, moe_spec
+from support.plans import layer_spec, moe_spec
 
 from moec.driver import run_passes
 from moec.grammar.diagnostics import DiagnosticError

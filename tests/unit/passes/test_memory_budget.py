@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.spec import Spec

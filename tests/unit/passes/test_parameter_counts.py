@@ -1,7 +1,7 @@
 """Counts of parameters: arithmetic by hand, agreement with `tally`, and the notation."""
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.driver import to_spec
 from moec.grammar.resolve.library import library_names

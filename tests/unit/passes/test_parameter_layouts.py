@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults import change_block
-from inspected import inspected
-from models import layer_plan, moe_plan
+from support.inspected_text import inspected
+from support.plans import layer_plan, moe_plan
+from support.wrong_plans import change_block
 
 import moec
 from moec.codegen.plan import Plan

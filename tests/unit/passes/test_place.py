@@ -1,7 +1,7 @@
 """place: degrees checked and defaults filled, by the rules of the language."""
 
 import pytest
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from inspected import inspected
-from models import layer_text, moe_plan, moe_text
+from support.inspected_text import inspected
+from support.plans import layer_text, moe_plan, moe_text
 
 from moec.commands.summary import summary
 from moec.grammar import check, load_text

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError

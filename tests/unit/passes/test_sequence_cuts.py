@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from models import moe_text
+from support.plans import moe_text
 
 from moec.driver import compile as compile_source
 from moec.driver import verify

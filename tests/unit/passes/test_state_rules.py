@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from faults import change_block
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.wrong_plans import change_block
 
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import InternalError

@@ -1,7 +1,7 @@
 """tally: counts computed by hand."""
 
 import pytest
-from models import moe_spec, moe_text
+from support.plans import moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.passes.cost.totals import tally

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from models import moe_plan, moe_spec, moe_text
+from support.plans import moe_plan, moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.driver import run_passes, to_spec
 from moec.passes.ir import Op, Program, SourceLine

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from models import moe_spec
+from support.plans import moe_spec
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import REPLICATED, Block, Layout, Mesh, Op, Output, Program, Shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from models import moe_plan
+from support.plans import moe_plan
 
 from moec.passes.cost.totals import tally
 

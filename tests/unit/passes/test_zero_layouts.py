@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import bypass, change_block, change_kind, change_sums
-from matrices import diagonals
-from models import layer_text, moe_plan, moe_text
+from support.combinations import diagonals
+from support.plans import layer_text, moe_plan, moe_text
+from support.wrong_plans import bypass, change_block, change_kind, change_sums
 
 import moec
 from moec.codegen.plan import Plan, PlanParameter

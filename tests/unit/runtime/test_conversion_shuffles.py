@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from conversion_cases import CASES, KINDS, PLACEMENTS, RANKS, Case, first
-from sliced_experts import sliced_plan
+from support.conversion_cases import CASES, KINDS, PLACEMENTS, RANKS, Case, first
+from support.sliced_plans import sliced_plan
 from torch import Tensor, fx
 
 from moec.passes.ir import Layout, Mesh, Meshes, Value

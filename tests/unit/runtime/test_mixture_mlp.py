@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from matrices import diagonals
+from support.combinations import diagonals
 from torch import Tensor
 from torch.autograd import gradcheck
 

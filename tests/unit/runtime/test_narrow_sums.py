@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import moe_spec
+from support.plans import moe_spec
 from torch import Tensor, fx
 
 from moec.codegen.emit import emit_graph, info_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import diagonals
+from support.combinations import diagonals
 from test_expert_mlp import AXES, COUNTS, TOLERANCE, biases_of, inputs, naive_expert_mlp
 from torch import Tensor
 from torch.autograd import gradcheck

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.training import batches, share
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from training import batches, share
 
 import moec
 from moec.codegen.plan import Plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contract import batch, forward_backward, mine, plain
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.contract import batch, forward_backward, mine, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from models import moe_spec
+from support.plans import moe_spec
 
 import moec
 from moec.codegen.emit.functions import EMISSIONS

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 from moec.runtime.job.job import Job

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import moe_plan
+from support.plans import moe_plan
 
 import moec
 

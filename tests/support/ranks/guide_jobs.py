@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contract import Gradients, distance, parts_of
+from support.ranks.contract import Gradients, distance, parts_of
+from support.ranks.torch_optimizers import torch_optimizers
+from support.ranks.training import gradients_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch_optimizers import torch_optimizers
-from training import gradients_of
 
 import moec
 from moec.runtime.job.job import Job
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.module import PlanModule
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
 
 
 @cache

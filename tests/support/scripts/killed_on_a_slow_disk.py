@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from checkpoints import plan_of, train
+from support.ranks.checkpoints import plan_of, train
 
 import moec
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from contract import FOUR, batch, distance, forward_backward, mine, parts_of, plain, whole_gradients
-from models import moe_plan
-from training import gradients_of
+from support.plans import moe_plan
+from support.ranks.contract import FOUR, batch, distance, forward_backward, mine, parts_of, plain, whole_gradients
+from support.ranks.training import gradients_of
 
 import moec
 from moec.runtime.job.masters import local_part

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import plan_of, train
+from support.ranks.checkpoints import plan_of, train
 
 import moec
 from moec.runtime.checkpoint import writing

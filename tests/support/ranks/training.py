@@ -6,9 +6,9 @@ import warnings
 from typing import Any
 
 import torch
-from models import moe_plan, moe_spec
+from support.plans import moe_plan, moe_spec
+from support.ranks.torch_optimizers import torch_optimizers
 from torch import Tensor, nn
-from torch_optimizers import torch_optimizers
 
 import moec
 from moec.runtime.job.masters import local_part

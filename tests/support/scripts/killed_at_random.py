@@ -116,7 +116,7 @@ def train(run: Run) -> None:
     deadly = Deadly(run, log)
     deadly.reach("start", since=_begun if "--rank" in sys.argv else None)
     import torch
-    from models import moe_plan
+    from support.plans import moe_plan
 
     import moec
 
@@ -199,9 +199,10 @@ def main() -> None:
     if "--rank" in sys.argv:  # a rank of torchrun
         train(Run.from_json(given.read_text(encoding="utf-8")))
         return
-    import killed_at_random as module  # the functions that ranks import, not those of `__main__`
+    from support.scripts import killed_at_random as module  # the functions that ranks import, not those of `__main__`
 
-    multiprocessing.set_forkserver_preload(["torch", "moec", "models", "moec.runtime.job.job", "killed_at_random"])
+    preloaded = ["torch", "moec", "support.plans", "moec.runtime.job.job", "support.scripts.killed_at_random"]
+    multiprocessing.set_forkserver_preload(preloaded)
     for line in given.read_text(encoding="utf-8").splitlines():
         run, begun = module.Run.from_json(line), time.monotonic()
         module.under_the_agent(run)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import moe_plan
+from support.plans import moe_plan
+from support.ranks.training import gradients_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from training import gradients_of
 
 import moec
 from moec.codegen.plan import Plan

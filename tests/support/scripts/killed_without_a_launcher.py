@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import plan_of
+from support.ranks.checkpoints import plan_of
 
 import moec
 from moec.runtime.checkpoint import peers, writing
