@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from support.session.leftovers import KEPT
 from torch.distributed.device_mesh import DeviceMesh
 
 STACK_SECONDS = 0.5
@@ -151,6 +152,7 @@ class GlooPool:
             stack = Path(self._folder.name, f"{len(self._workers)}.stack")
             process = self._context.Process(target=_serve, args=(there, stack), daemon=True)
             process.start()
+            KEPT.add(process.pid)
             there.close()
             self._workers.append(Worker(process, here, stack))
         for worker in self._workers[started:]:

@@ -1,0 +1,159 @@
+"""What a test leaves behind: processes, threads, files in the checkout, environment variables.
+
+`leaves_nothing` of tests/conftest.py compares before and after each test. Fixtures of a module or of the session begin
+before it and end after it, and may keep what they need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+GRACE_SECONDS = 5.0
+"""How long processes and threads that are ending get for it."""
+
+KEPT: set[int] = set()
+"""Processes that outlive the test which starts them, such as the pool's; whoever starts them adds them."""
+
+KEPT_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+"""Parts of the command lines of processes that libraries start once for all."""
+
+KEPT_THREADS = ("execnet", "tqdm_monitor", "experts")
+"""Beginnings of the names of threads that libraries, and moec itself, start once for all."""
+
+OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON", "KMP_")
+"""Beginnings of the names of variables that pytest changes in each test, and libraries when they are imported."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there is at one moment."""
+
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    files: Mapping[str, frozenset[str]]
+    variables: Mapping[str, str]
+
+
+def adopt() -> None:
+    """Makes orphans of child processes children of this one, so that they are found."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(frozenset(_children()), frozenset(threading.enumerate()), _listing(), _own_variables())
+
+
+def left_since(before: Snapshot) -> list[str]:
+    """What there is and was not, one line each. Ends the processes, removes nothing, restores the variables."""
+    return [*_processes(before), *_threads(before), *_files(before), *_variables(before)]
+
+
+def _processes(before: Snapshot) -> Iterator[str]:
+    until = time.monotonic() + GRACE_SECONDS
+    while (new := _new_processes(before)) and time.monotonic() < until:
+        time.sleep(0.02)
+    for pid in sorted(new):
+        yield f"process {pid}: {_command(pid)}"
+        os.kill(pid, signal.SIGKILL)
+
+
+def _new_processes(before: Snapshot) -> set[int]:
+    return {pid for pid in _children() - before.processes - KEPT if not _ended_or_kept(pid)}
+
+
+def _children() -> set[int]:
+    """The processes that this one has started, or whose parents ended."""
+    found = set[int]()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(map(int, task.read_text().split()))
+        except FileNotFoundError:  # a thread that has ended meanwhile
+            continue
+    return found
+
+
+def _ended_or_kept(pid: int) -> bool:
+    command = _command(pid)
+    return not command or any(kept in command for kept in KEPT_COMMANDS)
+
+
+def _command(pid: int) -> str:
+    """The command line; empty if the process has ended, even where nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _threads(before: Snapshot) -> Iterator[str]:
+    for thread in set(threading.enumerate()) - before.threads:
+        if thread.name.startswith(KEPT_THREADS):
+            continue
+        thread.join(GRACE_SECONDS)
+        if thread.is_alive():
+            yield f"thread {thread.name}"
+
+
+def _files(before: Snapshot) -> Iterator[str]:
+    for folder, names in _listing().items():
+        new = sorted(names - before.files.get(folder, names))
+        yield from (f"file {Path(folder, name).relative_to(ROOT)}" for name in new if not _is_ignored(folder, name))
+
+
+_LISTED: dict[str, tuple[int, frozenset[str]]] = {}
+
+
+def _listing() -> dict[str, frozenset[str]]:
+    """The names in each folder of the checkout, read again where they have changed."""
+    found = {}
+    for folder in _folders():
+        changed = os.stat(folder).st_mtime_ns
+        if _LISTED.get(folder, (0,))[0] != changed:
+            _LISTED[folder] = changed, frozenset(os.listdir(folder))
+        found[folder] = _LISTED[folder][1]
+    return found
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """The folders of the checkout that have a tracked file: others are git's, or made by tools."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    parents = {parent for file in listed.splitlines() for parent in Path(file).parents}
+    return tuple(sorted(str(ROOT / parent) for parent in parents if (ROOT / parent).is_dir()))
+
+
+def _is_ignored(folder: str, name: str) -> bool:
+    """Whether git ignores a file, or it is hidden, as editors' copies are."""
+    return (
+        name.startswith(".")
+        or name.endswith("~")
+        or (subprocess.run(["git", "check-ignore", "-q", name], cwd=folder, check=False).returncode == 0)
+    )
+
+
+def _variables(before: Snapshot) -> Iterator[str]:
+    now, was = _own_variables(), before.variables
+    for name in sorted(now.keys() | was.keys()):
+        if now.get(name) == was.get(name):
+            continue
+        yield f"variable {name}: {now.get(name)!r}, was {was.get(name)!r}"
+        os.environ.pop(name, None)
+        os.environ.update({name: was[name]} if name in was else {})
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_VARIABLES)}

@@ -1,0 +1,56 @@
+"""The table at the end of `make test`: seconds of each folder, and the slowest tests."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+
+import pytest
+
+MOST_SECONDS = 5.0
+"""A test of `make test` takes no longer on two quiet cores, but for those in `LONGER`."""
+
+LONGER: dict[str, str] = {}
+"""At most ten tests that take longer than `MOST_SECONDS`, and why."""
+
+SLOWEST = 10
+
+
+class Seconds:
+    """A plugin of pytest that adds up what each test took, its setup and teardown included."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._taken: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._taken[report.nodeid] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if len(self._taken) > SLOWEST:
+            for line in table(self._taken, time.monotonic() - self._begun):
+                terminalreporter.write_line(line)
+
+
+def folder_of(test: str) -> str:
+    """The folder of a test, at most two levels deep: `unit/cli`."""
+    return "/".join(PurePosixPath(test.partition("::")[0]).parent.parts[1:3]) or "tests"
+
+
+def table(taken: Mapping[str, float], whole: float) -> Iterable[str]:
+    """The lines of the table: `taken` has the seconds of each test, `whole` is those of the run."""
+    seconds, number = Counter[str](), Counter[str]()
+    for test, each in taken.items():
+        seconds[folder_of(test)] += each
+        number[folder_of(test)] += 1
+    yield f"{'seconds':>9} {'tests':>6}  folder"
+    for folder, each in seconds.most_common():
+        yield f"{each:9.1f} {number[folder]:6}  {folder}"
+    yield f"{sum(taken.values()):9.1f} {len(taken):6}  all, in {whole:.0f} s"
+    yield f"\n{'seconds':>9}  the {SLOWEST} slowest tests"
+    for test in sorted(taken, key=taken.__getitem__, reverse=True)[:SLOWEST]:
+        yield f"{taken[test]:9.1f}  {test}"
+    if longer := [test for test, each in taken.items() if each > MOST_SECONDS and test not in LONGER]:
+        yield f"\n{len(longer)} tests took over {MOST_SECONDS:g} s, on two quiet cores only those of `LONGER` may"
