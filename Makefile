@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start some two hundred processes; without bytecode each would compile the project again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check test test-ranks test-verify test-rest test-slow demo bench clean
+.PHONY: help check test test-all demo bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,25 +30,11 @@ check: $(READY) .types ## ruff, format, types, import rules
 	$(BIN)/mypy
 	cd .types && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
 
-# Ranks wait for each other, and for processes that start: another lane runs meanwhile.
-test: $(READY) ## the whole suite, 20 to 60 minutes on 2 cores
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(SYNC) test-ranks test-rest test-verify
+test: $(READY) ## the suite, 10 minutes on 2 cores
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
-# Only make 4 keeps the outputs of two jobs apart; macOS has 3.81.
-SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-VERIFY := tests/unit/jobs tests/unit/passes tests/unit/codegen
-
-test-ranks: $(READY) # on up to 4 gloo ranks
-	$(BIN)/python -m pytest -m "not slow" tests/distributed
-
-test-verify: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(VERIFY)
-
-test-rest: $(READY) # starts Triton's interpreter beside the other tests
-	$(BIN)/python -m pytest -m "not slow" tests --ignore=tests/distributed $(VERIFY:%=--ignore=%)
-
-test-slow: $(READY) .triton-3.6 ## the slow matrices
-	$(BIN)/python -m pytest -m slow
+test-all: $(READY) .triton-3.6 ## every test, up to 90 minutes on 2 cores; PART=ranks: one part of tests/parts.py
+	$(BIN)/python tests/parts.py $(PART)
 
 # The oldest Triton that moec supports, beside the one that torch asks for: kernels are compiled with both.
 .triton-3.6: | $(READY)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.session import extent
 from support.session.leftovers import adopt, left_since, snapshot
 from support.session.seconds import Seconds
 from support.session.sharing import scheduler
@@ -22,14 +23,19 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    extent.everything = config.getoption("--everything")
     adopt()
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Seconds())
+        config.pluginmanager.register(Seconds(config.getoption("--counts")))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     return scheduler(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    extent.choose(config, items)
 
 
 def pytest_collection_finish() -> None:
@@ -44,6 +50,8 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files; then read the diff")
+    parser.addoption("--everything", action="store_true", help="slow tests and many examples too, as in make test-all")
+    parser.addoption("--counts", metavar="FILE", help="write how many tests passed, failed and were skipped, as JSON")
 
 
 @pytest.fixture

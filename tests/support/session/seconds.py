@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -19,16 +20,26 @@ SLOWEST = 10
 
 
 class Seconds:
-    """A plugin of pytest that adds up what each test took, its setup and teardown included."""
+    """A plugin of pytest that adds up what each test took, its setup and teardown included.
 
-    def __init__(self) -> None:
+    It writes how many passed, failed and were skipped to the file `counts`, where there is one.
+    """
+
+    def __init__(self, counts: str | None) -> None:
         self._begun = time.monotonic()
+        self._counts = counts
         self._taken: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._taken[report.nodeid] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._counts:
+            found = {
+                name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "skipped", "error")
+            }
+            found["failed"] += found.pop("error")
+            Path(self._counts).write_text(json.dumps(found), encoding="utf-8")
         if len(self._taken) > SLOWEST:
             for line in table(self._taken, time.monotonic() - self._begun):
                 terminalreporter.write_line(line)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
-from support.combinations import diagonals, some
+from support.combinations import diagonals, pairs, some
 
 
 def fast(parameters: list[Any]) -> list[tuple[Any, ...]]:
@@ -29,3 +30,17 @@ def test_of_some_values_the_others_are_slow() -> None:
     assert fast(parameters) == [("b",)]
     with pytest.raises(AssertionError, match="are none of the values"):
         some(["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    "axes", [("ab", "xyz"), ("abcd", "xy", "12", "uvw"), ("abc",), ("ab", "xy", "12", "pq")], ids=str
+)
+def test_in_pairs_every_two_values_meet_in_few_rows(axes: tuple[str, ...]) -> None:
+    parameters = pairs(*axes)
+    assert [parameter.values for parameter in parameters] == list(itertools.product(*axes))
+    rows = fast(parameters)
+    for (one, first), (other, second) in itertools.combinations(enumerate(axes), 2):
+        met = {(row[one], row[other]) for row in rows}
+        assert met == set(itertools.product(first, second))
+    two_longest = math.prod(sorted(map(len, axes))[-2:])
+    assert len(rows) <= 1.5 * two_longest
