@@ -1,7 +1,7 @@
 """`make test-all`: every test, slow ones and many random examples too, in parts that can be run alone and go on.
 
-`python tests/parts.py [PART ...]`. A part that passed on these files is not run again; results.json beside this file has
-the latest result of each. Ends with 1 where a part failed.
+`python tests/parts.py [PART ...]`. A part that passed on these files is not run again; results.json beside this file
+has the latest result of each. Ends with 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(part: str, files: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts.json")
         command = [sys.executable, "-m", "pytest", "--everything", f"--hypothesis-seed={seed}", f"--counts={counts}"]
-        command += ["-n", str(PROCESSES.get(part, 2)), *(PARTS[part] if part in PARTS else ["tests", *elsewhere])]
+        command += ["-n", str(PROCESSES.get(part, 2)), *PARTS.get(part, ["tests", *elsewhere])]
         status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
         counted = json.loads(counts.read_text()) if counts.exists() else {}
     result = {"passed": 0, "failed": 0, "skipped": 0} | counted

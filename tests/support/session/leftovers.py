@@ -1,6 +1,6 @@
 """What a test leaves behind: processes, threads, files in the checkout, environment variables.
 
-`leaves_nothing` of tests/conftest.py compares before and after each test. Fixtures of a module or of the session begin
+The fixture `leaves_nothing` compares before and after each test. Fixtures of a module or of the session begin
 before it and end after it, and may keep what they need.
 """
 
@@ -17,10 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-ROOT = Path(__file__).parents[3]
-GRACE_SECONDS = 5.0
-"""How long processes and threads that are ending get for it."""
 
 KEPT: set[int] = set()
 """Processes that outlive the test which starts them, such as the pool's; whoever starts them adds them."""
@@ -39,8 +35,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there is at one moment."""
+    """What there is at one moment; `files` are the names in each folder of the checkout `root`."""
 
+    root: Path
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
     files: Mapping[str, frozenset[str]]
@@ -53,21 +50,25 @@ def adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def snapshot() -> Snapshot:
-    return Snapshot(frozenset(_children()), frozenset(threading.enumerate()), _listing(), _own_variables())
+def snapshot(root: Path) -> Snapshot:
+    """What there is now."""
+    return Snapshot(root, frozenset(_children()), frozenset(threading.enumerate()), _listing(root), _own_variables())
 
 
-def left_since(before: Snapshot) -> list[str]:
-    """What there is and was not, one line each. Ends the processes, removes nothing, restores the variables."""
-    return [*_processes(before), *_threads(before), *_files(before), *_variables(before)]
+def left_since(before: Snapshot, grace: float) -> list[str]:
+    """What there is and was not, one line each. Ends the processes, removes nothing, restores the variables.
+
+    Processes and threads that are ending get `grace` seconds for it.
+    """
+    return [*_processes(before, grace), *_threads(before, grace), *_files(before), *_variables(before)]
 
 
-def _processes(before: Snapshot) -> Iterator[str]:
-    until = time.monotonic() + GRACE_SECONDS
+def _processes(before: Snapshot, grace: float) -> Iterator[str]:
+    until = time.monotonic() + grace
     while (new := _new_processes(before)) and time.monotonic() < until:
         time.sleep(0.02)
     for pid in sorted(new):
-        yield f"process {pid}: {_command(pid)}"
+        yield f"process {pid}: {_read(pid, 'cmdline')}"
         os.kill(pid, signal.SIGKILL)
 
 
@@ -76,9 +77,12 @@ def _new_processes(before: Snapshot) -> set[int]:
 
 
 def _children() -> set[int]:
-    """The processes that this one has started, or whose parents ended."""
+    """The processes that this one has started, or whose parents ended.
+
+    Read twice: the list leaves some out while another one ends (proc(5), /proc/pid/task/tid/children).
+    """
     found = set[int]()
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in [*Path("/proc/self/task").glob("*/children")] * 2:
         try:
             found.update(map(int, task.read_text().split()))
         except FileNotFoundError:  # a thread that has ended meanwhile
@@ -87,40 +91,40 @@ def _children() -> set[int]:
 
 
 def _ended_or_kept(pid: int) -> bool:
-    command = _command(pid)
-    return not command or any(kept in command for kept in KEPT_COMMANDS)
+    state = _read(pid, "stat").rpartition(")")[2].split()
+    return not state or state[0] in "ZX" or any(kept in _read(pid, "cmdline") for kept in KEPT_COMMANDS)
 
 
-def _command(pid: int) -> str:
-    """The command line; empty if the process has ended, even where nobody has waited for it."""
+def _read(pid: int, file: str) -> str:
+    """A file of /proc/PID, NULs as spaces; empty where the process is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return Path(f"/proc/{pid}/{file}").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
-def _threads(before: Snapshot) -> Iterator[str]:
+def _threads(before: Snapshot, grace: float) -> Iterator[str]:
     for thread in set(threading.enumerate()) - before.threads:
         if thread.name.startswith(KEPT_THREADS):
             continue
-        thread.join(GRACE_SECONDS)
+        thread.join(grace)
         if thread.is_alive():
             yield f"thread {thread.name}"
 
 
 def _files(before: Snapshot) -> Iterator[str]:
-    for folder, names in _listing().items():
+    for folder, names in _listing(before.root).items():
         new = sorted(names - before.files.get(folder, names))
-        yield from (f"file {Path(folder, name).relative_to(ROOT)}" for name in new if not _is_ignored(folder, name))
+        yield from (f"file {os.path.join(folder, name)}" for name in new if not _is_ignored(folder, name))
 
 
 _LISTED: dict[str, tuple[int, frozenset[str]]] = {}
 
 
-def _listing() -> dict[str, frozenset[str]]:
+def _listing(root: Path) -> dict[str, frozenset[str]]:
     """The names in each folder of the checkout, read again where they have changed."""
     found = {}
-    for folder in _folders():
+    for folder in filter(os.path.isdir, _folders(root)):
         changed = os.stat(folder).st_mtime_ns
         if _LISTED.get(folder, (0,))[0] != changed:
             _LISTED[folder] = changed, frozenset(os.listdir(folder))
@@ -129,11 +133,11 @@ def _listing() -> dict[str, frozenset[str]]:
 
 
 @cache
-def _folders() -> tuple[str, ...]:
+def _folders(root: Path) -> tuple[str, ...]:
     """The folders of the checkout that have a tracked file: others are git's, or made by tools."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=False).stdout
     parents = {parent for file in listed.splitlines() for parent in Path(file).parents}
-    return tuple(sorted(str(ROOT / parent) for parent in parents if (ROOT / parent).is_dir()))
+    return tuple(sorted(str(root / parent) for parent in parents if (root / parent).is_dir()))
 
 
 def _is_ignored(folder: str, name: str) -> bool:

@@ -1,0 +1,49 @@
+"""What pytest does around the tests: which it takes, how processes share them, and that none leaves anything behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.session import extent
+from support.session.leftovers import adopt, left_since, snapshot
+from support.session.seconds import Seconds
+from support.session.sharing import scheduler
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--everything", action="store_true", help="slow tests and many examples too, as in make test-all")
+    parser.addoption("--counts", metavar="FILE", help="write how many tests passed, failed and were skipped, as JSON")
+    parser.addoption(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="what processes and threads get to end"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    extent.everything = config.getoption("--everything")
+    adopt()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds(config.getoption("--counts")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    return scheduler(config, log)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    extent.repeat(metafunc)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    extent.choose(config, items)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails a test that leaves a process, a thread, a file in the checkout or an environment variable behind."""
+    before = snapshot(pytestconfig.rootpath)
+    yield
+    if left := left_since(before, pytestconfig.getoption("--grace")):
+        pytest.fail("it leaves behind:\n" + "\n".join(left), pytrace=False)
