@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -131,7 +132,7 @@ def marks(found: list[Diagnostic]) -> set[tuple[object, ...]]:
     }
 
 
-@settings(max_examples=400, deadline=None)
+@examples(80, 400)
 @given(files())
 def test_following_the_help_of_an_error_removes_it_and_makes_no_new_one(file: File) -> None:
     text = file.text()
@@ -149,7 +150,7 @@ def test_following_the_help_of_an_error_removes_it_and_makes_no_new_one(file: Fi
             assert not left - marks(found), (text, error.help, left)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(80, 400)
 @given(files())
 def test_following_the_help_of_every_error_leaves_none(file: File) -> None:
     text = file.text()
@@ -160,7 +161,7 @@ def test_following_the_help_of_every_error_leaves_none(file: File) -> None:
     assert errors(after) == [], (text, after)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80, 300)
 @given(files())
 def test_errors_of_one_file_advise_one_value_for_each_degree(file: File) -> None:
     text = file.text()

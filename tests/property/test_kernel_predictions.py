@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from moec.codegen.kernels.model_device import DEVICES
 from moec.codegen.kernels.model_layer import predict_layer
@@ -19,7 +20,7 @@ FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper"}
 WIDTHS = st.integers(1, 8192)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, 1000)
 @given(
     experts=st.sampled_from((1, 2, 3, 8, 60, 256)),
     k=st.integers(1, 8),

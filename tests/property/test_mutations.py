@@ -28,7 +28,7 @@ def require_found(change: Change) -> None:
     assert report.first_difference is not None, change.words
 
 
-NUMBERS = some(range(60), range(30))
+NUMBERS = some(range(60), range(12))
 
 
 @cache

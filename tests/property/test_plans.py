@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from random_specs import specs
+from support.examples import examples
+from support.verified import require_equal
 
 from moec.codegen.folder import plan_files
 from moec.driver import compile as compile_source
@@ -18,34 +20,28 @@ from moec.runtime.job.reference import reference
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.unsharded import outcome
-from moec.runtime.verify.verification import verify
-
-SLOW_EXAMPLES = 2000
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@examples(12, 1000)
 @given(specs(max_ranks=8, max_layers=3))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+    require_equal(spec)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@examples(4, 1000)
 @given(specs(max_ranks=64))
 def test_every_plan_of_many_ranks_equals_the_unsharded_model(spec: Spec):
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+    require_equal(spec)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@examples(3, 50)
 @given(specs())
 def test_every_plan_equals_the_unsharded_model_at_toy_widths(spec: Spec):
-    report = verify(compile_source(spec), scale=True)
-    assert report.ok, report
+    require_equal(spec, scale=True)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(specs())
+@examples(3, 50)
+@given(specs(max_ranks=8))
 def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     plan = compile_source(spec)
     model = reference(spec, dtype=torch.float64)
@@ -54,15 +50,7 @@ def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     assert first_difference(plan, model, inputs) is None
 
 
-@pytest.mark.slow
-@settings(max_examples=SLOW_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(specs(max_ranks=64))
-def test_every_plan_equals_the_unsharded_model_at_length(spec: Spec):
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(10, 200)
 @given(specs(max_ranks=64))
 def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
     program = compile_program(spec).program
@@ -73,7 +61,7 @@ def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(50, 50)
 @given(specs(max_ranks=8))
 def test_every_plan_gives_the_same_on_torchs_own_ranks(spec: Spec):
     pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from random_specs import MODELS, specs
+import itertools
+from typing import Any
 
-from moec.driver import compile as compile_source
-from moec.runtime.verify.verification import verify
+import pytest
+from hypothesis import given
+from random_specs import MODELS, specs
+from support.examples import examples
+from support.plans import moe_plan
+from support.verified import require_equal
+
+from moec.grammar.spec import Spec
 
 KINDS = {
     "causal = false": [
@@ -62,20 +66,21 @@ IN_CONTEXT = [f"context = 16; {model}" for model in MODELS]
 """A context longer than the sequences, so that a window may be longer than these too."""
 
 
-@pytest.mark.parametrize("word", KINDS)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    spec = data.draw(specs(max_ranks=8, max_layers=3, attentions=KINDS[word], models=IN_CONTEXT))
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+DEGREES: list[dict[str, Any]] = [
+    {"tp": 2, "ep": 4, "zero": 1, "microbatches": 2},
+    {"tp": 4, "ep": 2, "sequence_parallel": False, "zero": 3, "recompute": "layer"},
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("word", KINDS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_plan_equals_the_unsharded_model_at_length(word: str, data: st.DataObject) -> None:
-    spec = data.draw(specs(max_ranks=8, attentions=KINDS[word], models=IN_CONTEXT))
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+@pytest.mark.parametrize("place", range(2))
+def test_plans_of_every_kind_equal_the_unsharded_model(place: int) -> None:
+    """One plan has a layer of each kind; the other one of each other kind, with other degrees."""
+    kinds = [kind for every in KINDS.values() for kind in every][place::2]
+    layers = [f"attention = {kind}" for kind in kinds]
+    require_equal(moe_plan(layers=layers, model="context = 16", **DEGREES[place]))
+
+
+@examples(3, 200)
+@given(specs(max_ranks=8, attentions=list(itertools.chain(*KINDS.values())), models=IN_CONTEXT))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_specs import CAPACITIES, specs
+from support.examples import examples
 from support.plans import moe_text
+from support.verified import require_equal
 
-from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
-from moec.runtime.verify.verification import verify
 
 PARTS = [
     "[{0} * swiglu(8), {1} * swiglu(5)]",
@@ -121,25 +120,8 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
 }
 """Clamps lie inside of what the small initial weights give."""
 
-quiet = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
-
-def equal_to_the_unsharded_model(words: str, examples: int) -> None:
-    @settings(quiet, max_examples=examples)
-    @given(DRAWS[words])
-    def check(spec: Spec) -> None:
-        report = verify(compile_source(spec), float32=False)
-        assert report.ok, report
-
-    check()
-
-
-@pytest.mark.parametrize("words", DRAWS)
-def test_plans_with_experts_of_each_kind_equal_the_unsharded_model(words: str) -> None:
-    equal_to_the_unsharded_model(words, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", DRAWS)
-def test_plans_with_experts_of_each_kind_equal_the_unsharded_model_at_length(words: str) -> None:
-    equal_to_the_unsharded_model(words, 25)
+@examples(8, 150)
+@given(st.one_of(list(DRAWS.values())))
+def test_plans_with_experts_of_each_kind_equal_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)

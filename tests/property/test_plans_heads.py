@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from random_specs import MODELS, specs
+import itertools
 
-from moec.driver import compile as compile_source
-from moec.runtime.verify.verification import verify
+from hypothesis import given
+from random_specs import MODELS, specs
+from support.examples import examples
+from support.plans import moe_plan
+from support.verified import require_equal
+
+from moec.grammar.spec import Spec
 
 KINDS = {
     "moa": [
@@ -35,20 +37,13 @@ KINDS = {
 IN_CONTEXT = [f"context = 16; {model}" for model in MODELS]
 
 
-@pytest.mark.parametrize("word", KINDS)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    spec = data.draw(specs(max_ranks=4, max_layers=3, attentions=KINDS[word], models=IN_CONTEXT))
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+def test_plans_of_every_kind_equal_the_unsharded_model() -> None:
+    """A layer of each kind in one plan, with its heads over two ranks of tp."""
+    layers = [f"attention = {kind}" for kind in itertools.chain(*KINDS.values())]
+    require_equal(moe_plan(layers=layers, model="context = 16", tp=2, zero=1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("word", KINDS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_plan_equals_the_unsharded_model_at_length(word: str, data: st.DataObject) -> None:
-    spec = data.draw(specs(max_ranks=16, attentions=KINDS[word], models=IN_CONTEXT))
-    report = verify(compile_source(spec))
-    assert report.ok, report
+@examples(3, 50)
+@given(specs(max_ranks=8, max_layers=3, attentions=list(itertools.chain(*KINDS.values())), models=IN_CONTEXT))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec, float32=True)

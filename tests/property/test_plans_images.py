@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.combinations import diagonals
+from support.examples import examples
 from support.image_plans import image_plan
+from support.verified import require_equal
 
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
-from moec.runtime.verify.verification import verify
 
 ATTENTIONS = {
     "windows of a grid": [
@@ -22,7 +24,6 @@ ATTENTIONS = {
     ],
     "whole images": ["mha(heads = 4, causal = false)", "gqa(heads = 4, kv_heads = 2, rope = rope(), causal = false)"],
 }
-
 
 CLASS_TOKEN: dict[str, Any] = {"image": 6, "pool": "first"}
 """3 x 3 patches and a class token, whose length 2 divides and 4 does not, as with any grid."""
@@ -56,65 +57,30 @@ def plans(draw: st.DrawFn, attentions: list[str], ranks: int, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("word", ATTENTIONS)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@examples(4, 75)
 @given(st.data())
-def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    plan = data.draw(plans(ATTENTIONS[word], data.draw(st.sampled_from([1, 2, 4, 8]))))
-    report = verify(plan, float32=False)
-    assert report.ok, report
+def test_every_plan_equals_the_unsharded_model(data: st.DataObject) -> None:
+    word, ranks = data.draw(st.sampled_from([*ATTENTIONS, "class token"])), data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+    if word == "class token":
+        plan = data.draw(plans(ATTENTIONS["whole images"], ranks, **CLASS_TOKEN))
+    else:
+        plan = data.draw(plans(ATTENTIONS[word], ranks))
+    require_equal(plan)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("word", ATTENTIONS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_many_plans_equal_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    plan = data.draw(plans(ATTENTIONS[word], data.draw(st.sampled_from([1, 2, 4, 8, 16]))))
-    report = verify(plan, float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("word", ATTENTIONS)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("word", "sequence_parallel"), diagonals([*ATTENTIONS, "class token"], [True, False]))
 def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str, sequence_parallel: bool) -> None:
-    first, second = ATTENTIONS[word]
-    options = {"attention": first, "second": second, "sequence_parallel": sequence_parallel, "microbatches": 2}
-    plan = image_plan(ranks=8, tp=2, ep=4, zero=1, batch=16, **options)
-    report = verify(plan)
-    assert report.ok, report
-    assert parse_program(print_program(plan.program)) == plan.program
-
-
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_every_plan_with_a_class_token_equals_the_unsharded_model(data: st.DataObject) -> None:
-    ranks = data.draw(st.sampled_from([2, 4, 8]))
-    report = verify(data.draw(plans(ATTENTIONS["whole images"], ranks, **CLASS_TOKEN)), float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_many_plans_with_a_class_token_equal_the_unsharded_model(data: st.DataObject) -> None:
-    ranks = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
-    report = verify(data.draw(plans(ATTENTIONS["whole images"], ranks, **CLASS_TOKEN)), float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_class_token_with_tp_and_ep_equals_the_unsharded_model(sequence_parallel: bool) -> None:
-    options = {"sequence_parallel": sequence_parallel, "microbatches": 2, **CLASS_TOKEN}
-    plan = image_plan(ranks=4, tp=2, ep=4, zero=3, batch=8, **options)
-    report = verify(plan)
-    assert report.ok, report
+    if word == "class token":
+        options: dict[str, Any] = {"ranks": 4, "zero": 3, **CLASS_TOKEN}
+    else:
+        options = {"ranks": 8, "zero": 1, **dict(zip(("attention", "second"), ATTENTIONS[word], strict=True))}
+    plan = image_plan(tp=2, ep=4, batch=16, sequence_parallel=sequence_parallel, microbatches=2, **options)
+    require_equal(plan, float32=True)
     assert parse_program(print_program(plan.program)) == plan.program
 
 
 def test_a_plan_at_toy_widths_keeps_its_images() -> None:
-    report = verify(image_plan(ranks=4, tp=2, ep=2), scale=True)
-    assert report.ok, report
+    require_equal(image_plan(ranks=4, tp=2, ep=2), scale=True)
 
 
 def test_compiling_again_gives_the_same_plan() -> None:

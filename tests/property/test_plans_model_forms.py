@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from random_specs import specs
-from support.plans import moe_plan
+import itertools
 
-from moec.driver import compile as compile_source
+import pytest
+from hypothesis import given
+from random_specs import specs
+from support.combinations import diagonals
+from support.examples import examples
+from support.plans import moe_plan
+from support.verified import require_equal
+
 from moec.grammar.spec import Spec
-from moec.runtime.verify.verification import verify
 
 WORDS = {
     "multipliers": [
@@ -28,30 +30,15 @@ WORDS = {
 }
 
 
-def drawn(word: str, data: st.DataObject, max_ranks: int) -> Spec:
-    return data.draw(specs(max_ranks=max_ranks, max_layers=3, models=WORDS[word]))
+FORMS = list(itertools.chain(*WORDS.values()))
 
 
-@pytest.mark.parametrize("word", WORDS)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    report = verify(compile_source(drawn(word, data, 8)), float32=False)
-    assert report.ok, report
+@examples(3, 125)
+@given(specs(max_ranks=16, max_layers=3, models=FORMS))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_many_plans_equal_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    report = verify(compile_source(drawn(word, data, 16)), float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("word", WORDS)
-def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str, sequence_parallel: bool) -> None:
-    plan = moe_plan(model=WORDS[word][0], ranks=8, tp=2, ep=4, sequence_parallel=sequence_parallel, zero=2)
-    report = verify(plan, float32=False)
-    assert report.ok, report
+@pytest.mark.parametrize(("model", "sequence_parallel"), diagonals(FORMS, [True, False]))
+def test_plans_with_tp_and_ep_equal_the_unsharded_model(model: str, sequence_parallel: bool) -> None:
+    require_equal(moe_plan(model=model, tp=2, ep=4, sequence_parallel=sequence_parallel, zero=2))

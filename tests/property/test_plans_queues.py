@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_specs import specs
+from support.combinations import covering, diagonals
+from support.examples import examples
+from support.plans import moe_plan
+from support.session import extent
+from support.verified import require_equal
 
-from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
-from moec.passes.pipeline import compile_program
-from moec.runtime.verify.verification import verify
 
 GROUPS = ("sequence", "batch", "rank")
 FACTORS = ("factor(0.6{})", "factor(0.5, eval = 0.9{})", "dynamic(max = 0.8{})", "factor(1.0, min = 2{})")
@@ -45,45 +48,53 @@ WORDS["soft"] = specs(max_ranks=8, max_layers=3, gates=["soft(4)", "soft(8)"], b
 WORDS["smear"] = specs(max_ranks=8, max_layers=3, gates=["smear"], balances=["[]"], capacities=[""])
 """For each word, Specs that have it."""
 
-RANKS: dict[str, Callable[[int, int], bool]] = {
-    "tp": lambda tp, ep: tp > 1,
-    "ep": lambda tp, ep: ep > 1,
-    "tp and ep": lambda tp, ep: tp > 1 and ep > 1,
-}
-"""Few random Specs have these degrees unless they are asked for."""
 
-UNCHECKED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+@examples(5, 300)
+@given(st.one_of(list(WORDS.values())))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)
 
 
-def with_degrees(word: str, ranks: str) -> st.SearchStrategy[Spec]:
-    """The Specs of a word in which tensor or expert parallelism has several ranks."""
-
-    def fits(spec: Spec) -> bool:
-        program = compile_program(spec, "place").program
-        dense, *experts = program.meshes
-        return RANKS[ranks](dense.size("tp"), max((mesh.size("ep") for mesh in experts), default=1))
-
-    return WORDS[word].filter(fits)
-
-
-def verify_some(word: str, ranks: str, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=UNCHECKED)
-    @given(with_degrees(word, ranks))
-    def check(spec: Spec) -> None:
-        report = verify(compile_source(spec), float32=False)
-        assert report.ok, report
-
-    check()
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("word", WORDS)
-def test_every_plan_equals_the_unsharded_model(word: str, ranks: str) -> None:
-    verify_some(word, ranks, examples=1)
+KINDS = (
+    ("", ", order = random"),
+    ("", ", order = priority"),
+    ("gate = batch_priority(2)", ""),
+    ("overflow = reroute", ", order = priority"),
+    ("gate = switch; overflow = reroute", ""),
+    ("overflow = pad", ""),
+)
+"""Words of a layer and of its capacity."""
+ROWS = [
+    *(
+        f"moe {{ gate = {gate}; balance = []; {group} }}"
+        for gate in ("expert_choice(2)", *CHOOSING[1:])
+        for group in GROUPED
+    ),
+    *(f"moe {{ gate = base; balance = [z_loss(0.01)]; {group} }}" for group in GROUPED),
+    *(f"moe {{ gate = {gate}; balance = [] }}" for gate in ("soft(4)", "smear")),
+]
+"""Layers whose gates decide the rows themselves and take no capacity."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("word", WORDS)
-def test_every_plan_equals_the_unsharded_model_at_length(word: str, ranks: str) -> None:
-    verify_some(word, ranks, examples=9)
+def queues() -> list[str]:
+    """A layer for each two of a kind, a capacity and a group, in `make test-all` for each three."""
+    sizes = len(KINDS), len(FACTORS), len(GROUPS)
+    found = []
+    for kind, factor, group in itertools.product(*map(range, sizes)) if extent.everything else covering(*sizes):
+        words, order = KINDS[kind]
+        if words != "overflow = pad" or "dynamic" not in FACTORS[factor]:
+            found.append(f"moe {{ {words}; capacity = {FACTORS[factor].format(order)}; group = {GROUPS[group]} }}")
+    return found
+
+
+DEGREES: list[dict[str, Any]] = [
+    {"tp": 2, "ep": 4, "zero": 1, "microbatches": 2},
+    {"tp": 4, "ep": 2, "sequence_parallel": False, "recompute": "experts"},
+    {"tp": 2, "ep": 2, "zero": 3, "ranks": 8, "dtype": "bf16"},
+]
+
+
+@pytest.mark.parametrize(("first", "degrees"), diagonals(range(len(DEGREES)), DEGREES))
+def test_plans_with_tp_and_ep_equal_the_unsharded_model(first: int, degrees: dict[str, Any]) -> None:
+    """Every third layer of all that there are."""
+    require_equal(moe_plan(layers=[*queues(), *ROWS][first :: len(DEGREES)], batch=16, **degrees))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 from random_specs import specs
+from support.examples import examples
 from support.plans import moe_plan
+from support.verified import require_equal
 
-from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
-from moec.runtime.verify.verification import verify
 
 USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
 WORDS: dict[str, dict[str, Any]] = {
@@ -38,43 +37,26 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 """What `specs` draws from, for each word."""
 
-FEW, MANY = 3, 25
-every_word = pytest.mark.parametrize("word", WORDS)
+
+@examples(5, 175)
+@given(st.sampled_from(sorted(WORDS)).flatmap(lambda word: specs(max_ranks=16, max_layers=3, **WORDS[word])))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec, float32=True)
 
 
-def proven(examples: int, words: dict[str, Any], max_ranks: int, **options: Any) -> Callable[[], None]:
-    """A test that verifies plans of so many random models, in float64 and in the model's dtype."""
-
-    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], **options)
-    @given(specs(max_ranks=max_ranks, max_layers=3, **words))
-    def test(spec: Spec) -> None:
-        report = verify(compile_source(spec))
-        assert report.ok, report
-
-    return test
+def moe_of(word: str) -> dict[str, str]:
+    """Its first gate and balance."""
+    return {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
 
 
-@every_word
-def test_every_plan_equals_the_unsharded_model(word: str) -> None:
-    proven(FEW, WORDS[word], 4, derandomize=True)()
+def test_tensor_and_expert_parallelism_together_change_nothing() -> None:
+    """A layer of each word in one plan."""
+    layers = ["moe {{ gate = {gate}; balance = {balance} }}".format(**moe_of(word)) for word in WORDS]
+    require_equal(moe_plan(ranks=4, tp=2, ep=2, beside="group = batch", layers=layers))
 
 
-@every_word
-def test_tensor_and_expert_parallelism_together_change_nothing(word: str) -> None:
-    drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
-    report = verify(moe_plan(ranks=4, tp=2, ep=2, beside="group = batch", depth=2, **drawn), float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("word", ["sparsemixer", "dselect_k", "load_loss"])
-def test_a_wide_plan_is_verified_at_toy_widths(word: str) -> None:
-    drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
-    report = verify(moe_plan(ep=2, experts=16, dim=64, expert="swiglu(64)", depth=2, **drawn), scale=True)
-    assert report.ok, report
+def test_a_wide_plan_is_verified_at_toy_widths() -> None:
+    words = ("sparsemixer", "dselect_k", "load_loss")
+    layers = ["moe {{ gate = {gate}; balance = {balance} }}".format(**moe_of(word)) for word in words]
+    report = require_equal(moe_plan(ep=2, experts=16, dim=64, expert="swiglu(64)", layers=layers), scale=True)
     assert any(width.name == "hidden" for width in report.widths)
-
-
-@pytest.mark.slow
-@every_word
-def test_every_plan_equals_the_unsharded_model_at_length(word: str) -> None:
-    proven(MANY, WORDS[word], 16)()

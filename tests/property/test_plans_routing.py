@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_specs import specs
+from support.combinations import some
+from support.examples import examples
 from support.plans import moe_plan
+from support.verified import require_equal
 
-from moec.driver import compile as compile_source
 from moec.grammar.spec import Experts, Layer, Spec, TopK
-from moec.runtime.verify.verification import verify
 
 V3 = "score = sigmoid, normalize = true, scale = 2.5, bias = online(0.01)"
 BALANCES = {"sequence_loss": ["[sequence_loss(0.3)]", "[sequence_loss(0.1), switch_loss(0.1)]"]}
@@ -70,31 +70,10 @@ def with_devices(draw: st.DrawFn, layer: Layer) -> Layer:
     return layer.replace(moe=layer.moe.replace(balance=(first.replace(groups=groups), *rest)))
 
 
-def examples(number: int) -> settings:
-    return settings(
-        max_examples=number, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
-    )
-
-
-def require_verified(word: str, number: int) -> None:
-    @examples(number)
-    @given(drawn(word))
-    def check(spec: Spec) -> None:
-        report = verify(compile_source(spec), float32=False)
-        assert report.ok, report
-
-    check()
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_plans_with_options_of_gates_equal_the_unsharded_model(word: str) -> None:
-    require_verified(word, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
-def test_many_plans_with_options_of_gates_equal_the_unsharded_model(word: str) -> None:
-    require_verified(word, 25)
+@examples(5, 200)
+@given(st.sampled_from(sorted(WORDS)).flatmap(drawn))
+def test_plans_with_options_of_gates_equal_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)
 
 
 DEGREES: list[dict[str, Any]] = [
@@ -105,22 +84,22 @@ DEGREES: list[dict[str, Any]] = [
 ]
 
 
-def balance(word: str) -> dict[str, str]:
-    """The balance terms of a word that is one."""
-    return {"balance": BALANCES[word][0].replace("groups = 1", "groups = 4")} if word in BALANCES else {}
+def layers() -> list[str]:
+    """A layer for each gate, with the balance terms of its word."""
+    found = []
+    for word, gates in WORDS.items():
+        balance = BALANCES.get(word, EVERY_TERM[-1:])[0].replace("groups = 1", "groups = 4")
+        found += [f"moe {{ gate = {gate.replace('{k}', '2')}; balance = {balance} }}" for gate in gates]
+    return found
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str) -> None:
-    for gate, degrees in zip(itertools.cycle(WORDS[word]), DEGREES[1:3], strict=False):
-        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **balance(word), **degrees), float32=False)
-        assert report.ok, (gate, degrees, report)
+@pytest.mark.parametrize("place", some(range(4), fast=(1, 2)))
+def test_plans_with_tp_and_ep_equal_the_unsharded_model(place: int) -> None:
+    """Every other gate is a layer of one plan, the others are layers of the next."""
+    require_equal(moe_plan(layers=layers()[place % 2 :: 2], **DEGREES[place]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_plans_equal_the_unsharded_model_in_their_own_dtype_too(word: str, degrees: dict[str, Any]) -> None:
-    for gate in WORDS[word]:
-        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **balance(word), **degrees))
-        assert report.ok, (gate, report)
+def test_plans_equal_the_unsharded_model_in_their_own_dtype_too(degrees: dict[str, Any]) -> None:
+    require_equal(moe_plan(layers=layers(), **degrees), float32=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from random_specs import specs
+from support.examples import examples
+from support.verified import require_equal
 
-from moec.driver import compile as compile_source
 from moec.grammar import load_text, to_text
 from moec.grammar.spec import Spec
-from moec.runtime.verify.verification import verify
 
 GATES = [
     "topk({k}, normalize = true)",
@@ -30,10 +29,6 @@ CAPACITIES = [
     "capacity = dynamic(max = 0.8)",
     "capacity = factor(1.25); group = batch",
 ]
-few, many = (
-    settings(max_examples=n, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    for n in (3, 25)
-)
 
 
 def replaying(spec: Spec) -> Spec:
@@ -43,32 +38,13 @@ def replaying(spec: Spec) -> Spec:
     return load_text(text.replace("\ntrain {", "\ntrain {\n  replay = true", 1), name="replay.moe").unwrap()
 
 
-def require_equal(spec: Spec) -> None:
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
-
-
-@few
-@given(specs(max_ranks=8, max_layers=3, gates=GATES))
+@examples(3, 25)
+@given(specs(max_ranks=16, max_layers=3, gates=GATES))
 def test_every_plan_that_replays_routes_equals_the_unsharded_model(spec: Spec) -> None:
     require_equal(replaying(spec))
 
 
-@few
-@given(specs(max_ranks=8, max_layers=3, models=MODELS, capacities=CAPACITIES))
+@examples(3, 25)
+@given(specs(max_ranks=16, max_layers=3, models=MODELS, capacities=CAPACITIES))
 def test_every_plan_of_packed_texts_equals_the_unsharded_model(spec: Spec) -> None:
     require_equal(spec)
-
-
-@pytest.mark.slow
-@many
-@given(specs(max_ranks=16, models=MODELS, capacities=CAPACITIES))
-def test_every_plan_of_packed_texts_equals_the_unsharded_model_at_length(spec: Spec) -> None:
-    require_equal(spec)
-
-
-@pytest.mark.slow
-@many
-@given(specs(max_ranks=16, gates=GATES))
-def test_every_plan_that_replays_routes_equals_the_unsharded_model_at_length(spec: Spec) -> None:
-    require_equal(replaying(spec))

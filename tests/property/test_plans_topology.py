@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_specs import specs
+from support.examples import examples
 from support.plans import layer_spec, moe_spec
+from support.verified import require_equal
 
 from moec.driver import compile as compile_source
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Level, Spec
-from moec.runtime.verify.verification import verify
 
 GATES = [
     "topology({k}, weight = 0.5)",
@@ -23,7 +23,6 @@ GATES = [
     "topology({k}, share = 0)",
 ]
 BALANCES = ["[]", "[switch_loss(0.1), z_loss(0.01)]", "[sequence_loss(0.1)]"]
-FEW, MANY = 3, 25
 
 
 @st.composite
@@ -50,21 +49,10 @@ def on(spec: Spec, *sizes: int, speeds: list[float]) -> Spec:
     return spec.replace(cluster=spec.cluster.replace(levels=levels))
 
 
-def proven(examples: int, max_ranks: int, **options: Any) -> Callable[[], None]:
-    """A test that verifies plans of so many random models, in float64 and in the model's dtype."""
-    health = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-
-    @settings(max_examples=examples, deadline=None, suppress_health_check=health, **options)
-    @given(levelled(max_ranks))
-    def test(spec: Spec) -> None:
-        report = verify(compile_source(spec))
-        assert report.ok, report
-
-    return test
-
-
-def test_every_plan_equals_the_unsharded_model() -> None:
-    proven(FEW, 4, derandomize=True)()
+@examples(3, 25)
+@given(levelled(16))
+def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec, float32=True)
 
 
 @pytest.mark.parametrize(
@@ -81,23 +69,14 @@ def test_tensor_and_expert_parallelism_together_change_nothing(sizes: tuple[int,
         **degrees, depth=2, batch=16, microbatches=2, gate="topology(2, weight = 0.5, share = 0.1)",
         model="embedding = tokens(padding = 3, separator = 5)",
     )  # fmt: skip
-    report = verify(compile_source(on(spec, *sizes, speeds=[4e9, 1e9, 2e8])), float32=False)
-    assert report.ok, report
+    require_equal(on(spec, *sizes, speeds=[4e9, 1e9, 2e8]))
 
 
 def test_a_layer_by_itself_prefers_near_experts() -> None:
     spec = layer_spec(ranks=4, ep=4, gate="topology(2, weight = 0.5, share = 0.1)", balance="[]")
-    report = verify(compile_source(on(spec, 2, 2, speeds=[4e9, 1e9])), float32=False)
-    assert report.ok, report
+    require_equal(on(spec, 2, 2, speeds=[4e9, 1e9]))
 
 
 def test_layers_with_another_ep_have_other_distances() -> None:
     spec = moe_spec(ranks=4, gate="topology(2, weight = 0.5)", mixtures=((8, 2), (8, 4), (8, 1), (4, None)))
-    plan = compile_source(on(spec, 2, 2, speeds=[4e9, 1e9]))
-    report = verify(plan, float32=False)
-    assert report.ok, report
-
-
-@pytest.mark.slow
-def test_every_plan_equals_the_unsharded_model_at_length() -> None:
-    proven(MANY, 16)()
+    require_equal(on(spec, 2, 2, speeds=[4e9, 1e9]))

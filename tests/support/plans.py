@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moec.codegen.plan import Plan
@@ -42,6 +43,7 @@ def moe_text(
     sequence: int = 8,
     optimizer: str = "adamw(lr = 1e-3)",
     mixtures: tuple[tuple[int, int | None], ...] = (),
+    layers: Sequence[str] = (),
     microbatches: int | None = None,
     recompute: str = "",
     memory: str = "",
@@ -53,8 +55,9 @@ def moe_text(
     `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
     `attention` is the whole call of layers 1, 2, …; without it, `gqa` with `bias` and `qk_norm`.
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
+    So does `layers` with other words of their blocks, such as `moe { gate = switch }`.
     """
-    depth = len(mixtures) + 1 if mixtures else depth
+    depth = max(len(mixtures), len(layers)) + 1 if mixtures or layers else depth
     stated: dict[str, object] = {"dp": dp, "tp": tp, "ep": ep, "zero": zero or None, "microbatches": microbatches}
     stated["sequence_parallel"] = None if sequence_parallel else "false"
     degrees = "".join(f"  {name} = {value}\n" for name, value in stated.items() if value is not None)
@@ -66,6 +69,7 @@ def moe_text(
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
         degrees += f"  layers {number} {{ ep = {degree} }}\n" if degree is not None else ""
+    others += "".join(f"  layers {number} {{ {words} }}\n" for number, words in enumerate(layers, start=1))
     return f"""\
 model "tiny" {{
   vocab = 32

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from moec.grammar import load_file, load_text, render, to_text
 from moec.grammar.diagnostics import CODES, STYLES, Severity
@@ -44,7 +45,7 @@ def assert_in_good_order(loaded: Loaded) -> None:
         assert load_text(to_text(loaded.spec)).spec == loaded.spec
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40, 750)
 @given(data=st.binary(max_size=300))
 def test_bytes(data: bytes, tmp_path_factory: object) -> None:
     path = Path(tmp_path_factory.getbasetemp()) / "fuzz.moe"  # type: ignore[attr-defined]
@@ -52,20 +53,20 @@ def test_bytes(data: bytes, tmp_path_factory: object) -> None:
     assert_in_good_order(load_file(path))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40, 750)
 @given(text=st.text(max_size=200))
 def test_characters(text: str) -> None:
     assert_in_good_order(load_text(text))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(80, 2000)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=60))
 def test_token_soup(pieces: list[str]) -> None:
     text = " ".join(pieces)
     assert_in_good_order(load_text(text))
 
 
-@settings(max_examples=250, deadline=None)
+@examples(60, 1250)
 @given(
     good=st.sampled_from(GOOD),
     edits=st.lists(
@@ -84,7 +85,7 @@ def test_mutated_files(good: str, edits: list[tuple[float, int, str]]) -> None:
     assert_in_good_order(load_text(text))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25, 500)
 @given(good=st.sampled_from(GOOD), value=st.one_of(st.text(max_size=20), st.integers(), st.floats()))
 def test_overrides(good: str, value: str | int | float) -> None:
     lets: dict[str, str | int | float] = dict.fromkeys(("experts", "dim", "small", "x"), value)
@@ -105,8 +106,10 @@ def made_up(dice: random.Random) -> bytes:
     return text.encode()
 
 
-def assert_only_diagnostics(count: int, seed: int) -> None:
-    """Each of `count` inputs quickly gives diagnostics or a Spec; inputs that parse are formatted."""
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 500), *(pytest.param(n, 10_000, marks=pytest.mark.slow) for n in range(1, 11))]
+)
+def test_any_input_gives_diagnostics_or_a_spec_quickly(seed: int, count: int) -> None:
     dice = random.Random(seed)
     for _ in range(count):
         data = made_up(dice)
@@ -120,13 +123,3 @@ def assert_only_diagnostics(count: int, seed: int) -> None:
             found = [*loaded.diagnostics]
         render(found)
         assert time.process_time() - started < LONGEST_SECONDS, data
-
-
-def test_some_of_a_hundred_thousand_inputs() -> None:
-    assert_only_diagnostics(1_000, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_a_hundred_thousand_inputs(seed: int) -> None:
-    assert_only_diagnostics(10_000, seed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import trees
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from vocabulary import specs
 
 from moec.grammar import Spec, load_text, to_text
@@ -25,7 +25,6 @@ GOOD = [
     for path in sorted((ROOT / folder).rglob("*.moe"))
 ]
 COMMENTS = ["# c", "#", "# a, b", "# }"]
-slow_ones = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 def comments(text: str) -> list[str]:
@@ -40,7 +39,7 @@ def assert_laid_out(text: str) -> None:
     assert parse(Source("", once))[0] == parse(Source("", text))[0]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=slow_ones)
+@examples(30, 500)
 @given(tree=trees.files)
 def test_a_tree_reads_back_from_its_text(tree: File) -> None:
     again, errors = parse(Source("", write(tree)))
@@ -48,30 +47,19 @@ def test_a_tree_reads_back_from_its_text(tree: File) -> None:
     assert again == tree
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=slow_ones)
+@examples(20, 500)
 @given(tree=trees.files)
 def test_any_tree_is_laid_out(tree: File) -> None:
     assert_laid_out(write(tree))
 
 
-def assert_keeps(spec: Spec) -> None:
+@examples(3, 100)
+@given(spec=specs())
+def test_laying_out_keeps_the_spec(spec: Spec) -> None:
     assert load_text(formatted(Source("x.moe", to_text(spec)))).spec == spec
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=slow_ones)
-@given(spec=specs())
-def test_laying_out_keeps_the_spec(spec: Spec) -> None:
-    assert_keeps(spec)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=slow_ones)
-@given(spec=specs())
-def test_laying_out_keeps_the_spec_at_length(spec: Spec) -> None:
-    assert_keeps(spec)
-
-
-@settings(max_examples=200, deadline=None)
+@examples(30, 1000)
 @given(
     good=st.sampled_from(GOOD),
     planted=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from([*COMMENTS, "\n", "\n\n", "  "]))),
