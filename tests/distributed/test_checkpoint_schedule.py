@@ -1,11 +1,8 @@
-"""`job.checkpoint`, `job.resume`, `moec.latest`: checkpoints at the right steps, and a way back after a kill."""
+"""`job.checkpoint`, `job.resume`, `moec.latest`: checkpoints at the right steps, and a way back."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 import torch
 from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
-from support.scripts import SCRIPTS
 
 import moec
 from moec.runtime.checkpoint import schedule, temporary
@@ -28,28 +24,6 @@ TWO = {"ranks": 2, "ep": 2}
 
 def names_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
-
-
-def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
-    script = SCRIPTS / "killed_while_saving.py"
-    run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    assert run.returncode == -signal.SIGKILL
-    left_over, complete = names_in(tmp_path)
-    assert complete == "1"
-    assert left_over.startswith(f".2{MARK}")
-    assert moec.latest(tmp_path) == tmp_path / "1"
-    with moec.launch(plan_of(ALONE), device="cpu") as job:
-        model = job.build(seed=2)
-        optimizer = job.optimizer(model)
-        assert job.resume(tmp_path, model, optimizer) == 1
-        train(job, model, optimizer, 1, 1)
-        job.save(tmp_path / "2", model, optimizer).wait()
-        assert names_in(tmp_path) == [left_over, "1", "2"]
-        train(job, model, optimizer, 2, 1)
-        job.save(tmp_path / "3", model, optimizer, keep=2)
-    assert names_in(tmp_path) == ["2", "3"]
 
 
 def train_and_stop(folder: Path, stop: int, last: int) -> tuple[int, list[float]]:

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.preloaded import environment, python
 from support.ranks.checkpoints import plan_of
 from support.scripts import SCRIPTS
 
@@ -30,8 +30,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder, script = tmp_path_factory.mktemp("signals"), SCRIPTS / "ended_by_signal.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([python(), str(script), str(folder)], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Run(folder, dict(json.loads(line) for line in done.stdout.splitlines()), done.stderr)
 

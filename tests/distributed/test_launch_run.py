@@ -8,12 +8,13 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.plans import moe_plan
+from support.preloaded import environment, python
 
 NOISE = ("torch/distributed", "ChildFailedError", "Sending process", "OMP_NUM_THREADS", "elastic", "W1", "E1")
 
@@ -27,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{script}\n")
-    command = [sys.executable, "-m", "moec", "launch", "tiny.plan", "--run", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+    command = [python(), "-m", "moec", "launch", "tiny.plan", "--run", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment())
 
 
 def test_output_of_ranks_stays_and_nothing_is_added(folder: Path):
@@ -75,7 +76,7 @@ def test_a_diagnostic_is_shown_once(folder: Path):
     [("sys.exit(7)", 7, "exit status 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
 )
 def test_a_rank_that_ends_without_a_word_is_named(folder: Path, end: str, status: int, said: str):
-    done = launch(folder, f"if rank == 1: {end}\ntime.sleep(60)")
+    done = launch(folder, f"if rank == 1: {end}\ntime.sleep(600)")
     assert done.returncode == status
     assert done.stderr.startswith("error[MOE0915]")
     assert "rank 1 ended" in done.stderr
@@ -84,7 +85,7 @@ def test_a_rank_that_ends_without_a_word_is_named(folder: Path, end: str, status
 
 def test_a_signal_after_a_caught_exception_is_named(folder: Path):
     script = "import traceback\nif rank == 1:\n    try: raise ValueError('caught')\n"
-    script += "    except ValueError: traceback.print_exc()\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    script += "    except ValueError: traceback.print_exc()\n    os.kill(os.getpid(), 9)\ntime.sleep(600)"
     done = launch(folder, script)
     assert done.returncode == 137
     assert "rank 1 ended by SIGKILL; before that, it wrote: ValueError: caught" in done.stderr
@@ -92,7 +93,7 @@ def test_a_signal_after_a_caught_exception_is_named(folder: Path):
 
 
 def test_a_last_line_is_shown_once_and_its_rank_named(folder: Path):
-    done = launch(folder, "if rank == 1: sys.exit('bad config: no data')\ntime.sleep(60)")
+    done = launch(folder, "if rank == 1: sys.exit('bad config: no data')\ntime.sleep(600)")
     assert done.returncode == 1
     said = " ".join(done.stderr.split())  # lines are folded to the terminal's width
     assert said.startswith("bad config: no data error[MOE0915]")
@@ -102,8 +103,8 @@ def test_a_last_line_is_shown_once_and_its_rank_named(folder: Path):
 
 def test_the_exit_status_is_the_scripts_without_stderr(folder: Path):
     (folder / "train.py").write_text("import sys; sys.exit(5)\n")
-    command = f"{shlex.quote(sys.executable)} -m moec launch tiny.plan --run 2>&-"
-    assert subprocess.run(command, shell=True, timeout=300, cwd=folder).returncode == 5
+    command = f"{shlex.quote(python())} -m moec launch tiny.plan --run 2>&-"
+    assert subprocess.run(command, shell=True, timeout=300, cwd=folder, env=environment()).returncode == 5
 
 
 def test_ranks_are_started_again(folder: Path):
@@ -119,18 +120,29 @@ def test_ranks_are_started_again(folder: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks(folder: Path, number: signal.Signals):
-    (folder / "train.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
-    command = [sys.executable, "-m", "moec", "launch", "tiny.plan", "--run"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (folder / "train.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    command = [python(), "-m", "moec", "launch", "tiny.plan", "--run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=folder, env=environment(), text=True, **pipes)
     assert process.stdout is not None
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert said == f"ended by {number.name}, and all ranks with it\n"
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+def wait_for_server(port: int) -> None:
+    """Waits until a process listens at `port`."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        with suppress(OSError), socket.create_connection(("localhost", port)):
+            return
+        time.sleep(0.02)
+    pytest.fail(f"nobody listens at {port}")
 
 
 def test_the_printed_command_starts_a_plan_on_two_nodes(tmp_path: Path):
@@ -145,15 +157,15 @@ def test_the_printed_command_starts_a_plan_on_two_nodes(tmp_path: Path):
     )
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "moec", "launch", "tiny.plan", "--per-node", "1", "--host", "localhost"]
+    command = [python(), "-m", "moec", "launch", "tiny.plan", "--per-node", "1", "--host", "localhost"]
     shown = subprocess.run([*command, "--port", str(port)], capture_output=True, text=True, cwd=tmp_path, check=True)
     (line,) = [line for line in shown.stdout.splitlines() if not line.startswith("#")]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    options = {"shell": True, "cwd": tmp_path, "env": environment, "text": True}
+    with_torchrun = environment(PATH=f"{Path(python()).parent}:{os.environ['PATH']}")
+    options = {"shell": True, "cwd": tmp_path, "env": with_torchrun, "text": True}
     nodes = []
     for _ in range(2):
         nodes.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
-        time.sleep(0.2)
+        wait_for_server(port)
     told = [node.communicate(timeout=300) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     words = sorted(out.split() for out, _ in told)

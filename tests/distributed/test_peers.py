@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.plans import moe_plan
+from support.preloaded import environment, python
 from support.ranks.checkpoints import plan_of
 from support.ranks.gloo_pool import GlooPool
 from support.scripts import SCRIPTS
@@ -28,9 +27,8 @@ def without_a_launcher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """What two ranks print that share the store of rank 0, and their folder."""
     folder = tmp_path_factory.mktemp("killed")
     script = SCRIPTS / "killed_without_a_launcher.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    command = [python(), str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -120,8 +118,8 @@ def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
         "import os\nif os.environ['RANK'] == '1':\n    os._exit(0)\nimport moec\n"
         "with moec.launch('two.plan', device='cpu', timeout=3):\n    pass\n"
     )
-    command = [sys.executable, "-m", "moec", "launch", "two.plan", "--run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [python(), "-m", "moec", "launch", "two.plan", "--run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 1
     assert "MOE0705" in done.stderr
     assert "rank 1 has not joined within 3 s" in done.stderr

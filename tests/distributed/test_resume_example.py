@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.plans import moe_plan
+from support.preloaded import environment, python
 from support.ranks.gloo_pool import GlooPool
 from test_examples import EXAMPLES, run
 
@@ -29,10 +29,9 @@ def losses_in(text: str) -> dict[int, str]:
 def test_a_killed_run_restarts_by_itself_and_has_the_losses_of_one_that_was_not(gloo: GlooPool, tmp_path: Path) -> None:
     arguments = ["--steps", "12", "--every", "4"]
     whole, _ = gloo.run(2, run, "resume", *arguments, "--folder", str(tmp_path / "whole"), initialize=False)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     command += [str(EXAMPLES / "resume.py"), *arguments, "--folder", str(tmp_path / "killed"), "--kill-at", "10"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     first, second = re.findall(r"attempt (\d) on 2 ranks begins at step (\d+)", done.stdout)
     assert first == ("0", "0")
@@ -65,9 +64,8 @@ def test_the_first_plan_for_as_many_ranks_is_taken_and_files_are_compiled(
 
 
 def test_a_script_without_a_plan_for_its_ranks_ends_with_a_diagnostic_and_no_traceback() -> None:
-    command = [sys.executable, "-c", "import moec; moec.load_for(3)"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = [python(), "-c", "import moec; moec.load_for(3)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error[MOE0810]: no plan fits this number of ranks\n  no plan is for 3 ranks")
     assert "\nhelp: compile one for a cluster of 3" in done.stderr

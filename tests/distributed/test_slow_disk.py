@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.preloaded import environment, python
 from support.ranks.checkpoints import plan_of, train, values_of
 from support.ranks.gloo_pool import GlooPool
 from support.scripts import SCRIPTS
@@ -81,9 +81,8 @@ def test_steps_go_on_and_the_next_save_and_the_end_of_the_job_wait_for_a_slow_di
 
 def test_a_kill_in_any_sync_leaves_the_checkpoint_before_it_or_the_whole_new_one(tmp_path: Path) -> None:
     script = SCRIPTS / "killed_on_a_slow_disk.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=200, env=environment
+        [python(), str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment()
     )
     assert done.returncode == 0, done.stderr
     for number, sync in enumerate(SYNCS):
@@ -94,10 +93,14 @@ def test_a_kill_in_any_sync_leaves_the_checkpoint_before_it_or_the_whole_new_one
         with moec.launch(plan_of(ALONE), device="cpu") as job:
             model = job.build(seed=2)
             optimizer = job.optimizer(model)
+            assert moec.latest(folder) == folder / str(last), sync
             assert job.resume(folder, model, optimizer) == last, sync
             train(job, model, optimizer, last, 1)
+            job.save(folder / str(last + 1), model, optimizer).wait()
+            assert {*hidden} <= {*os.listdir(folder)}, sync
+            train(job, model, optimizer, last + 1, 1)
             job.checkpoint(folder, model, optimizer, every=1, keep=2)
-        assert sorted(os.listdir(folder)) == [str(last), str(last + 1)], sync
+        assert sorted(os.listdir(folder)) == [str(last + 1), str(last + 2)], sync
 
 
 @pytest.mark.parametrize("number", range(len(SYNCS)), ids=SYNCS)

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from support.ranks import guide_jobs
 from support.ranks.gloo_pool import GlooPool
 
 import moec
+from moec import entry
 
 ROUNDING = 1e-4
 """Of fp32 over a few steps, as a fraction of the largest weight or gradient."""
@@ -155,18 +155,17 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_nobody_stopped(
             assert [line.get("resumed") for line in lines] == [None, None, 4 if name == "stopped" else None]
 
 
-def test_the_command_for_several_nodes_is_that_of_moec_launch(tmp_path: Path) -> None:
-    moec.compile(guide_jobs.file_for_nodes()).save(tmp_path / "guide.plan")
-    arguments = [sys.executable, "-m", "moec", "launch", "guide.plan", "script.py"]
-    said = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100).stdout
-    (shown,) = re.findall(r"```console\n\$ moec launch guide.plan script.py\n(.*?)```", guide_jobs.PAGE, re.DOTALL)
-    assert said == shown
-
-
-def test_the_script_makes_batches_of_the_file_for_several_nodes(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_file_for_several_nodes_has_the_command_of_moec_launch_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = moec.compile(guide_jobs.file_for_nodes())
     plan.save("guide.plan")
+    command, shown = re.findall(r"```console\n\$ (moec launch .*)\n(.*?)```", guide_jobs.PAGE, re.DOTALL)[0]
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert capsys.readouterr().out == shown
     names: dict[str, Any] = {}
     exec(guide_jobs.sections()["A script in three parts"][0], names)  # noqa: S102 - our own page
     tokens, labels = names["batch"](0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from support.plans import moe_plan
+from support.preloaded import environment, python
 from support.ranks.gloo_pool import GlooPool
 from support.scripts import SCRIPTS
 
@@ -58,9 +57,9 @@ def test_a_rank_that(gloo: GlooPool, what: str, told: str):
 
 
 def test_a_killed_rank_is_named_once_with_layer_collective_and_line():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "killed.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(SCRIPTS / "killed.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert done.returncode
     assert done.stderr.count("MOE0705") == 1
     told = r"rank 1 no longer answers .*; rank 0 waits for it in all_to_all over ep\S*, layer 1 \(tiny.moe:\d+\)"

@@ -1,7 +1,7 @@
 """Mistakes in calls of moec, as a script makes them, with the message that is printed and what a person has to do.
 
-Each page has the script and what stands on stderr. The scripts run in this process; `test_uncaught.py` starts
-processes, under torchrun too.
+Each page has the script and what stands on stderr. The scripts run in this process; distributed/test_uncaught.py
+starts processes, under torchrun too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from support.preloaded import CONTEXT
 from support.session.leftovers import KEPT
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,7 +86,6 @@ class GlooPool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
         self._number = 0
         self._folder = tempfile.TemporaryDirectory(prefix="moec-gloo-")
@@ -148,9 +147,9 @@ class GlooPool:
     def _start(self, world_size: int) -> None:
         started = len(self._workers)
         while len(self._workers) < world_size:
-            here, there = self._context.Pipe()
+            here, there = CONTEXT.Pipe()
             stack = Path(self._folder.name, f"{len(self._workers)}.stack")
-            process = self._context.Process(target=_serve, args=(there, stack), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(there, stack), daemon=True)
             process.start()
             KEPT.add(process.pid)
             there.close()

@@ -32,7 +32,9 @@ CASES = {
     "full disk": 1,  # it comes, and the save fails
 }
 """The number of ranks of each case."""
-TIMEOUT = 10.0  # a watch that looks every 0.2 s
+TIMEOUT = 600.0
+TICK = 0.2
+"""Seconds between two looks of the watch."""
 LONG = 0.8
 
 
@@ -66,6 +68,8 @@ def run_rank(folder: Path, case: str, trained: Told) -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     with moec.launch(plan_of({"ranks": ranks, "ep": ranks}), device="cpu", timeout=TIMEOUT) as job:
+        if job._watch is not None:
+            job._watch.tick = TICK
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         for step in range(3):
@@ -103,13 +107,12 @@ class Told:
 
 
 def main(folder: Path) -> None:
-    for case, ranks in CASES.items():
-        found = endings(folder / case, ranks, case)
-        print(json.dumps([case, found]), flush=True)
+    for case, ranks in [(case, begin(folder / case, ranks, case)) for case, ranks in CASES.items()]:
+        print(json.dumps([case, [ending(*rank) for rank in ranks]]), flush=True)
 
 
-def endings(folder: Path, ranks: int, case: str) -> list[tuple[int, list[int]]]:
-    """Of each rank: its exit status, and the steps that it has trained."""
+def begin(folder: Path, ranks: int, case: str) -> list[tuple[int, int]]:
+    """Each rank's process, and the pipe into which it writes the steps that it has trained."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
@@ -127,13 +130,15 @@ def endings(folder: Path, ranks: int, case: str) -> list[tuple[int, list[int]]]:
             os._exit(0)
         os.close(writing_end)
         children.append((child, reading))
-    found = []
-    for child, reading in children:
-        _, status = os.waitpid(child, 0)
-        steps = [int(step) for step in os.read(reading, 1024).split()]
-        os.close(reading)
-        found.append((os.waitstatus_to_exitcode(status), steps))
-    return found
+    return children
+
+
+def ending(child: int, pipe: int) -> tuple[int, list[int]]:
+    """A rank's exit status, and the steps that it has trained."""
+    _, status = os.waitpid(child, 0)
+    steps = [int(step) for step in os.read(pipe, 1024).split()]
+    os.close(pipe)
+    return os.waitstatus_to_exitcode(status), steps
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""Training runs whose ranks are killed at random moments, under torchrun or its agent, for test_random_kills.py.
+"""One rank of a training run whose ranks are killed at random moments: `torchrun killed_at_random.py RUN.json`.
 
-`killed_at_random.py RUNS.json` gives each run to torchrun's agent. The agent forks ranks from a server that has
-imported torch, so that an attempt starts in tenths of a second. `torchrun killed_at_random.py --rank RUN.json` is one
-rank of a run.
+test_random_kills.py starts it.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +110,7 @@ def train(run: Run) -> None:
     folder = Path(run.folder)
     log = Log(folder)
     deadly = Deadly(run, log)
-    deadly.reach("start", since=_begun if "--rank" in sys.argv else None)
+    deadly.reach("start", since=_begun)
     import torch
     from support.plans import moe_plan
 
@@ -171,43 +167,5 @@ class Position:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def under_the_agent(run: Run) -> None:
-    """What `torchrun --standalone --max-restarts 3` does, with ranks forked from a server."""
-    import uuid
-
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=run.ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=RESTARTS,
-        start_method="forkserver",
-    )
-    try:
-        elastic_launch(config, train)(run)
-    except ChildFailedError:
-        traceback.print_exc()
-
-
-def main() -> None:
-    given = Path(sys.argv[-1])
-    if "--rank" in sys.argv:  # a rank of torchrun
-        train(Run.from_json(given.read_text(encoding="utf-8")))
-        return
-    from support.scripts import killed_at_random as module  # the functions that ranks import, not those of `__main__`
-
-    preloaded = ["torch", "moec", "support.plans", "moec.runtime.job.job", "support.scripts.killed_at_random"]
-    multiprocessing.set_forkserver_preload(preloaded)
-    for line in given.read_text(encoding="utf-8").splitlines():
-        run, begun = module.Run.from_json(line), time.monotonic()
-        module.under_the_agent(run)
-        Log(Path(run.folder))(seconds=time.monotonic() - begun)
-
-
 if __name__ == "__main__":
-    main()
+    train(Run.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")))

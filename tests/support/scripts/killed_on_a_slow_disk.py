@@ -32,7 +32,7 @@ def save_and_die(folder: Path, number: int) -> None:
             plain(file)
             return
         waits.set()
-        time.sleep(100)
+        time.sleep(600)
 
     torch.set_num_threads(1)
     with moec.launch(plan_of({"ranks": 1, "ep": 1}), device="cpu") as job:
@@ -43,18 +43,21 @@ def save_and_die(folder: Path, number: int) -> None:
         train(job, model, optimizer, 1, 1)
         os.fsync = endless  # type: ignore[assignment]
         saving = job.save(folder / "2", model, optimizer)
-        assert waits.wait(60)
+        assert waits.wait(600)
         train(job, model, optimizer, 2, 1)
         assert not saving.done
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
+    children = {}
     for number in range(len(SYNCS)):
         child = os.fork()
         if child == 0:
             save_and_die(Path(sys.argv[1], str(number)), number)
             os._exit(1)
+        children[child] = number
+    for child, number in children.items():
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, f"sync {number} ended otherwise"
 

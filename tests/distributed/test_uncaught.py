@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.plans import moe_plan
+from support.preloaded import environment, python
 
 from moec.runtime.errors import wrong_argument
 from moec.runtime.uncaught import _print
@@ -31,7 +31,9 @@ with moec.launch("a.plan", device="cpu") as job:
 WRONG_ON_RANK_1 = """\
 import torch
 import moec
+from moec.runtime import uncaught
 
+uncaught.OWN_ERROR_SECONDS = 0.5
 good = torch.zeros(4, 8, dtype=torch.int64)
 with moec.launch("a.plan", device="cpu") as job:
     model = job.build()
@@ -76,10 +78,9 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 def ended(folder: Path, script: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     """The script, run in `folder` by Python, or by `launcher`."""
     (folder / "train.py").write_text(script)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, *launcher, "train.py"]
+    command = [python(), *launcher, "train.py"]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -129,8 +130,8 @@ def test_a_mistake_of_another_rank_is_shown_at_its_line_and_not_at_rank_0s(tmp_p
     done = ended(tmp_path, WRONG_ON_RANK_1, *TWO_RANKS)
     assert done.stderr.count("error[MOE0702]") == 1
     assert "rank 1, step 1: tokens are torch.int32" in done.stderr
-    assert "(at train.py:8)" in done.stderr
-    assert "train.py:9" not in done.stderr
+    assert "(at train.py:10)" in done.stderr
+    assert "train.py:11" not in done.stderr
 
 
 def test_clipping_of_torch_on_several_ranks_ends_with_the_jobs_own(tmp_path: Path) -> None:
