@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from support.combinations import some
 from support.plans import moe_plan, moe_spec
 from support.wrong_plans import bypass, change_op, change_sums
 
@@ -23,23 +24,29 @@ EVERYTHING = (
     "gqa(heads = 4, kv_heads = 2, head_dim = 8, bias = all, window = 3, sinks = true, clip = 0.03, multiplier = 0.3"
 )
 PACKED = {"model": "embedding = tokens(separator = 2, padding = 3, positions = learned)"}
-PLANS = {
-    "all of them, norm by head": {**TP, "attention": f"{EVERYTHING}, {ROPE}, qk_norm = head)", **PACKED},
-    "all of them, norm over all heads, both ways": {
-        **TP, "attention": f"{EVERYTHING}, {ROPE}, qk_norm = projection, causal = false)", **PACKED, "dtype": "bf16"
+REPEATED = {"ranks": 4, "tp": 4, "ep": 2}
+"""Two kv heads on four ranks: each is there twice."""
+PLANS: dict[str, dict[str, Any]] = {
+    "packed": {
+        **TP, **PACKED, "layers": [
+            f"attention = {EVERYTHING}, {ROPE}, qk_norm = head)",
+            f"attention = {EVERYTHING}, {ROPE}, qk_norm = projection, causal = false)",
+            f"attention = {MLA}, bias = all)",
+            f"attention = {MLA}, bias = qkv, window = 3, sinks = true)",
+        ]
     },
-    "repeated kv heads": {"ranks": 4, "tp": 4, "ep": 1, "attention": f"{EVERYTHING}, {ROPE}, qk_norm = projection)"},
-    "repeated kv heads, tokens whole": {
-        "ranks": 8, "tp": 4, "ep": 4, "sequence_parallel": False, "attention": f"{EVERYTHING}, qk_norm = head)"
+    "bf16, tokens whole": {
+        **REPEATED, "dtype": "bf16", "sequence_parallel": False, "layers": [
+            f"attention = {EVERYTHING}, {ROPE}, qk_norm = projection)",
+            f"attention = {EVERYTHING}, qk_norm = head)",
+            f"attention = {MLA}, causal = false, multiplier = 0.3)",
+        ]
     },
     "recomputed, zero 3": {
-        **TP, "zero": 3, "recompute": "layer", "microbatches": 2, "batch": 16, "attention": f"{EVERYTHING}, {ROPE})"
-    },
-    "mla": {**TP, "attention": f"{MLA}, bias = all)", **PACKED},
-    "mla, bf16": {**TP, "attention": f"{MLA}, bias = qkv, window = 3, sinks = true)", "dtype": "bf16"},
-    "mla, tokens whole": {**TP, "sequence_parallel": False, "attention": f"{MLA}, causal = false, multiplier = 0.3)"},
-    "mla, recomputed, zero 3": {
-        "ranks": 4, "tp": 4, "ep": 2, "zero": 3, "recompute": "layer", "attention": f"{MLA}, sinks = true)"
+        **REPEATED, "zero": 3, "recompute": "layer", "microbatches": 2, "layers": [
+            f"attention = {EVERYTHING}, {ROPE}, qk_norm = projection)",
+            f"attention = {MLA}, sinks = true)",
+        ]
     },
 }  # fmt: skip
 
@@ -103,10 +110,17 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OF_ONE_KIND = {
+    *("a window is too short by one", "halves turn instead of neighbours"),
+    "gradients of the norm of latent vectors are not summed over tp",
+}
+"""Faults that are found as others of their kind are."""
+
+
+@pytest.mark.parametrize("fault", some(list(FAULTS), [fault for fault in FAULTS if fault not in OF_ONE_KIND]))
 def test_a_planted_fault_is_refused_with_its_op(fault: str) -> None:
     planted = FAULTS[fault]
-    right = moe_plan(**TP, attention=planted.attention)
+    right = moe_plan(tp=2, attention=planted.attention)
     report = verify(planted.plant(right), float32=False)
     assert not report.ok
     found = report.first_difference

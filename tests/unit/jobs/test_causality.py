@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.session import extent
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
@@ -46,14 +47,14 @@ def logits_of(model: PlanModule, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens).logits
 
 
-def change(loaded: Loaded, *, train: bool, of: str = "before") -> float:
+def change(loaded: Loaded, *, train: bool, expected: bool, of: str = "before") -> float:
     """The change of logits when one token of the first sequence is another.
 
     `of` the tokens "before" it, or of the "other" sequence. The largest over some models, tokens and places, or the
-    first that counts as a change.
+    first that counts as a change. Where none is expected, `make test-all` tries more models.
     """
     largest = 0.0
-    for seed in range(6):
+    for seed in range(6 if expected or extent.everything else 2):
         model = model_of(loaded, seed).train(train)
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(16, (BATCH, SEQUENCE), generator=generator)
@@ -132,8 +133,8 @@ def test_a_warning_stands_where_later_tokens_change_earlier_ones(
     gate: str, beside: str, in_training: bool, in_evaluation: bool
 ) -> None:
     loaded = load(gate, beside)
-    assert_changed(change(loaded, train=True), in_training)
-    assert_changed(change(loaded, train=False), in_evaluation)
+    for train, expected in ((True, in_training), (False, in_evaluation)):
+        assert_changed(change(loaded, train=train, expected=expected), expected)
     found = [one for one in loaded.diagnostics if one.code == "MOE0322"]
     assert len(found) == (in_training or in_evaluation)
     for one in found:
@@ -144,7 +145,7 @@ def test_a_warning_stands_where_later_tokens_change_earlier_ones(
 def test_only_a_group_of_several_sequences_lets_one_change_another(group: str, mixes: bool) -> None:
     loaded = load("switch", f"capacity = factor(0.5); group = {group}")
     for train in (True, False):
-        assert_changed(change(loaded, train=train, of="other"), mixes)
+        assert_changed(change(loaded, train=train, expected=mixes, of="other"), mixes)
 
 
 def test_a_longer_sequence_has_more_places_so_that_its_start_is_not_what_it_was_alone() -> None:

@@ -117,8 +117,10 @@ def test_every_field_that_changes_what_a_model_computes_is_told_of() -> None:
             (f"inner {field}", spec.replace(layers=(layer,))) for each in spec.layers for field, layer in changed(each)
         ]
         for field, other in wholes:
+            if field in found:
+                continue
             loaded = load_text(to_text(other))
-            if field in found or loaded.spec is None:
+            if loaded.spec is None:
                 continue
             try:
                 there, of_shapes = computed(loaded.spec)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.combinations import diagonals
 from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending
 from support.plans import moe_plan
 
@@ -56,8 +57,7 @@ def train(run: Run, do) -> None:
     run.require_equal()
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e9])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "max_norm"), diagonals(list(OPTIMIZERS), [0.1, 0.0, 1e9]))
 def test_steps_and_gradients_after_them_are_those_of_gradients_scaled_before(optimizer: str, max_norm: float):
     run = Run(OPTIMIZERS[optimizer], max_norm)
     found = {"clipped": [], "inside": []}

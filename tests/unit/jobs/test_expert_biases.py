@@ -28,9 +28,10 @@ def test_plans_equal_the_unsharded_model(capacity: str, degrees: dict[str, int])
     assert report.ok, report
 
 
-@pytest.mark.parametrize(("expert", "ep"), diagonals(["geglu", "gelu", "relu2", "silu"], [1, 2]))
-def test_with_other_activations_in_float32_too(expert: str, ep: int) -> None:
-    report = verify(biased(expert=f"{expert}(16, bias = true)", ep=ep))
+def test_with_other_activations_in_float32_too() -> None:
+    """A layer for each, on one rank of ep and on two."""
+    layers = [f"moe {{ experts = 8 * {kind}(16, bias = true) }}" for kind in ("geglu", "gelu", "relu2", "silu")]
+    report = verify(moe_plan(layers=layers, mixtures=((8, 1), (8, 2), (8, 1), (8, 2))))
     assert report.ok, report
     assert report.rounding is not None
     assert report.rounding.ok
@@ -58,8 +59,7 @@ def test_they_start_at_zero_do_not_decay_and_lie_with_their_experts(part: str, e
     assert bias.span is not None
 
 
-@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("capacity", "ep"), diagonals(["dropless", "factor(1.25)"], [1, 2]))
 def test_biases_that_are_forgotten_are_found(capacity: str, ep: int) -> None:
     plan, value = biased(capacity, ep=ep), "mixed" if ep == 1 else "weighted"
     op = op_giving(plan, BODY, value)
@@ -72,8 +72,7 @@ def test_biases_that_are_forgotten_are_found(capacity: str, ep: int) -> None:
     assert found.span == "tiny.moe:10"
 
 
-@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
-@pytest.mark.parametrize("part", ["up", "down"])
+@pytest.mark.parametrize(("part", "capacity"), diagonals(["up", "down"], ["dropless", "factor(1.25)"]))
 def test_a_gradient_that_is_not_summed_is_found(part: str, capacity: str) -> None:
     found = verify(change_sums(biased(capacity), f"experts.{part}.bias", ())).first_difference
     assert found is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.combinations import diagonals
 from support.plans import layer_plan, moe_plan, moe_spec, moe_text
 from support.wrong_plans import change_op, change_sums, op_giving
 
@@ -38,8 +39,7 @@ def test_rounding_at_a_clamp_is_not_taken_for_a_fault(ep: int, dtype: str) -> No
     assert report.rounding.ok
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("forgotten", ["clamp", "alpha"])
+@pytest.mark.parametrize(("forgotten", "ep"), diagonals(["clamp", "alpha"], [1, 2]))
 def test_a_forgotten_clamp_or_alpha_is_found(forgotten: str, ep: int) -> None:
     value = "mixed" if ep == 1 else "weighted"
     found = verify(change_op(bounded(ep=ep), BODY, value, **{forgotten: None})).first_difference
@@ -92,8 +92,7 @@ def linear(beside: str = "", **options: object) -> Plan:
     return moe_plan(expert="linear(bias = true)", beside=beside, **options)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("beside", ["", "capacity = factor(1.25)"])
+@pytest.mark.parametrize(("beside", "ep"), diagonals(["", "capacity = factor(1.25)"], [1, 2]))
 def test_a_forgotten_bias_of_linear_experts_is_found(beside: str, ep: int) -> None:
     plan = linear(beside, ep=ep)
     op = op_giving(plan, BODY, "y")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import diagonals
 from support.plans import moe_spec, moe_text
 from torch import Tensor
 
@@ -142,18 +143,17 @@ QUEUES = ["capacity = factor(0.5, order = random)", "capacity = factor(0.5, orde
 REROUTED = "capacity = factor(0.5); overflow = reroute"
 
 
-def with_capacities() -> list[tuple[str, str]]:
+def with_capacities() -> list[Any]:
+    """Every gate with each of them; in `make test` with one of the first four, and with the last one."""
     found = []
-    for gate in GATES:
+    for place, gate in enumerate(GATES):
         if gate.split("(")[0] in ("expert_choice", "base", "soft", "smear"):
             continue
-        found += [
-            (gate, capacity)
-            for capacity in (*CAPACITIES, *QUEUES)
-            if "priority" not in gate or "random" not in capacity
-        ]
+        fitting = [c for c in (*CAPACITIES, *QUEUES) if "priority" not in gate or "random" not in c]
+        slow = {each for each in fitting if each != fitting[place % len(fitting)]}
         if gate in ("topk(2)", "switch", "batch_priority(2)", "topk(2, bias = online(0.01))"):
-            found.append((gate, REROUTED))
+            fitting.append(REROUTED)
+        found += [pytest.param(gate, each, marks=pytest.mark.slow if each in slow else ()) for each in fitting]
     return found
 
 
@@ -186,26 +186,22 @@ def test_padding_tokens_do_not_count(gate: str) -> None:
 # ---- capacities ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "capacity",
-    [
-        f"capacity = {how}"
-        for how in (
-            "factor(100)",
-            "factor(100, order = random)",
-            "factor(100, order = priority)",
-            "factor(100); overflow = pad",
-            "factor(100); overflow = reroute",
-            "factor(0.01, min = 999)",
-            "dynamic(max = 100)",
-        )
-    ],
+ROOMY = (
+    "factor(100)",
+    "factor(100, order = random)",
+    "factor(100, order = priority)",
+    "factor(100); overflow = pad",
+    "factor(100); overflow = reroute",
+    "factor(0.01, min = 999)",
+    "dynamic(max = 100)",
 )
-@pytest.mark.parametrize("group", ["sequence", "batch"])
+
+
+@pytest.mark.parametrize(("capacity", "group"), diagonals(ROOMY, ["sequence", "batch"]))
 def test_more_places_than_tokens_do_not_fail(capacity: str, group: str) -> None:
     """ds#8155: the best so many of fewer tokens were asked for."""
     dropless = built("topk(2)", balance=ALL, beside=f"group = {group}")
-    roomy = built("topk(2)", balance=ALL, beside=f"{capacity}; group = {group}")
+    roomy = built("topk(2)", balance=ALL, beside=f"capacity = {capacity}; group = {group}")
     expected, found = (run(model, TOKENS, LABELS) for model in (dropless, roomy))
     torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
     torch.testing.assert_close(found.loss, expected.loss, **CLOSE)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.combinations import diagonals
 from support.one_rank_jobs import OPTIMIZERS, TOKENS, take_steps
 from support.plans import layer_text, moe_plan
 from torch import nn
@@ -33,8 +34,7 @@ def plan_of(frozen: str = BASE, optimizer: str = "adamw(lr = 1e-2)", **options: 
     return moe_plan(**{"ranks": 1, "ep": 1, **LORA, "optimizer": words, **options})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "dtype"), diagonals(list(OPTIMIZERS), ["fp32", "bf16"]))
 def test_a_frozen_base_is_not_changed_and_the_rest_trains_as_with_parameters_frozen_by_hand(optimizer: str, dtype: str):
     with (
         moec.launch(plan_of(optimizer=OPTIMIZERS[optimizer], dtype=dtype), device="cpu") as job,

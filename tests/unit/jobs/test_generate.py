@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import moe_spec
 from support.recomputed_generation import lively, recomputed, uneven
 
@@ -122,21 +123,54 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+IN_A_LAYER = ("attention", "gate", "balance", "beside")
+"""Options that a layer may have and its neighbours not."""
+
+
+def layers_of(kinds: dict[str, dict[str, Any]]) -> list[str]:
+    """A layer for each kind that needs no option of the whole model."""
+    found = []
+    for given in kinds.values():
+        if given and set(given) <= {*IN_A_LAYER}:
+            words = "; ".join(f"{name} = {given[name]}" for name in ("gate", "balance") if name in given)
+            moe = f"moe {{ {words}; {given.get('beside', '')} }}"
+            found.append(f"attention = {given['attention']}" if "attention" in given else moe)
+    return found
+
+
+def of_models() -> list[dict[str, Any]]:
+    """The other kinds, each with its share of the layers."""
+    others = [given for given in KINDS.values() if not set(given) <= {*IN_A_LAYER}]
+    layers = layers_of(KINDS)
+    return [{**given, "layers": layers[place :: len(others)]} for place, given in enumerate(others)]
+
+
+def require_tokens_of_full_recomputation(options: dict[str, Any], lengths: tuple[int, ...], new: int) -> None:
+    model = lively(moec.reference(moe_spec(ranks=1, ep=1, sequence=16, **options), seed=1))
+    prompts = uneven(32, lengths, without=model.limits.padding)
+    expected = recomputed(model, prompts, new)
+    assert len({tuple(row) for row in expected.tolist()}) > 1
+    given = torch.stack(prompts) if len(set(lengths)) == 1 else prompts
+    assert torch.equal(model.generate(given, max_new_tokens=new).tokens, expected)
+
+
+@pytest.mark.parametrize("options", of_models(), ids=str)
+def test_models_of_many_kinds_generate_the_tokens_of_full_recomputation(options: dict[str, Any]) -> None:
+    require_tokens_of_full_recomputation(options, (6, 2, 9, 1), 7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_generates_the_tokens_of_full_recomputation(kind: str) -> None:
-    model = lively(moec.reference(moe_spec(ranks=1, ep=1, sequence=16, **KINDS[kind]), seed=1))
-    prompts = uneven(32, (6, 2, 9, 1), without=model.limits.padding)
-    expected = recomputed(model, prompts, 7)
-    assert len({tuple(row) for row in expected.tolist()}) > 1
-    assert torch.equal(model.generate(prompts, max_new_tokens=7).tokens, expected)
+    require_tokens_of_full_recomputation(KINDS[kind], (6, 2, 9, 1), 7)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "window", "sinks and a window", "mla", "learned positions", "separator"])
+OF_ONE_LENGTH = ["gqa", "window", "sinks and a window", "mla", "learned positions", "separator"]
+
+
+@pytest.mark.parametrize("kind", some(OF_ONE_LENGTH, ["sinks and a window", "mla", "separator"]))
 def test_prompts_of_one_length_generate_the_tokens_of_full_recomputation(kind: str) -> None:
-    model = lively(moec.reference(moe_spec(ranks=1, ep=1, sequence=16, **KINDS[kind]), seed=1))
-    prompts = torch.stack(uneven(32, (6, 6, 6)))
-    expected = recomputed(model, list(prompts), 9)
-    assert torch.equal(model.generate(prompts, max_new_tokens=9).tokens, expected)
+    require_tokens_of_full_recomputation(KINDS[kind], (6, 6, 6), 9)
 
 
 GATES = {

@@ -216,6 +216,7 @@ def test_drop_rates_count_the_choices_of_real_tokens(beside: str) -> None:
         assert (rate > 0) == bool(beside)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_chooses_alike() -> None:
     torch._dynamo.reset()
     model = reference(moe_spec(ranks=1, ep=1, **HASH), seed=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import layer_text, moe_plan
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -25,15 +26,21 @@ ONE = {"ranks": 1, "ep": 1}
 WORDS = ("none", "experts", "layer")
 ONLINE = "topk(2, score = sigmoid, normalize = true, bias = online(0.01))"
 FILES: dict[str, dict[str, Any]] = {
-    "dropless": {},
+    "fp32": {
+        "model": "embedding = tokens(padding = 3)",
+        "layers": [
+            "",
+            "moe { capacity = factor(0.75); group = batch }",
+            "moe { capacity = dynamic(max = 1.1); shared = swiglu(8) }",
+            "moe { gate = topk(2, jitter = 0.2) }",
+            "moe { gate = topk(2, noise = 0.7) }",
+            f"moe {{ gate = {ONLINE} }}",
+            "moe { gate = hash(2); balance = [] }",
+        ],
+    },
     "bf16": {"dtype": "bf16", "expert": "swiglu(16, bias = true)"},
-    "capacity of a micro-batch": {"beside": "capacity = factor(0.75); group = batch"},
-    "dynamic capacity, shared expert": {"beside": "capacity = dynamic(max = 1.1); shared = swiglu(8)"},
-    "jitter": {"gate": "topk(2, jitter = 0.2)"},
-    "noise": {"gate": "topk(2, noise = 0.7)"},
-    "states": {"gate": ONLINE, "model": "embedding = tokens(padding = 3)"},
-    "experts by ids": {"gate": "hash(2)", "balance": "[]"},
 }
+"""Layers of every kind in one model."""
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -87,19 +94,19 @@ def saved_bytes(run: Callable[[], object]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize(
-    ("degrees", "beside"),
-    [
-        ({"ep": 1}, ""),
-        ({"ep": 1}, "capacity = factor(1.25)"),
-        ({"ep": 2}, ""),
-        ({"ep": 2, "tp": 2}, "capacity = factor(1.25)"),
-        ({"ep": 2, "tp": 2}, "capacity = dynamic()"),
-    ],
-    ids=str,
-)
-def test_activations_shrink_from_none_to_experts_to_layer(degrees: dict[str, int], beside: str) -> None:
+SHRINKING: list[tuple[dict[str, int], str]] = [
+    ({"ep": 1}, ""),
+    ({"ep": 1}, "capacity = factor(1.25)"),
+    ({"ep": 2}, ""),
+    ({"ep": 2, "tp": 2}, "capacity = factor(1.25)"),
+    ({"ep": 2, "tp": 2}, "capacity = dynamic()"),
+]
+
+
+@pytest.mark.parametrize("place", some(range(5), [0, 3]))
+def test_activations_shrink_from_none_to_experts_to_layer(place: int) -> None:
     """By the experts' pre-activations; then to the inputs of layers and what the router chose."""
+    degrees, beside = SHRINKING[place]
     sizes: dict[str, int] = {}
     for word in WORDS:
         plan = moe_plan(ranks=2, **degrees, beside=beside, recompute=word, expert="swiglu(64)")

@@ -208,7 +208,7 @@ def test_a_compiled_model_replays(job: Job) -> None:
     model, routes = job.build(seed=1), random_routes((8, 8), [8, 8], [2, 2])
     expected = model(TOKENS, LABELS, routes=routes).loss
     torch._dynamo.reset()
-    model.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    model.compile(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(model(TOKENS, LABELS, routes=routes).loss, expected)
 
 

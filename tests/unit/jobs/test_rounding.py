@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.combinations import diagonals
 from support.plans import moe_plan, moe_text
 from support.wrong_plans import (
     EMITTED,
@@ -34,9 +35,10 @@ BODY = "layers[1..2]"
 SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("options", [{}, SHARDED, {**SHARDED, "sequence_parallel": False}], ids=str)
-def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(dtype: str, options: dict[str, object]):
+@pytest.mark.parametrize(
+    ("options", "dtype"), diagonals([{}, SHARDED, {**SHARDED, "sequence_parallel": False}], ["bf16", "fp32"])
+)
+def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(options: dict[str, object], dtype: str):
     report = verify(moe_plan(dtype=dtype, **options))
     assert report.ok
     found = report.rounding
@@ -51,7 +53,7 @@ def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(dtype: s
     assert (report.float32 is None) == (dtype == "fp32")
 
 
-@pytest.mark.parametrize("unkind", [0, 1, 2, 3])
+@pytest.mark.parametrize("unkind", [0, 2, 3])
 def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, monkeypatch: pytest.MonkeyPatch):
     seeds: list[Tensor] = []
 
@@ -166,7 +168,7 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
                     gradients[rank] = total
         return gradients
 
-    plan = moe_plan(ranks=64, ep=4, batch=64, dtype="bf16")
+    plan = moe_plan(ranks=64, ep=4, batch=64, dtype="bf16", depth=2)
     assert verify(plan, float32=False).ok
     monkeypatch.setattr(VirtualCluster, "_summed", in_bf16)
     report = verify(plan, float32=False)
@@ -207,9 +209,10 @@ def narrow_model(norm: str, dim: int, dtype: str = "fp32") -> Plan:
     return compile_source(text.replace("gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = none)", heads))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("norm", ["layer_norm(bias = false)", "layer_norm(bias = true)", "rms"])
+@pytest.mark.parametrize(
+    ("norm", "dim", "dtype"),
+    diagonals(["layer_norm(bias = false)", "layer_norm(bias = true)", "rms"], [1, 2], ["fp32", "bf16"]),
+)
 def test_a_plan_whose_true_gradients_are_zero_is_right(norm: str, dim: int, dtype: str):
     """A layer norm of one number gives its bias: what is left of gradients before it is rounding."""
     report = verify(narrow_model(norm, dim, dtype), float32=False)

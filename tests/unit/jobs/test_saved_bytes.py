@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import FOUR, layer_plan, moe_plan, moe_text
 from torch import Tensor
 
@@ -23,10 +24,10 @@ from moec.runtime.job.reference import layer_reference, reference, reference_pro
 from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, EXPERTS = 8, 32, 8
-SIZES = {"dim": 32, "batch": BATCH, "sequence": SEQUENCE, "experts": EXPERTS, "expert": "swiglu(48)"}
+SIZES = {"depth": 2, "dim": 32, "batch": BATCH, "sequence": SEQUENCE, "experts": EXPERTS, "expert": "swiglu(48)"}
 MLA = "heads = 4, kv_rank = 8, nope_dim = 12, rope_dim = 4"
 MODELS = {
-    "dropless": {},
+    "dropless": {"depth": 3},
     "stays": {"ep": 1},
     "bf16": {"dtype": "bf16"},
     "bf16 layer norm": {"dtype": "bf16", "model": "norm = layer_norm(bias = true)"},
@@ -218,9 +219,25 @@ def test_a_mixture_of_mixtures_keeps_what_its_ops_say(outer: str, inner: str) ->
     assert said == pytest.approx(saved_by_reference(plan), rel=1e-3)
 
 
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_a_rank_keeps_what_its_ops_say(options: dict[str, object]) -> None:
-    plan = moe_plan(**SIZES | options)
+OF_RANKS = (
+    *("dropless", "bf16", "factor of a batch", "biases and a shared expert", "reroutes", "experts choose"),
+    *("balanced assignment", "slots, bf16", "merged experts", "lora beside frozen parts", "conv"),
+    *(
+        "near experts, bounded",
+        "jitter, bf16",
+        "balance of sequences",
+        "balance of devices",
+        "load_loss",
+        "sparsemixer",
+    ),
+    *("packed texts", "window, packed, bf16", "mla, wide values, bf16", "heads by token", "padding and positions"),
+)
+"""What a rank keeps is else as what the reference keeps."""
+
+
+@pytest.mark.parametrize("name", some(list(MODELS), OF_RANKS))
+def test_a_rank_keeps_what_its_ops_say(name: str) -> None:
+    plan = moe_plan(**SIZES | MODELS[name])
     saved, _ = saved_by_ranks(plan)
     assert saved_by_costs(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(saved, rel=1e-3)
 
@@ -238,7 +255,7 @@ def test_a_layer_in_a_model_of_ones_own_keeps_what_its_ops_say() -> None:
 @pytest.mark.parametrize("options", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
 def test_a_rank_of_tensor_parallelism_keeps_what_its_ops_say(options: dict[str, object]) -> None:
     """The virtual cluster composes the two ops of a sharded vocabulary, and so saves logits and masks: up to 2 %."""
-    plan = moe_plan(**SIZES | options)
+    plan = moe_plan(**SIZES | {"depth": 3} | options)
     saved, _ = saved_by_ranks(plan)
     assert saved_by_costs(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(saved, rel=0.02)
 

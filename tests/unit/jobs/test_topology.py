@@ -94,6 +94,7 @@ def test_a_batch_of_no_sequences_runs_forward_and_backward() -> None:
     assert output.loss.item() == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_chooses_alike() -> None:
     torch._dynamo.reset()
     model, (tokens, labels) = reference(moe_spec(ep=4, **GATE), seed=1), tokens_and_labels()

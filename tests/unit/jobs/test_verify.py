@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import moe_plan
 from support.wrong_plans import (
     Planted,
@@ -33,8 +34,12 @@ from moec.runtime.verify.verify_report import BOUND
 BODY = "layers[1..2]"
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (16, 8)])
-def test_a_compiled_plan_equals_the_unsharded_model(ranks: int, ep: int):
+DEGREES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (16, 8)]
+
+
+@pytest.mark.parametrize("degrees", some(DEGREES, [(1, 1), (4, 1), (16, 8)]))
+def test_a_compiled_plan_equals_the_unsharded_model(degrees: tuple[int, int]):
+    ranks, ep = degrees
     report = verify(moe_plan(ranks=ranks, ep=ep, batch=ranks))
     assert report.ok
     assert report.world_size == ranks
@@ -49,8 +54,9 @@ PYRAMID = ((8, 2), (16, 4), (32, None), (8, 1))
 """Experts and `ep` of each layer after the first."""
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 4), (8, 8), (16, None), (12, 2)])
-def test_a_degree_per_layer_equals_the_unsharded_model(ranks: int, ep: int | None):
+@pytest.mark.parametrize("degrees", some([(4, 4), (8, 8), (16, None), (12, 2)], [(4, 4), (12, 2)]))
+def test_a_degree_per_layer_equals_the_unsharded_model(degrees: tuple[int, int | None]):
+    ranks, ep = degrees
     plan = moe_plan(ranks=ranks, ep=ep, batch=ranks, mixtures=PYRAMID)
     assert len({(mesh.size("ep"), mesh.size("edp")) for mesh in plan.expert_meshes.values()}) >= 3
     report = verify(plan)
@@ -103,36 +109,39 @@ FAULTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+FOUND = {
+    "another theta": ("layers.1", "q.1", 8, False),
+    "positions are forgotten": ("layers.1", "attended", 8, False),
+    "weights are not normalised": ("layers.1", "w", 11, False),
+    "the residual is dropped": ("forward", "x.2", 7, False),
+    "dense gradients are not summed": ("layers.0", "@attention.q.weight", 6, True),
+    "expert gradients are not summed": ("layers.1", "@moe.experts.up.weight", 10, True),
+    "expert gradients are summed over dp": ("layers.1", "@moe.experts.down.weight", 10, True),
+    "the router's gradient is summed over edp": ("layers.1", "@moe.gate.weight", 11, True),
+    "a balance term of another weight": ("layers.1", "balance", 12, False),
+    "rows go over the wrong group": ("layers.1", "rows.1", 10, False),
+}
+"""The layer and value of the first difference, its line, and whether it is one of gradients."""
+
+OF_ONE_KIND = {
+    *("tokens are counted on one rank only", "the balance is not reduced", "dense gradients are summed twice"),
+    *("each list of a group stands twice", "ep and edp are swapped", "rows come back the way they went"),
+    *("a neighbour's weight", "another eps", "two layers have each other's parameters"),
+}
+"""Faults that are found as others of their kind are."""
+
+
+@pytest.mark.parametrize("fault", some(list(FAULTS), [fault for fault in FAULTS if fault not in OF_ONE_KIND]))
 def test_a_planted_fault_is_found(fault: str):
     report = verify(FAULTS[fault](moe_plan()))
     assert not report.ok
     assert max(report.max_output_error, report.max_gradient_error) > 1e-6
-    assert report.first_difference is not None
-
-
-@pytest.mark.parametrize(
-    ("fault", "layer", "value", "line", "gradient"),
-    [
-        ("another theta", "layers.1", "q.1", 8, False),
-        ("positions are forgotten", "layers.1", "attended", 8, False),
-        ("weights are not normalised", "layers.1", "w", 11, False),
-        ("the residual is dropped", "forward", "x.2", 7, False),
-        ("dense gradients are not summed", "layers.0", "@attention.q.weight", 6, True),
-        ("expert gradients are not summed", "layers.1", "@moe.experts.up.weight", 10, True),
-        ("expert gradients are summed over dp", "layers.1", "@moe.experts.down.weight", 10, True),
-        ("the router's gradient is summed over edp", "layers.1", "@moe.gate.weight", 11, True),
-        ("a balance term of another weight", "layers.1", "balance", 12, False),
-        ("rows go over the wrong group", "layers.1", "rows.1", 10, False),
-    ],
-)
-def test_the_first_difference_names_layer_value_and_line(
-    fault: str, layer: str, value: str, line: int | None, gradient: bool
-):
-    found = verify(FAULTS[fault](moe_plan())).first_difference
+    found = report.first_difference
     assert found is not None
-    assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
-    assert found.span == f"tiny.moe:{line}"
+    if fault in FOUND:
+        layer, value, line, gradient = FOUND[fault]
+        assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
+        assert found.span == f"tiny.moe:{line}"
 
 
 def pyramid() -> Plan:
