@@ -12,6 +12,7 @@ from support.plans import moe_plan
 from support.preloaded import environment, python
 from support.ranks.checkpoints import plan_of
 from support.ranks.gloo_pool import GlooPool
+from support.ranks.pairs import in_pairs
 from support.scripts import SCRIPTS
 from torch.distributed import distributed_c10d
 
@@ -20,6 +21,8 @@ from moec.runtime.checkpoint.peers import PIECE_BYTES
 from moec.runtime.errors import RankError
 
 TWO = {"ranks": 2, "ep": 2}
+SECONDS = 3.0
+"""The timeout of jobs in which a rank takes longer."""
 
 
 @pytest.fixture(scope="module")
@@ -55,36 +58,32 @@ def test_rank_0_ends_its_process_only_when_the_others_know_that_the_last_save_is
     assert moec.latest(folder / "-1") == folder / "-1" / "1"
 
 
-def slow_and_silent(timeout: float) -> list[str]:
-    """What rank 0 finds out about a rank that takes longer than the timeout, and of one whose watch stands still."""
+def waited_for(what: str) -> str:
+    """What rank 0 finds out about a rank that takes longer than the timeout, or whose watch stands still."""
     torch.set_num_threads(1)
-    said = []
-    with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
+    said = ""
+    with moec.launch(plan_of(TWO), device="cpu", timeout=SECONDS) as job:
         peers = job.saves.peers
-        if job.rank == 1:
-            time.sleep(1.4 * timeout)
-        peers.send("slow", job.rank)
+        if job.rank == 1 and what == "slow":
+            time.sleep(1.4 * SECONDS)
+        if job.rank == 1 and what == "silent":
+            assert job._watch is not None
+            job._watch.stop()
+        if what == "slow":
+            peers.send("slow", job.rank)
         if job.rank == 0:
-            said.append(str(peers.collect("slow")))
-            peers.broadcast("received", 0)
-        peers.receive("received")
-    try:
-        with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
-            if job.rank == 1:
-                assert job._watch is not None
-                job._watch.stop()
-                time.sleep(2 * timeout)
-            else:
-                job.saves.peers.collect("silent")
-    except RankError as error:
-        said.append(str(error))
-    return said
+            try:
+                said = str(peers.collect("slow"))
+            except RankError as error:
+                said = str(error)
+            peers.broadcast("said", said)
+        return str(peers.receive("said"))
 
 
 def test_a_slow_rank_is_waited_for_and_a_silent_one_is_not(gloo: GlooPool) -> None:
-    slow, silent = gloo.run(2, slow_and_silent, 3.0, initialize=False)[0]
-    assert slow == "[0, 1]"
-    assert "rank 1 no longer answers" in silent
+    found = in_pairs(gloo, waited_for, ["slow", "silent"])
+    assert found["slow"] == ["[0, 1]"] * 2
+    assert "rank 1 no longer answers" in found["silent"][0]
 
 
 def messages(folder: Path) -> list[int]:

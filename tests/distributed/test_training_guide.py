@@ -42,7 +42,7 @@ def on_ranks(gloo: GlooPool, folder: Path) -> OnRanks:
     return partial(gloo.run, 4, _inside, str(folder))
 
 
-@pytest.fixture(params=["the page's plan", "with tp"])
+@pytest.fixture(params=["with tp", pytest.param("the page's plan", marks=pytest.mark.slow)])
 def under_both(request: pytest.FixtureRequest, gloo: GlooPool, folder: Path, tmp_path: Path) -> OnRanks:
     """`on_ranks` under the page's plan, and under one that cuts attention and the vocabulary too."""
     if request.param == "with tp":

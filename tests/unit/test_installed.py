@@ -8,9 +8,11 @@ import sys
 import sysconfig
 import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
+from test_packaging import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 BUILT = ("pyproject.toml", "README.md", "moec", "grammar", "passes", "codegen", "runtime", "tests/diagnostics")
@@ -74,6 +76,19 @@ def test_a_source_distribution_has_what_a_build_reads_and_no_more(archives):
     assert not any("__pycache__" in name for name in names)
 
 
+def test_a_wheel_has_every_file_of_the_packages(archives):
+    with zipfile.ZipFile(archives[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = {
+        "/".join((*package.split("."), *file.relative_to(ROOT / folder).parts))
+        for package, folder in FOLDERS.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+    assert names == expected
+
+
+@pytest.mark.slow
 def test_an_installed_moec_does_what_the_repository_does(installed: Path, tmp_path: Path):
     moec = installed / "moec"
     where = succeed(installed / "python", "-c", "import moec; print(moec.__file__)", cwd=tmp_path)
@@ -88,6 +103,7 @@ def test_an_installed_moec_does_what_the_repository_does(installed: Path, tmp_pa
     assert "mixtral_8x7b" in succeed(moec, "init", "--list", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_an_installed_moec_renders_its_kernels(installed: Path, tmp_path: Path):
     """Templates are data files of a package."""
     text = (ROOT / "grammar" / "library" / "models" / "qwen3_30b_a3b.moe").name.removesuffix(".moe")

@@ -20,7 +20,7 @@ from moec.runtime.job.job import Job
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.module import PlanModule
 
-STEPS = 3
+STEPS = 2
 GATE = "topk(2, score = sigmoid, normalize = true, bias = online(0.002))"
 OF_FILES = {
     "muon": "muon(lr = 0.02)",

@@ -22,6 +22,7 @@ def accuracy(epochs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return float(found) / 100
 
 
+@pytest.mark.slow  # distributed/test_examples.py has one on two ranks
 def test_a_short_training_reads_far_more_digits_than_chance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
