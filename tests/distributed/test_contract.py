@@ -1,23 +1,23 @@
-"""A job's model behaves like any PyTorch module, on one rank and on four (tp 2 × ep 2), in fp32 and bf16."""
+"""A job's model behaves like any PyTorch module: on one, two and four ranks, in fp32 and bf16, with ZeRO."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.combinations import diagonals, some
 from support.ranks import contract, contract_jobs, refusals
-from support.ranks.contract import FOUR, ONE
+from support.ranks.contract import FOUR, MIXED, ONE, TWO
 from support.ranks.gloo_pool import GlooPool
+from support.session import extent
 
-RANKS = {"1 rank": ONE, "4 ranks": FOUR}
 BOUNDS = {"fp32": 2e-5, "bf16": 4e-2}
 """Bounds of errors over the largest gradient. bf16 has 8 bits; its unsharded model has the same error."""
 
-CLAIMS: dict[str, Any] = {
+CLAIMS: dict[str, contract.Run] = {
     "a plain backward pass": contract.forward_backward,
     "a step after an exception in backward": contract.after_an_exception,
     "a step after an exception in forward": contract.after_an_exception_in_forward,
@@ -34,110 +34,132 @@ CLAIMS: dict[str, Any] = {
     "an unsharded model's state_dict": contract.whole_state_loaded,
     "a loss by hand, with the balance terms": contract.own_backward,
     "steps of layers behind other modules": contract.of_wrapped_layers,
+    "torch's distributed checkpoint, which keeps every expert": contract.through_distributed_checkpoint,
+    "a layer that the last micro-batch skips": contract.skipped_in_the_last_micro_batch,
+    "a rank without a valid token": contract.constant_on_one_rank,
+    "a loss of one's own": partial(contract.own_loss, microbatches=1),
+    "a loss of one's own, in micro-batches": partial(contract.own_loss, microbatches=3),
+    "a loss of log-probabilities": partial(contract.own_logprob_loss, microbatches=1),
+    "a loss of log-probabilities, in micro-batches": partial(contract.own_logprob_loss, microbatches=3),
 }
-OWN_LOSSES: dict[str, Any] = {
-    "loss": (contract.custom_loss, contract.custom_loss_unsharded),
-    "logprob_loss": (contract.own_logprob_loss, contract.own_logprob_loss_unsharded),
+SCORES: dict[contract.Run, Callable[..., Any]] = {
+    contract.skipped_in_the_last_micro_batch: contract.skipped_unsharded,
+    contract.constant_on_one_rank: contract.constant_unsharded,
+    contract.own_loss: contract.own_loss_unsharded,
+    contract.own_logprob_loss: contract.own_logprob_loss_unsharded,
 }
+"""The losses of the unsharded model, where they are not the usual one."""
 
+PLACES: dict[str, dict[str, Any]] = {
+    "1 rank": ONE,
+    "1 rank, bf16": {**ONE, "dtype": "bf16"},
+    "2 ranks": TWO,
+    "2 ranks, recompute": {**TWO, "recompute": "layer"},
+    "4 ranks": FOUR,
+    "4 ranks, bf16": {**FOUR, "dtype": "bf16"},
+    "4 ranks, recompute": {**FOUR, "recompute": "layer"},
+    **{f"2 ranks, zero {stage}": {**MIXED, "zero": stage} for stage in (1, 2, 3)},
+    **{f"4 ranks, zero {stage}": {**FOUR, "zero": stage} for stage in (1, 2, 3)},
+}
+OFTEN = {
+    "1 rank, bf16": list(CLAIMS),
+    "2 ranks": list(CLAIMS),
+    "2 ranks, recompute": ["a step after an exception in backward", "two backward passes of one forward pass"],
+    "2 ranks, zero 1": ["a step after an exception in backward", "accumulation by hand"],
+    "2 ranks, zero 3": list(CLAIMS),
+    "4 ranks": [
+        "a plain backward pass",
+        "micro-batches, however labels are masked",
+        "an unsharded model's state_dict",
+        "a loss by hand, with the balance terms",
+        "a layer that the last micro-batch skips",
+        "a rank without a valid token",
+        "a loss of one's own, in micro-batches",
+        "a loss of log-probabilities, in micro-batches",
+    ],
+}
+"""What `make test` tries: each claim on two ranks, and on four those that depend on ranks of one tp group."""
 
-WHERE = [("4 ranks", "fp32"), ("1 rank", "bf16"), ("1 rank", "fp32"), ("4 ranks", "bf16")]
-"""`make test-slow` runs all combinations; `make test` each claim on 4 ranks, and some in bf16."""
-
-IN_BF16 = ("micro-batches, however labels are masked", "accumulation by hand", "a loss by hand, with the balance terms")
 TRIED = [
-    pytest.param(
-        claim,
-        *where,
-        marks=() if where == WHERE[0] or (where == WHERE[1] and claim in IN_BF16) else pytest.mark.slow,
-        id="-".join((claim, *where)),
-    )
+    pytest.param(place, claim, marks=() if claim in OFTEN.get(place, ()) else pytest.mark.slow, id=f"{claim}-{place}")
+    for place in PLACES
     for claim in CLAIMS
-    for where in WHERE
 ]
+Errors = Callable[[str], list[dict[str, float | str]]]
 
 
-@pytest.mark.parametrize(("claim", "ranks", "dtype"), TRIED)
-def test_gradients_are_the_unsharded_models_after(gloo: GlooPool, claim: str, ranks: str, dtype: str) -> None:
-    options = {**RANKS[ranks], "dtype": dtype}
-    errors = gloo.run(options["ranks"], contract.off, options, CLAIMS[claim], initialize=False)
-    assert max(errors) < BOUNDS[dtype]
+@pytest.fixture(scope="module")
+def errors_of(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """The error of every claim on each rank of a place: one job for all claims."""
+
+    @cache
+    def run(place: str) -> list[dict[str, float | str]]:
+        options, folder = PLACES[place], tmp_path_factory.mktemp("checkpoint")
+        data = 1 if options["ranks"] == 1 else 2
+        cases = {}
+        for claim in list(CLAIMS) if extent.everything else OFTEN[place]:
+            way = CLAIMS[claim]
+            score = SCORES.get(getattr(way, "func", way), contract.plain)
+            if way in (contract.skipped_in_the_last_micro_batch, contract.constant_on_one_rank):
+                score = partial(score, ranks=data)
+            if way is contract.through_distributed_checkpoint:
+                way = partial(way, folder=str(folder))
+            cases[claim] = way, score
+        return gloo.run(options["ranks"], contract.errors, options, cases, initialize=False, timeout=240.0)
+
+    return run
 
 
-RECOMPUTED = ("a step after an exception in backward", "two backward passes of one forward pass")
+@pytest.mark.parametrize(("place", "claim"), TRIED)
+def test_gradients_are_the_unsharded_models_after(errors_of: Errors, place: str, claim: str) -> None:
+    found = [errors[claim] for errors in errors_of(place)]
+    assert [each for each in found if not isinstance(each, float)] == []
+    assert max(found) < BOUNDS[PLACES[place].get("dtype", "fp32")]
 
 
-@pytest.mark.parametrize("claim", some(list(CLAIMS), RECOMPUTED))
-def test_gradients_of_layers_that_recompute_are_the_unsharded_models_after(gloo: GlooPool, claim: str) -> None:
-    options = {**FOUR, "recompute": "layer"}
-    assert max(gloo.run(4, contract.off, options, CLAIMS[claim], initialize=False)) < BOUNDS["fp32"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kind", "microbatches"), diagonals(["4 ranks", "1 rank"], list(OWN_LOSSES), [3, 1], number=2)
+FEW = {"1 rank": ONE, "2 ranks": TWO, "4 ranks": FOUR}
+few_and_many = pytest.mark.parametrize(
+    "options", [pytest.param(FEW[name], id=name, marks=[pytest.mark.slow] if FEW[name] is FOUR else []) for name in FEW]
 )
-def test_a_loss_of_ones_own_has_the_whole_batchs_gradient(
-    gloo: GlooPool, kind: str, ranks: str, microbatches: int
-) -> None:
-    own, unsharded = OWN_LOSSES[kind]
-    run = partial(own, microbatches=microbatches)
-    errors = gloo.run(RANKS[ranks]["ranks"], contract.off, RANKS[ranks], run, unsharded, initialize=False)
-    assert max(errors) < BOUNDS["fp32"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_rank_without_a_valid_token_still_takes_part(gloo: GlooPool, ranks: str) -> None:
-    errors = gloo.run(RANKS[ranks]["ranks"], contract.constant_on_one_rank, RANKS[ranks], initialize=False)
-    assert max(errors) < BOUNDS["fp32"]
-
-
-@pytest.mark.parametrize("options", [{**ONE, "dtype": "bf16"}, FOUR], ids=str)
-def test_a_layer_that_the_last_micro_batch_skips_keeps_its_gradient(gloo: GlooPool, options: dict[str, Any]) -> None:
-    errors = gloo.run(options["ranks"], contract.skipped, options, initialize=False)
-    assert max(errors) < BOUNDS[options.get("dtype", "fp32")]
-
-
-@pytest.mark.parametrize("options", [{**ONE, "dtype": "bf16"}, FOUR], ids=str)
+@few_and_many
 def test_a_step_never_computes_with_other_weights_than_it_is_given(gloo: GlooPool, options: dict[str, Any]) -> None:
     assert max(gloo.run(options["ranks"], contract.another_models_weights, options, initialize=False)) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{**ONE, "dtype": "bf16"}, FOUR], ids=str)
+@few_and_many
 def test_hooks_of_parameters_are_given_every_gradient(gloo: GlooPool, options: dict[str, Any]) -> None:
     assert all(gloo.run(options["ranks"], contract.hooks_see_every_gradient, options, initialize=False))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_torchs_distributed_checkpoint_keeps_every_expert(gloo: GlooPool, ranks: str, tmp_path: Path) -> None:
-    run = partial(contract.through_distributed_checkpoint, folder=str(tmp_path / "checkpoint"))
-    errors = gloo.run(RANKS[ranks]["ranks"], contract.off, RANKS[ranks], run, initialize=False)
-    assert max(errors) < BOUNDS["fp32"]
-
-
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_jobs_of_one_process_never_use_each_others_groups(gloo: GlooPool, swapped: bool) -> None:
     for errors in gloo.run(4, contract_jobs.two_jobs, swapped, initialize=False):
         assert max(errors) < BOUNDS["fp32"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_frozen_parameters_have_no_gradient_and_do_not_decay(gloo: GlooPool, ranks: str) -> None:
-    for without, alike, error in gloo.run(RANKS[ranks]["ranks"], contract_jobs.frozen, RANKS[ranks], initialize=False):
+@few_and_many
+def test_frozen_parameters_have_no_gradient_and_do_not_decay(gloo: GlooPool, options: dict[str, Any]) -> None:
+    for without, alike, error in gloo.run(options["ranks"], contract_jobs.frozen, options, initialize=False):
         assert without
         assert alike
         assert error < BOUNDS["fp32"]
 
 
-@pytest.mark.parametrize("options", [ONE, FOUR, {"ranks": 2, "ep": 2}, {"ranks": 2, "tp": 2, "ep": 1}], ids=str)
+NORMS = [ONE, TWO, {"ranks": 2, "tp": 2, "ep": 1}, pytest.param(FOUR, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("options", NORMS, ids=str)
 def test_torchs_own_gradient_norm_is_right_or_raises(gloo: GlooPool, options: dict[str, Any]) -> None:
     for norm, told in gloo.run(options["ranks"], contract_jobs.norms, options, initialize=False):
         alone = options["ranks"] == 1  # over two meshes torch raises
         assert told == f"{norm:.4f}" or (told.endswith("Error") and not alone)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, ranks: str) -> None:
-    assert max(gloo.run(RANKS[ranks]["ranks"], contract_jobs.averaged, RANKS[ranks], initialize=False)) < 1e-6
+@few_and_many
+def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, options: dict[str, Any]) -> None:
+    assert max(gloo.run(options["ranks"], contract_jobs.averaged, options, initialize=False)) < 1e-6
 
 
 OTHER_INPUTS = "MOE0702 ranks 0 and 1 have the same `job.data_rank`, but different tokens, labels or inputs"
@@ -191,18 +213,18 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, ranks: str) -> None:
-    found = gloo.run(RANKS[ranks]["ranks"], refusals.refusals, RANKS[ranks], initialize=False)
+@pytest.mark.parametrize("options", [ONE, FOUR], ids=["1 rank", "4 ranks"])
+def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, options: dict[str, Any]) -> None:
+    found = gloo.run(options["ranks"], refusals.refusals, options, initialize=False)
     assert all(other == found[0] for other in found)
     after = found[0].pop("after the job")
-    assert after.startswith("MOE0709" if ranks == "4 ranks" else "nothing")
+    assert after.startswith("MOE0709" if options is FOUR else "nothing")
     for mistake, words in found[0].items():
         assert re.match(ERRORS[mistake], words), (mistake, words)
 
 
 def test_batches_that_a_hook_makes_unequal_are_refused_with_a_capacity(gloo: GlooPool) -> None:
-    told = set(gloo.run(4, refusals.cropped_by_a_hook, FOUR, initialize=False))
+    told = set(gloo.run(2, refusals.cropped_by_a_hook, TWO, initialize=False))
     words = "and must have one: places of experts follow from it"
     assert told == {f"MOE0702 tokens have shapes from [2, 8] to [4, 8] on the ranks, {words}"}
 

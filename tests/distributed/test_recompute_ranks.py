@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import moe_plan, moe_spec
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.training import batches, share, train_as_rank, train_unsharded
+from support.ranks.training import STEPS, batches, require_same_training, share, train_as_rank, unsharded
 from torch import Tensor
 
 import moec
@@ -21,29 +21,24 @@ RANGES = "layers 1 { recompute = experts } layers 2 { recompute = layer }"
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], str]] = {
     "layer, tp 2, ep 4": (4, {"tp": 2, "ep": 4}, {}, "layer"),
     "experts, dp 4, ep 2": (4, {"ep": 2}, {"beside": "capacity = factor(0.75)"}, "experts"),
+    "per range, jitter, capacity, shared": (
+        2, {"ep": 2},
+        {"gate": "topk(2, jitter = 0.2)", "beside": "capacity = dynamic(max = 1.1); shared = swiglu(8)"}, RANGES,
+    ),
     "per range, jitter": (2, {"ep": 2}, {"gate": "topk(2, jitter = 0.2)"}, RANGES),
     "layer, tp 2, ep 2, tokens whole": (4, {"tp": 2, "ep": 2, "sequence_parallel": False}, {}, "layer"),
     "layer, ep 4, dynamic": (4, {"ep": 4}, {"beside": "capacity = dynamic(max = 1.1); shared = swiglu(8)"}, "layer"),
     "experts, tp 2, ep 4, padding": (4, {"tp": 2, "ep": 4}, {"model": "embedding = tokens(padding = 3)"}, "experts"),
 }  # fmt: skip
-FAST = ("layer, tp 2, ep 4", "per range, jitter")
+FAST = ("per range, jitter, capacity, shared",)
 
 
-@cache
-def unsharded(**options: Any) -> dict[str, Any]:
-    return train_unsharded(dict(options))
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", some(list(CASES), FAST))
 def test_recomputation_in_micro_batches_gives_the_unsharded_loss_curve(gloo: GlooPool, name: str) -> None:
     ranks, degrees, model, recompute = CASES[name]
     options = {**BASE, **model, **degrees, "ranks": ranks, "microbatches": PARTS, "recompute": recompute}
-    results = gloo.run(ranks, train_as_rank, options, timeout=120.0)
-    expected = unsharded(**BASE, **model)
-    for result in results:
-        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-4)
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-3)
-    assert expected["losses"][-1] < expected["losses"][1] - 0.1, "the run learns nothing, so it proves nothing"
+    plan = moe_plan(**options)
+    require_same_training(gloo.run(ranks, train_as_rank, plan, STEPS), unsharded(**BASE, **model), plan)
 
 
 # ---- groups of one micro-batch, and states -----------------------------------------------------------------
@@ -98,11 +93,21 @@ def by_hand(options: dict[str, Any], dp: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("recompute", ["layer", pytest.param("experts", marks=pytest.mark.slow)])
-def test_states_advance_once_and_a_batch_is_one_micro_batch_of_all_ranks(gloo: GlooPool, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "recompute"),
+    [
+        ({"ranks": 2, "ep": 2}, "layer"),
+        pytest.param({"ranks": 4, "ep": 2, "tp": 2}, "layer", marks=pytest.mark.slow),
+        pytest.param({"ranks": 4, "ep": 2, "tp": 2}, "experts", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_states_advance_once_and_a_batch_is_one_micro_batch_of_all_ranks(
+    gloo: GlooPool, degrees: dict[str, int], recompute: str
+) -> None:
     """Loads that recomputation counted again (tt#1593, am#3247) would move other biases."""
-    options = {**BIASED, "ranks": 4, "ep": 2, "tp": 2, "microbatches": PARTS, "recompute": recompute}
-    results, expected = gloo.run(4, one_run, options), by_hand(BIASED, dp=2)
+    options = {**BIASED, **degrees, "microbatches": PARTS, "recompute": recompute}
+    results, expected = gloo.run(degrees["ranks"], one_run, options), by_hand(BIASED, dp=2)
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-4)
         for step in range(3):

@@ -41,14 +41,16 @@ def bytes_sent(options: dict[str, Any]) -> dict[str, float]:
     return dict(found)
 
 
-@pytest.mark.parametrize("words", [{"zero": 1}, {"zero": 3}, {"zero": 3, "recompute": "layer"}])
+@pytest.mark.parametrize(
+    "words", [{"zero": 1}, {"zero": 3, "recompute": "layer"}, pytest.param({"zero": 3}, marks=pytest.mark.slow)]
+)
 def test_the_stated_traffic_of_zero_is_what_ranks_send(gloo: GlooPool, words: dict[str, Any]) -> None:
-    options = {"ranks": 4, "ep": 2, **words}
+    options: dict[str, Any] = {"ranks": 2, "ep": None, "mixtures": ((8, 2), (8, 1)), **words}
     plan, stated = moe_plan(**options), defaultdict[str, float](float)
     for flow in tally(plan.program, plan.spec).traffic:
         stated[flow.purpose] += flow.bytes
     gathers, scatters = PURPOSES.values()
-    for found in gloo.run(4, bytes_sent, options, initialize=False):
+    for found in gloo.run(2, bytes_sent, options, initialize=False):
         assert found[gathers] == pytest.approx(stated[gathers], rel=1e-6)
-        counts = 4 * 3 * len(plan.parameters)  # at most a number per parameter, to three ranks
+        counts = 4 * len(plan.parameters)  # at most a number per parameter, to the other rank
         assert stated[scatters] <= found[scatters] <= stated[scatters] + counts

@@ -10,23 +10,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from support.plans import moe_plan
-from support.ranks.training import gradients_of
+from support.ranks.training import gradients_of, parts_of_rank
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import moec
 from moec.codegen.plan import Plan
-from moec.passes.ir import local_slices
 from moec.runtime.job.job import Job
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
 ONE = {"ranks": 1, "ep": 1}
+TWO = {"ranks": 2, "ep": 2}
 FOUR = {"ranks": 4, "tp": 2, "ep": 2}
+MIXED: dict[str, Any] = {"ranks": 2, "ep": None, "mixtures": ((8, 2), (8, 1))}
+"""Experts that every rank has, and experts that one rank has."""
 BATCH = (8, 8)
 
 Gradients = Mapping[str, Tensor]
+Run = Callable[[Job, PlanModule], Gradients]
+Score = Callable[[PlanModule, Tensor, Tensor], Tensor]
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -44,12 +48,7 @@ def mine(job: Job, *tensors: Tensor) -> list[Tensor]:
 
 def parts_of(whole: Gradients, job: Job) -> dict[str, Tensor]:
     """This rank's expected parts of whole tensors."""
-    found = {}
-    for name, tensor in whole.items():
-        data = job.plan.parameters[name]
-        layout = data.master
-        found[name] = tensor[local_slices(data.shape, layout, job.plan.meshes[data.mesh], job.rank)]
-    return found
+    return parts_of_rank(job.plan, whole, job.rank)
 
 
 def distance(got: Gradients, wanted: Gradients) -> float:
@@ -60,7 +59,7 @@ def distance(got: Gradients, wanted: Gradients) -> float:
     return max(float((got[name] - wanted[name]).abs().max()) for name in wanted) / scale
 
 
-def whole_gradients(options: dict[str, Any], score: Callable[[PlanModule, Tensor, Tensor], Tensor]) -> Gradients:
+def whole_gradients(options: dict[str, Any], score: Score) -> Gradients:
     """The unsharded model's gradients of a loss over the whole batch, from the weights of `job.build(seed=1)`."""
     if score is plain:
         return _plain_gradients(tuple(options.items()))
@@ -99,12 +98,28 @@ def forward_backward(job: Job, model: PlanModule) -> Gradients:
     return gradients_of(model)
 
 
-def off(options: dict[str, Any], run: Callable[[Job, PlanModule], Gradients], score: Any = plain) -> float:
+def off(options: dict[str, Any], run: Run, score: Score = plain) -> float:
     """`distance` of the gradients that `run` gives from the unsharded model's gradients of `score`."""
     torch.set_num_threads(1)
     with moec.launch(plan_of(options), device="cpu") as job:
-        found = run(job, job.build(seed=1))
-        return distance(found, parts_of(whole_gradients(options, score), job))
+        return _off(job, options, run, score)
+
+
+def errors(options: dict[str, Any], cases: Mapping[str, tuple[Run, Score]]) -> dict[str, float | str]:
+    """`off` of each case by its name, or what it raised: all in one job, each with a model of its own."""
+    torch.set_num_threads(1)
+    found: dict[str, float | str] = {}
+    with moec.launch(plan_of(options), device="cpu") as job:
+        for name, (run, score) in cases.items():
+            try:
+                found[name] = _off(job, options, run, score)
+            except Exception as error:  # noqa: BLE001 - one case fails no other
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _off(job: Job, options: dict[str, Any], run: Run, score: Score) -> float:
+    return distance(run(job, job.build(seed=1)), parts_of(whole_gradients(options, score), job))
 
 
 # ---- the claims, each as a function of (job, model) -----------------------------------------------------
@@ -338,9 +353,9 @@ def skipped_in_the_last_micro_batch(job: Job, model: PlanModule) -> Gradients:
     return {name.replace("parametrizations.weight.original", "weight"): g for name, g in found.items()}
 
 
-def skipped_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+def skipped_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor, ranks: int) -> Tensor:
     """The expected gradients: the second half of every data-parallel rank's sequences skips layer 0."""
-    halves = second_halves(len(tokens), 2 if (labels.shape[0] and skipped_ranks[0] > 1) else 1)
+    halves = second_halves(len(tokens), ranks)
 
     def skip(module: nn.Module, inputs: Any, output: Any) -> Any:
         return torch.where(halves[:, None, None], inputs[0], output)
@@ -351,9 +366,6 @@ def skipped_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tens
     return loss
 
 
-skipped_ranks = [1]
-
-
 def second_halves(sequences: int, ranks: int) -> Tensor:
     """The sequences of the batch that are in the second micro-batch of their rank, as `mine` assigns them."""
     found = torch.zeros(sequences, dtype=torch.bool)
@@ -361,12 +373,6 @@ def second_halves(sequences: int, ranks: int) -> Tensor:
         own = torch.arange(sequences)[rank::ranks]
         found[own.tensor_split(2)[1]] = True
     return found
-
-
-def skipped(options: dict[str, Any]) -> float:
-    """The largest error of the gradients of `skipped_in_the_last_micro_batch`."""
-    skipped_ranks[0] = moe_plan(**options).data_size
-    return off(options, skipped_in_the_last_micro_batch, skipped_unsharded)
 
 
 def another_models_weights(options: dict[str, Any]) -> float:
@@ -425,7 +431,7 @@ def token_weights() -> Tensor:
     return torch.rand(BATCH, generator=torch.Generator().manual_seed(7))
 
 
-def custom_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
+def own_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
     tokens, labels, weights = mine(job, *batch(), token_weights())
     job.step(
         model, tokens, labels, loss=smoothed, count=weight_sum, inputs={"weights": weights}, microbatches=microbatches
@@ -433,7 +439,7 @@ def custom_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
     return gradients_of(model)
 
 
-def custom_loss_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+def own_loss_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
     output, weights = model(tokens), token_weights()
     assert output.aux_loss is not None
     return smoothed(output.logits, labels, weights) / weight_sum(labels, weights) + output.aux_loss
@@ -462,25 +468,22 @@ def own_backward(job: Job, model: PlanModule) -> Gradients:
     return gradients_of(model)
 
 
-def constant_on_one_rank(options: dict[str, Any]) -> float:
+def constant_on_one_rank(job: Job, model: PlanModule) -> Gradients:
     """A loss that is constant on the first data-parallel rank, none of whose tokens count."""
+    tokens, labels = mine(job, *batch())
 
-    def run(job: Job, model: PlanModule) -> Gradients:
-        tokens, labels = mine(job, *batch())
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if job.data_rank == 0 and job.data_size > 1:
+            return torch.zeros(())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            if job.data_rank == 0 and job.data_size > 1:
-                return torch.zeros(())
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    job.step(model, tokens, labels, loss=loss, count=lambda labels: 10 / job.data_size)
+    return gradients_of(model)
 
-        job.step(model, tokens, labels, loss=loss, count=lambda labels: 10 / job.data_size)
-        return gradients_of(model)
 
-    def unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
-        output, labels = model(tokens), labels.clone()
-        if options["ranks"] > 1:
-            labels[::2] = -100
-        assert output.aux_loss is not None
-        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum") / 10 + output.aux_loss
-
-    return off(options, run, unsharded)
+def constant_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor, ranks: int) -> Tensor:
+    output, labels = model(tokens), labels.clone()
+    if ranks > 1:
+        labels[::ranks] = -100
+    assert output.aux_loss is not None
+    return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum") / 10 + output.aux_loss
