@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan
+from support.tables import each_row
 
 import moec
 from moec.runtime.checkpoint.options import SCHEDULE, require_extras
@@ -24,7 +25,7 @@ class Receiver:
         assert state == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "option"),
     [
         ("kep", "keep"),
@@ -41,16 +42,15 @@ def test_a_number_by_a_misspelt_name_is_no_extra(name: str, option: str) -> None
     assert f"did you mean `{option}`?" in raised.value.diagnostics[0].help
 
 
-@pytest.mark.parametrize(
+@each_row(
     "extras",
     [
         {"second": Receiver()},
         {"optimizer2": Receiver()},
         {"step": 1, "epoch": 2, "seed": 3, "best": 0.5, "steps": 4, "progress": {}, "seen": 5, "scheduler": Receiver()},
     ],
-    ids=["an object", "a second optimizer", "usual names"],
 )
-@pytest.mark.parametrize("optimizer", [None, object()], ids=["without optimizer", "with"])
+@each_row("optimizer", [None, object()])
 def test_extras_of_other_names_and_objects_are_extras(extras: dict[str, Any], optimizer: object) -> None:
     require_extras("job.checkpoint", extras, OPTIONS, optimizer)
 

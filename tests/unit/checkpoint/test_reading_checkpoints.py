@@ -9,12 +9,14 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.checkpoint_drafts import COUNT, WEIGHT, Draft
+from support.tables import each_row
 
 from moec.runtime.checkpoint import index as index_module
 from moec.runtime.checkpoint import reading
@@ -28,6 +30,11 @@ from moec.runtime.errors import JobError
 @pytest.fixture
 def draft(tmp_path: Path) -> Draft:
     return Draft(tmp_path / "100")
+
+
+def new_draft(tmp_path: Path) -> Draft:
+    """One in a folder of its own, as many rows of a table need."""
+    return Draft(Path(mkdtemp(dir=tmp_path), "100"))
 
 
 def read_part(checkpoint: Checkpoint, name: str, box: Box) -> np.ndarray[Any, Any]:
@@ -44,9 +51,9 @@ def read_part(checkpoint: Checkpoint, name: str, box: Box) -> np.ndarray[Any, An
     return part
 
 
-@pytest.mark.parametrize("block_bytes", [8, 16, 1 << 20])
-@pytest.mark.parametrize("rows", [(0, 4), (1, 3), (3, 4)])
-@pytest.mark.parametrize("columns", [(0, 6), (2, 4), (0, 3), (5, 6)])
+@each_row("block_bytes", [8, 16, 1 << 20])
+@each_row("rows", [(0, 4), (1, 3), (3, 4)])
+@each_row("columns", [(0, 6), (2, 4), (0, 3), (5, 6)])
 def test_a_part_is_that_of_the_whole_tensor(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -56,7 +63,7 @@ def test_a_part_is_that_of_the_whole_tensor(
 ) -> None:
     for module in (index_module, reading, sys.modules["moec.runtime.checkpoint.shards"]):
         monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
-    checkpoint = Checkpoint(Draft(tmp_path / "100").write())
+    checkpoint = Checkpoint(new_draft(tmp_path).write())
     part = read_part(checkpoint, "model/weight", (rows, columns))
     assert (part == WEIGHT[slice(*rows), slice(*columns)]).all()
 
@@ -93,8 +100,9 @@ def test_every_flipped_byte_is_found_and_named(draft: Draft) -> None:
     assert not list(damages(Checkpoint(path)))
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
-def test_a_truncated_shard_is_refused(draft: Draft, keep: int) -> None:
+@each_row("keep", [0, 4, 8, 60, -1])
+def test_a_truncated_shard_is_refused(tmp_path: Path, keep: int) -> None:
+    draft = new_draft(tmp_path)
     shard = draft.write() / shard_name(1)
     shard.write_bytes(shard.read_bytes()[:keep])
     (said,) = damages(Checkpoint(draft.folder))
@@ -167,16 +175,17 @@ HOSTILE: dict[str, tuple[Callable[[Draft], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", list(HOSTILE))
-def test_an_index_that_moec_does_not_write_is_refused(draft: Draft, fault: str) -> None:
+@each_row("fault", list(HOSTILE))
+def test_an_index_that_moec_does_not_write_is_refused(tmp_path: Path, fault: str) -> None:
     """With digests that match: no accident, but intent."""
+    draft = new_draft(tmp_path)
     act, message = HOSTILE[fault]
     act(draft)
     with pytest.raises(JobError, match=f"(?s)MOE0801.*{message}"):
         Checkpoint(draft.write())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "message"),
     [
         (b'"step":1,', b'"step":NaN,', "NaN is no number"),
@@ -188,7 +197,8 @@ def test_an_index_that_moec_does_not_write_is_refused(draft: Draft, fault: str) 
         (b"toy", b"\xff\xff\xff", "not JSON"),
     ],
 )
-def test_a_head_that_moec_does_not_write_is_refused(draft: Draft, old: bytes, new: bytes, message: str) -> None:
+def test_a_head_that_moec_does_not_write_is_refused(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+    draft = new_draft(tmp_path)
     head = draft.write() / HEAD
     head.write_bytes(head.read_bytes().replace(old, new, 1))
     with pytest.raises(JobError, match=f"(?s){message}"):
@@ -223,7 +233,7 @@ def damaged_header(table: bytes, tail: bytes = b"") -> bytes:
     return len(table).to_bytes(8, "little") + table + tail
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [
         b"\xff" * 8,
@@ -249,8 +259,9 @@ def test_a_header_that_does_not_describe_the_file_is_refused(tmp_path: Path, con
         ShardFile(file)
 
 
-@pytest.mark.parametrize("fault", ["missing", "another shape", "another dtype"])
-def test_a_shard_with_other_tensors_than_the_index_is_refused(draft: Draft, fault: str) -> None:
+@each_row("fault", ["missing", "another shape", "another dtype"])
+def test_a_shard_with_other_tensors_than_the_index_is_refused(tmp_path: Path, fault: str) -> None:
+    draft = new_draft(tmp_path)
     tensors = {"missing": ("b", "F32", (4, 3)), "another shape": ("model/weight", "F32", (3, 4))}
     name, dtype, shape = tensors.get(fault, ("model/weight", "I32", (4, 3)))
     shard = draft.folder / shard_name(0)

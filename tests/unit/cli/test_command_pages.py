@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import click
-import pytest
+from support.tables import each_row
 
 from moec.cli import app
 from moec.cli.pages import commands, file_of, index, page
@@ -23,7 +23,7 @@ def current(file: Path, text: str, update_golden: bool) -> None:
     assert file.read_text(encoding="utf-8") == text, "run the tests with --update-golden"
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@each_row("path", COMMANDS)
 def test_the_page_is_current(path: str, update_golden: bool) -> None:
     current(FOLDER / file_of(path), page(path, COMMANDS[path]), update_golden)
 
@@ -40,7 +40,7 @@ def test_every_document_belongs_to_a_command() -> None:
     assert sorted(["version", *(name for each in COMMANDS.values() for name in each.documents)]) == sorted(DOCUMENTS)
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@each_row("path", COMMANDS)
 def test_every_command_has_examples_which_its_help_shows(path: str) -> None:
     command = COMMANDS[path]
     assert command.examples
@@ -48,7 +48,7 @@ def test_every_command_has_examples_which_its_help_shows(path: str) -> None:
     assert all(f"  {line}\n      # {comment}" in shown for line, comment in command.examples.items())
 
 
-@pytest.mark.parametrize("line", [line for each in COMMANDS.values() for line in each.examples])
+@each_row("line", [line for each in COMMANDS.values() for line in each.examples])
 def test_the_examples_parse(line: str) -> None:
     words = shlex.split(re.split(" [<>] ", line)[0])
     assert words[0] == "moec"
@@ -61,7 +61,7 @@ def test_the_examples_parse(line: str) -> None:
     command.make_context(command.name, rest)  # raises UsageError
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@each_row("path", COMMANDS)
 def test_every_option_and_argument_is_explained(path: str) -> None:
     for parameter in COMMANDS[path].params:
         assert getattr(parameter, "help", None) or getattr(parameter, "about", None), parameter.name

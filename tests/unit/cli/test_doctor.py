@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from click.testing import CliRunner
+from support.tables import each_row
 
+from moec.cli import app
 from moec.commands import doctor_checks
 from moec.commands.version import parsed
 
@@ -55,9 +57,10 @@ def test_without_torch_doctor_says_so_and_fails(tmp_path):
     assert "training cannot work here; fix: torch" in done.stdout
 
 
-def test_a_backend_that_is_none_is_wrong(tmp_path):
-    done = moec(tmp_path, "doctor", MOEC_BACKEND="nonsense")
-    assert done.returncode == 1
+def test_a_backend_that_is_none_is_wrong(monkeypatch):
+    monkeypatch.setenv("MOEC_BACKEND", "nonsense")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
     assert "MOEC_BACKEND must be one of" in done.stdout
 
 
@@ -86,7 +89,7 @@ def test_a_name_without_an_address_is_wrong(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("address", "state"), [("127.0.1.1", "note"), ("::1", "note"), ("10.0.0.5", "ok")])
+@each_row(("address", "state"), [("127.0.1.1", "note"), ("::1", "note"), ("10.0.0.5", "ok")])
 def test_a_name_that_only_this_machine_reaches_is_noted(monkeypatch, address, state):
     monkeypatch.setattr("socket.getaddrinfo", lambda name, port: [(2, 1, 6, "", (address, 0))])
     (found,) = doctor_checks.network()
@@ -99,7 +102,7 @@ def test_unknown_variables_of_moec_are_noted(monkeypatch):
     assert ("MOEC_BACKENDS", "note") in [(found.name, found.state) for found in doctor_checks.variables()]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "state", "help"),
     [
         (
@@ -118,9 +121,7 @@ def test_versions_outside_of_the_tested_range_are_told_apart(monkeypatch, versio
     assert (found.state, found.found, found.help) == (state, version, help)
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("2.13.0+cpu", (2, 13)), ("3.9", (3, 9)), ("2.12rc1", (2, 12)), ("4", (4, 0))]
-)
+@each_row(("text", "numbers"), [("2.13.0+cpu", (2, 13)), ("3.9", (3, 9)), ("2.12rc1", (2, 12)), ("4", (4, 0))])
 def test_versions_are_read(text, numbers):
     assert parsed(text) == numbers
 

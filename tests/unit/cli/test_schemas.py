@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 from moec.commands.schemas import DOCUMENTS, schema
 
 FOLDER = Path(__file__).parents[3] / "docs" / "schemas"
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@each_row("name", DOCUMENTS)
 def test_the_schema_is_current(name: str, update_golden: bool) -> None:
     file = FOLDER / f"{name}.json"
     text = json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n"

@@ -7,6 +7,7 @@ from math import ceil, comb
 
 import numpy as np
 import pytest
+from support.tables import each_row
 
 from moec.codegen.kernels.model_loads import Load, inclusions
 
@@ -44,7 +45,7 @@ def test_chances_of_draws_without_replacement_are_those_of_enumeration() -> None
     assert inclusions(shares, 2) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("experts", "k"), [(8, 2), (128, 8), (256, 8), (64, 1)])
+@each_row(("experts", "k"), [(8, 2), (128, 8), (256, 8), (64, 1)])
 def test_chances_of_zipf_add_up_to_the_choices(experts: int, k: int) -> None:
     chances = Load.zipf(1000, experts, k).chances
     assert sum(chances) == pytest.approx(k, rel=1e-6)

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from math import inf
 
 import pytest
+from support.tables import each_row
 
 from moec.codegen.kernels.model import predict, predict_schedule
 from moec.codegen.kernels.model_choice import best_way
@@ -37,8 +38,8 @@ def test_every_constant_has_a_source() -> None:
     assert complaint("toy") is not None
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [1, 100, 8192])
+@each_row("kernel", KERNELS)
+@each_row("tokens", [1, 100, 8192])
 def test_parts_add_up_to_the_time_and_products_to_the_convention(kernel: str, tokens: int) -> None:
     load = load_of(QWEN, tokens)
     for way in (NARROW, WIDE, "grouped_mm"):

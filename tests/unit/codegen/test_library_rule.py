@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 import moec
 from moec.codegen.kernels.around_shape import AroundShape
@@ -35,7 +35,7 @@ def test_large_hidden_widths_take_a_library_where_it_is_predicted_to_win_and_say
         assert all(f"{kernel} 1." in found.why for kernel in by_library(found))
 
 
-@pytest.mark.parametrize("layer", [QWEN3, OLMOE])
+@each_row("layer", [QWEN3, OLMOE])
 def test_small_hidden_widths_keep_our_products_which_gather_and_activate(layer: tuple[int, int, int, int]) -> None:
     for tokens in (8192, 32768):
         found = choice(layer, tokens)
@@ -43,7 +43,7 @@ def test_small_hidden_widths_keep_our_products_which_gather_and_activate(layer: 
         assert "grouped_mm" not in found.why
 
 
-@pytest.mark.parametrize(
+@each_row(
     "given",
     [
         {"device": "a100"},  # a loop on the host

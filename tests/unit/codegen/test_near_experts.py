@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from support.tables import each_row
 
 from moec.codegen.emit.emit_topology import _chosen_near
 from moec.runtime.ops import route
@@ -19,7 +19,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("name", LOGITS)
+@each_row("name", LOGITS)
 def test_a_token_gets_its_best_near_experts_that_it_has_not_chosen(name: str) -> None:
     """Two nodes of four experts; every far choice is given up."""
     logits = LOGITS[name][None]

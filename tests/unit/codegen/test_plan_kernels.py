@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.plans import moe_text
+from support.tables import each_row
 
 from moec.codegen.folder import plan_files
 from moec.codegen.kernels import shapes as kernels
@@ -56,7 +57,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("gate", CALLS)
+@each_row("gate", CALLS)
 def test_the_kernels_of_a_gate_are_those_that_its_op_calls(gate: str) -> None:
     """`expert_choice` has a choice of each expert, and calls `route` for one."""
     text = moe_text(ranks=1, ep=1, gate="topk(2)" if gate == "nested" else gate, balance="[]")

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from support.plans import moe_plan
+from support.tables import each_row
 
 import moec
 from moec.codegen.folder import PlanError, canonical, digest
@@ -26,11 +30,27 @@ Change = Callable[[dict[str, str], dict[str, Any]], None]
 """Edits the texts `spec.moe` and `program.ir`, and what `plan.json` holds beside digests."""
 
 
+@cache
+def files_of_the_plan() -> dict[str, bytes]:
+    with TemporaryDirectory() as empty:
+        folder = moe_plan().save(Path(empty, "tiny.plan"))
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def renewed(folder: Path) -> Path:
+    """The plan again as it was saved, whatever an earlier row did to it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, content in files_of_the_plan().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A plan in an empty folder, where tests look for planted files."""
     monkeypatch.chdir(tmp_path)
-    return moe_plan().save(tmp_path / "tiny.plan")
+    return renewed(tmp_path / "tiny.plan")
 
 
 def forge(folder: Path, change: Change) -> None:
@@ -179,16 +199,16 @@ PLANTED: dict[str, Change] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLANTED)
+@each_row("place", PLANTED)
 def test_code_or_nonsense_planted_there_is_refused_and_not_run(folder, place: str):
-    forge(folder, PLANTED[place])
+    forge(renewed(folder), PLANTED[place])
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     assert refused.value.diagnostics[0].code == "MOE0601"
     assert not Path("planted").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "line", "words"),
     [
         ("= rope %q {theta", "= ropes %q {theta", 44, "ropes"),
@@ -197,7 +217,7 @@ def test_code_or_nonsense_planted_there_is_refused_and_not_run(folder, place: st
     ],
 )
 def test_a_wrong_op_or_attribute_is_named_with_its_line(folder, old: str, new: str, line: int, words: str):
-    forge(folder, program(old, new))
+    forge(renewed(folder), program(old, new))
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     message = refused.value.diagnostics[0].message
@@ -222,7 +242,7 @@ OF_ANOTHER_LAYER: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("place", OF_ANOTHER_LAYER)
+@each_row("place", OF_ANOTHER_LAYER)
 def test_a_block_has_nothing_to_do_with_the_mesh_of_another(tmp_path, place: str):
     folder = moe_plan(ranks=4, ep=4, mixtures=WIDE).save(tmp_path / "tiny.plan")
     forge(folder, lambda texts, manifest: None)
@@ -249,23 +269,23 @@ def test_any_flipped_bit_is_refused(folder, name: str):
     read_plan(folder)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+@each_row("name", FILES)
+@each_row("share", [0.0, 0.5, 0.999])
 def test_a_truncated_file_is_refused(folder, name: str, share: float):
-    content = (folder / name).read_bytes()
+    content = (renewed(folder) / name).read_bytes()
     (folder / name).write_bytes(content[: int(len(content) * share)])
     with pytest.raises(PlanError):
         read_plan(folder)
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_row("name", FILES)
 def test_a_missing_file_is_refused(folder, name: str):
-    (folder / name).unlink()
+    (renewed(folder) / name).unlink()
     with pytest.raises(PlanError, match="MOE0600" if name == "plan.json" else "MOE0601"):
         read_plan(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format": NaN}'])
+@each_row("content", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format": NaN}'])
 def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
     (folder / "plan.json").write_bytes(content)
     with pytest.raises(PlanError):
@@ -296,9 +316,9 @@ def test_a_linked_file_is_refused(folder, tmp_path):
         read_plan(folder)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "program.ir", "spec.moe"])
+@each_row("name", FILES)
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(folder, name):
-    (folder / name).unlink()
+    (renewed(folder) / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(PlanError, match="MOE060"):
         read_plan(folder)
@@ -310,7 +330,7 @@ def test_a_huge_file_is_refused_unread(folder, monkeypatch):
         read_plan(folder)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "name"),
     [
         ("normal(0.02) decays", "normal(0.02)", "layers.0.attention.q.weight"),
@@ -321,12 +341,12 @@ def test_a_huge_file_is_refused_unread(folder, monkeypatch):
 )
 def test_initial_values_and_weight_decay_are_those_of_the_spec(folder, old: str, new: str, name: str):
     """No rule of an op, and no comparison of gradients, would find another."""
-    forge(folder, program(old, new))
+    forge(renewed(folder), program(old, new))
     with pytest.raises(PlanError, match=f"program.ir: its parameter {name} is not that of the Spec"):
         read_plan(folder)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new"),
     [
         (
@@ -354,7 +374,7 @@ def test_the_order_of_parameters_is_that_of_the_spec(folder):
         read_plan(folder)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new"),
     [
         ("fp32[8] @ replicate = zeros", "fp32[8] @ replicate = ones"),

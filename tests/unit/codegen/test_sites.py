@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.plans import layer_plan, moe_plan
+from support.tables import each_row
 from torch import fx
 
 from moec.codegen.emit import LAYER, emit_function, emit_graph, info_of, site_of, target_name, weight_users
@@ -66,9 +67,7 @@ def test_a_layers_number_is_what_its_graph_is_given():
         assert all(node.kwargs.get("layer") in (given or [None]) for node in collectives(graph))
 
 
-@pytest.mark.parametrize(
-    "make", [moe_plan, lambda: moe_plan(tp=2, ep=4), lambda: layer_plan(ep=4)], ids=["ep", "tp", "a layer"]
-)
+@each_row("make", [moe_plan, lambda: moe_plan(tp=2, ep=4), lambda: layer_plan(ep=4)])
 def test_every_parameter_names_what_uses_it(make: Callable[[], Plan]):
     plan = make()
     forward = weight_users(plan.program.block(FORWARD))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tables import each_row
 
 from moec.codegen.folder import PlanError, canonical, digest
 from moec.codegen.kernels import stored_tiles
@@ -86,7 +87,7 @@ def test_what_is_shipped_counts_for_any_number_of_experts_and_a_plans_own_for_on
         assert found.source == source
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "codegen/kernels/tuned").glob("[a-z0-9_]*.json")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "codegen/kernels/tuned").glob("[a-z0-9_]*.json")))
 def test_what_is_shipped_names_a_device_of_the_library_and_what_it_was_measured_with(file: Path) -> None:
     stored = StoredTiles.model_validate_json(file.read_bytes())
     assert stored.device == file.stem
@@ -121,7 +122,7 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each_row("name", WRONG)
 def test_text_that_is_no_ways_is_refused_with_what_is_wrong(name: str) -> None:
     text, complaint = WRONG[name]
     with pytest.raises(ValueError, match=complaint):
@@ -136,7 +137,7 @@ def test_a_library_for_a_product_leaves_the_others_heights_free() -> None:
     assert Ways(*["grouped_mm"] * 6).rows > 0
 
 
-@pytest.mark.parametrize("family", HALF)
+@each_row("family", HALF)
 def test_the_rule_is_tall_where_an_expert_has_many_rows_and_no_wider_than_the_matrices(family: str) -> None:
     heights = [
         tiles_for("bf16", each * 64, 64, (2048, 1024), True, family).rows for each in (1, 24, 25, 64, 65, 10_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from running import Run
+from support.tables import each_row
 
 SLIPS = {
     "let experts": "lett experts",
@@ -134,7 +135,7 @@ TERMINALS = [
 ]
 
 
-@pytest.mark.parametrize(("terminal", "settings", "colored"), TERMINALS)
+@each_row(("terminal", "settings", "colored"), TERMINALS)
 def test_colours_are_for_terminals_that_want_them(
     moec: Run, starter: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, settings: dict[str, str], colored: bool
 ) -> None:

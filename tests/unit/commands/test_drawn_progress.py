@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint_drafts import Draft
+from support.tables import each_row
 
 from moec.commands.progress import progress
 
@@ -63,8 +64,8 @@ def test_a_pipe_sees_nothing(checkpoint: Path) -> None:
     assert ran.stderr == b""
 
 
-@pytest.mark.parametrize("width", [40, 60, 89, 100, 200])
-@pytest.mark.parametrize("of_bytes", [False, True])
+@each_row("width", [40, 60, 89, 100, 200])
+@each_row("of_bytes", [False, True])
 def test_the_line_never_wraps(
     width: int, of_bytes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from running import Run
+from support.tables import each_row
 
 from moec.grammar.diagnostics import CODES
 from moec.grammar.schema_in_words import vocabulary
@@ -118,7 +119,7 @@ def test_inspect_of_a_file_that_does_not_resolve_says_why(moec: Run, tmp_path: P
     assert moec("inspect", "a.moe").status == 1
 
 
-@pytest.mark.parametrize("code", sorted(CODES))
+@each_row("code", sorted(CODES))
 def test_every_code_is_explained(moec: Run, code: str) -> None:
     assert moec("explain", code.lower()).out.startswith(f"# {code}: {CODES[code]}\n")
 
@@ -130,7 +131,7 @@ def test_every_word_is_explained(moec: Run) -> None:
         assert f"`{word}`" in ran.out or f"= {word}`" in ran.out
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("asked", "shown"),
     [("swigluu", "# `swiglu`"), ("Topk", "# `topk`"), ("hiden_size", "here it is called `dim`"), ("fp3", "= fp32`")],
 )
@@ -141,7 +142,7 @@ def test_a_misspelt_word_shows_the_nearest_page_and_says_so(moec: Run, asked: st
     assert (f"there is no word `{asked}`; this is the page of " in ran.err) == (asked != "Topk")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("word", "here"),
     [("hidden_size", "dim"), ("capacity_factor", "factor"), ("--moe-router-topk", "k"), ("stage", "zero")],
 )
@@ -151,14 +152,14 @@ def test_a_word_of_another_system_is_explained_with_the_word_here(moec: Run, wor
     assert f"\n# `{here}` in `" in out
 
 
-@pytest.mark.parametrize("word", ["--lr", "--weight-decay", "--sequence-parallel"])
+@each_row("word", ["--lr", "--weight-decay", "--sequence-parallel"])
 def test_a_flag_of_the_same_name_is_explained_as_the_word(moec: Run, word: str) -> None:
     ran = moec("explain", "--", word)
     assert ran.out.startswith(f"# `{word.lstrip('-').replace('-', '_')}` in ")
     assert (ran.status, ran.err) == (0, "")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("word", "first"),
     [("bf16", "# `dtype = bf16` in "), ("--bf16", "# `dtype = bf16` in "), ("fp16", "# `dtype = fp16` in ")],
 )
@@ -168,7 +169,7 @@ def test_a_dtype_is_explained_before_what_a_device_does_in_it(moec: Run, word: s
     assert f"`{word.lstrip('-')}` in `peak`" in out
 
 
-@pytest.mark.parametrize("asked", ["moe311", "311", "MOE0311"])
+@each_row("asked", ["moe311", "311", "MOE0311"])
 def test_a_code_may_be_written_short(moec: Run, asked: str) -> None:
     assert moec("explain", asked).out.startswith("# MOE0311: ")
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from running import Ran, Run
 from support.checkpoint_drafts import Draft
 from support.plans import moe_text
+from support.tables import each_row
 
 from moec.cli import app
 from moec.commands.schemas import type_of
@@ -35,7 +36,7 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
 ALL = dict(commands(app))
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@each_row("name", sorted(ALL))
 def test_every_command_has_the_two_spellings(name: str) -> None:
     spellings = {spelling for parameter in ALL[name].params for spelling in parameter.opts}
     assert {"--format", "--json"} <= spellings
@@ -132,7 +133,7 @@ def test_compile_has_the_summary_as_numbers(moec: Run) -> None:
     assert (tuned["plan"], tuned["shapes"]) == (None, [])
 
 
-@pytest.mark.parametrize("stage", ["ast", "spec", "ir", "placed", "fx", "kernels"])
+@each_row("stage", ["ast", "spec", "ir", "placed", "fx", "kernels"])
 def test_an_emitted_stage_is_the_same_text(moec: Run, starter: Path, stage: str) -> None:
     found = document(moec("compile", "--json", "model.moe", "--emit", stage), "compile-emit")
     assert (found["stage"], found["text"]) == (stage, moec("compile", "model.moe", "--emit", stage).out)

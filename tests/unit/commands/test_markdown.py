@@ -6,6 +6,7 @@ import re
 
 import pytest
 from running import Run
+from support.tables import each_row
 
 from moec.commands.explain import explain
 from moec.commands.markdown import rendered
@@ -19,8 +20,8 @@ def plain(text: str) -> str:
     return ESCAPES.sub("", text)
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-@pytest.mark.parametrize("subject", ["topk", "moe", "gqa", "bias", "MOE0311", "dgx_h100"])
+@each_row("width", [40, 80, 120])
+@each_row("subject", ["topk", "moe", "gqa", "bias", "MOE0311", "dgx_h100"])
 def test_a_page_fits_the_width_and_loses_no_word(subject: str, width: int) -> None:
     markdown = explain(subject).markdown
     shown = plain(rendered(markdown, width))
@@ -73,7 +74,7 @@ def test_explain_renders_where_colours_are_asked_for_and_is_markdown_in_a_pipe(
         assert max(map(len, moec("explain", word).out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "use"),
     [
         ("h200", "`device = h200`"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import Run
+from support.tables import each_row
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("arguments", GIVEN, ids=" ".join)
+@each_row("arguments", GIVEN)
 def test_something_else_is_named_with_its_command(
     moec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
@@ -62,7 +63,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("arguments", LAUNCHED)
+@each_row("arguments", LAUNCHED)
 def test_a_plan_behind_the_script_is_put_before_it(moec: Run, folder: Path, arguments: tuple[str, ...]) -> None:
     ran = moec("launch", *arguments)
     assert (ran.status, ran.out) == (2, "")
@@ -77,7 +78,7 @@ def test_a_file_to_compile_first_keeps_its_script(moec: Run, starter: Path) -> N
     assert found["help"] == f"compile it first: `moec compile model.moe`, then {then}"
 
 
-@pytest.mark.parametrize("name", ["first.plan", "train.py", "100", "config.json"])
+@each_row("name", ["first.plan", "train.py", "100", "config.json"])
 def test_a_name_without_a_command_gets_one(moec: Run, folder: Path, name: str) -> None:
     ran = moec(name)
     assert ran.status == 2

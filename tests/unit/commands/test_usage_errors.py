@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from running import Run
+from support.tables import each_row
 
 WRONG = {
     ("complie", "a.moe"): "`moec` has no command `complie`; did you mean `moec compile`?",
@@ -40,7 +41,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("arguments", WRONG)
+@each_row("arguments", WRONG)
 def test_wrong_usage_is_one_line(moec: Run, arguments: tuple[str, ...]) -> None:
     ran = moec(*arguments)
     assert (ran.status, ran.out) == (2, "")
@@ -62,7 +63,7 @@ def test_wrong_usage_as_json(moec: Run) -> None:
     assert (found["code"], found["help"]) == ("MOE0017", "did you mean `moec compile`?")
 
 
-@pytest.mark.parametrize("format", ["concise", "github"])
+@each_row("format", ["concise", "github"])
 def test_wrong_usage_in_the_formats_of_logs(moec: Run, format: str) -> None:
     ran = moec("compile", "--format", format)
     assert (ran.status, ran.out) == (2, "")
@@ -84,7 +85,7 @@ def test_a_rank_that_the_plan_does_not_have_is_wrong_usage(moec: Run, starter: P
     assert ran.err == "error[MOE0017]: --rank must be 0 to 3, not 9; the plan is for 4 ranks\n"
 
 
-@pytest.mark.parametrize("group", [(), ("checkpoint",), ("weights",), ("import",)])
+@each_row("group", [(), ("checkpoint",), ("weights",), ("import",)])
 def test_a_group_alone_prints_its_help(moec: Run, group: tuple[str, ...]) -> None:
     ran = moec(*group)
     assert (ran.status, ran.err) == (0, "")

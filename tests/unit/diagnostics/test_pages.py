@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from page_events import EVENTS
+from support.tables import each_row
 
 from moec.driver import check as check_degrees
 from moec.driver import compile as compile_source
@@ -139,13 +140,13 @@ def test_every_code_in_the_sources_is_registered_and_every_registered_code_is_us
     assert used == set(CODES)
 
 
-@pytest.mark.parametrize("path", FILE_PAGES, ids=lambda path: path.stem)
+@each_row("path", FILE_PAGES)
 def test_page_shows_what_the_wrong_file_gives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_golden: bool
 ) -> None:
     page, code = read(path), path.stem
     check = CHECKS.get(code) or EVERY.get(code, check_file)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(new_folder(tmp_path, code))
     diagnostics = check(page.wrong, Path())
     output = render(diagnostics)
     assert code in {diagnostic.code for diagnostic in diagnostics}
@@ -153,11 +154,11 @@ def test_page_shows_what_the_wrong_file_gives(
     assert_shown(path, page.output, output, update_golden)
 
 
-@pytest.mark.parametrize("path", FILE_PAGES, ids=lambda path: path.stem)
+@each_row("path", FILE_PAGES)
 def test_corrected_file_gives_no_diagnostic(path: Path, tmp_path: Path) -> None:
     page, code = read(path), path.stem
     assert page.title == f"{code}: {CODES[code]}"
-    assert render(EVERY.get(code, check_file)(page.corrected, tmp_path)) == ""
+    assert render(EVERY.get(code, check_file)(page.corrected, new_folder(tmp_path, code))) == ""
 
 
 _EVENT_PAGE = re.compile(
@@ -166,17 +167,23 @@ _EVENT_PAGE = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", EVENT_PAGES, ids=lambda path: path.stem)
+@each_row("path", EVENT_PAGES)
 def test_page_shows_what_the_event_gives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_golden: bool
 ) -> None:
     page, code = _EVENT_PAGE.fullmatch(path.read_text(encoding="utf-8")), path.stem
     assert page, f"{path.name} is not of the form of a page"
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(new_folder(tmp_path, code))
     diagnostics = EVENTS[code]()
     assert [diagnostic.code for diagnostic in diagnostics] == [code]
     assert page["title"] == f"{code}: {CODES[code]}"
     assert_shown(path, page["output"], render(diagnostics), update_golden)
+
+
+def new_folder(tmp_path: Path, code: str) -> Path:
+    folder = tmp_path / code
+    folder.mkdir()
+    return folder
 
 
 def assert_shown(path: Path, shown: str, output: str, update_golden: bool) -> None:

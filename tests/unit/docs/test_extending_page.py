@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import get_origin, get_type_hints
 
-import pytest
+from support.tables import each_row
 
 from moec.passes.ir import Op
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-EXCERPTS = [found.partition("\n") for found in re.findall(r"```python\n# (.*?)```", PAGE, re.DOTALL)]
+EXCERPTS = [found.partition("\n")[::2] for found in re.findall(r"```python\n# (.*?)```", PAGE, re.DOTALL)]
 CODE = re.compile(r"`([^`\n]+)`")
 PROSE = CODE.findall(re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
 PATHS = [name for name in PROSE if "/" in name and not name.startswith(".") and " " not in name]
@@ -50,8 +50,8 @@ def test_every_name_exists() -> None:
     assert named - names_of_the_tree() - WORDS - {name for name in named if name.startswith("MOE0")} == set()
 
 
-@pytest.mark.parametrize(("path", "_", "code"), EXCERPTS, ids=[path for path, *_ in EXCERPTS])
-def test_code_is_that_of_its_file(path: str, _: str, code: str) -> None:
+@each_row(("path", "code"), EXCERPTS)
+def test_code_is_that_of_its_file(path: str, code: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
     parts = re.split(r"^\.\.\.\n", code, flags=re.MULTILINE)
     places = [source.find(part) for part in parts]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.plans import moe_text
+from support.tables import each_row
 
 import moec
 
@@ -76,7 +77,7 @@ def test_every_word_that_is_not_built_yet_is_tried_here() -> None:
     assert {word for row in ROWS for word in LATER.findall(row[3])} == REFUSED.keys()
 
 
-@pytest.mark.parametrize("word", REFUSED)
+@each_row("word", REFUSED)
 def test_what_is_not_built_yet_is_refused(word: str) -> None:
     old, new = REFUSED[word]
     assert old in moe_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tables import each_row
 from torch import Tensor
 
 import moec
@@ -126,9 +127,9 @@ CAPACITIES: dict[str, Callable[[float, int, int, int], int]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [24, 50, 100])
-@pytest.mark.parametrize("factor", [0.5, 1.0, 1.25])
-@pytest.mark.parametrize("system", CAPACITIES)
+@each_row("tokens", [24, 50, 100])
+@each_row("factor", [0.5, 1.0, 1.25])
+@each_row("system", CAPACITIES)
 def test_experts_have_the_places_that_the_page_says(system: str, factor: float, tokens: int) -> None:
     """All tokens want experts 0 and 1 of 8, which then have as many rows as places."""
     wanted = CAPACITIES[system](factor, 2, tokens, 8)

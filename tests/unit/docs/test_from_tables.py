@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 from moec.commands.explain import explain
 from moec.grammar.aliases import alias
@@ -47,7 +47,7 @@ def test_there_is_a_page_for_each_system() -> None:
     assert len(CELLS) > 60
 
 
-@pytest.mark.parametrize(("page", "name", "here"), EQUIVALENT)
+@each_row(("page", "name", "here"), EQUIVALENT)
 def test_a_name_of_theirs_is_found_where_the_page_says(page: str, name: str, here: str) -> None:
     found = alias(name)
     if (same := name.lstrip("-").replace("-", "_")) in WORDS:  # `--weight-decay`: the same word here
@@ -60,7 +60,7 @@ def test_a_name_of_theirs_is_found_where_the_page_says(page: str, name: str, her
     assert words & {found.name, found.head, *found.path[-2:]}, f"{name} is `{found.written()}`"
 
 
-@pytest.mark.parametrize(("page", "name"), ELSEWHERE)
+@each_row(("page", "name"), ELSEWHERE)
 def test_a_name_that_is_elsewhere_or_nowhere_has_no_word_in_the_table_of_aliases(page: str, name: str) -> None:
     found = alias(name)
     assert found is not None, f"{name} is in no row of the table of aliases"
@@ -140,7 +140,7 @@ def file_of(cell: str) -> str:
     return f"{model}\n{CLUSTER}train {{ {said['train']} }}\nparallel {{ {said['parallel']} }}\n{adapt}\n"
 
 
-@pytest.mark.parametrize(("cell", "later"), CELLS)
+@each_row(("cell", "later"), CELLS)
 def test_what_is_written_here_is_good_in_a_file(cell: str, later: bool) -> None:
     found = load_text(file_of(cell)).diagnostics
     errors = [each for each in found if each.severity is Severity.ERROR]
@@ -150,7 +150,7 @@ def test_what_is_written_here_is_good_in_a_file(cell: str, later: bool) -> None:
         assert not errors, render(errors)
 
 
-@pytest.mark.parametrize("page", SYSTEMS)
+@each_row("page", SYSTEMS)
 def test_a_page_says_in_which_block_a_group_stands(page: str) -> None:
     (line,) = re.findall(r"is a line of the `moe` block, .*: `(moe \{ …; .*group = rank \})`", PAGES[page])
     filled = line.replace("…", "experts = 8 * gelu(8); gate = topk(2)")
@@ -161,6 +161,6 @@ def test_a_page_says_in_which_block_a_group_stands(page: str) -> None:
     assert any(each.severity is Severity.ERROR for each in load_text(file_of(inside)).diagnostics)
 
 
-@pytest.mark.parametrize("wrong", ["`gate = topk(2, normalise = true)`", "`embedding = tokens(tie = true)`"])
+@each_row("wrong", ["`gate = topk(2, normalise = true)`", "`embedding = tokens(tie = true)`"])
 def test_a_misspelt_cell_is_found(wrong: str) -> None:
     assert any(each.severity is Severity.ERROR for each in load_text(file_of(wrong)).diagnostics)

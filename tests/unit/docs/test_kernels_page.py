@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import pytest
 from support.kernel_tables import ANCHORS, Anchor, anchor_table, layer_tables
+from support.tables import each_row
 
 FILE = Path(__file__).parents[3] / "docs" / "kernels.md"
 
 
-@pytest.mark.parametrize(("section", "lines"), [("anchors", anchor_table), ("layers", layer_tables)])
+@each_row(("section", "lines"), [("anchors", anchor_table), ("layers", layer_tables)])
 def test_the_tables_are_those_of_the_model(
     section: str, lines: Callable[[], Iterable[str]], update_golden: bool
 ) -> None:
@@ -26,7 +26,7 @@ def test_the_tables_are_those_of_the_model(
         assert found[2] == expected, "the tile rule or the model changed: --update-golden, and read the diff"
 
 
-@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda each: f"{each.who}-{each.layer.hidden}-{each.tokens}")
+@each_row("anchor", ANCHORS)
 def test_forward_is_within_a_factor_of_1_6_of_what_is_published(anchor: Anchor) -> None:
     forward, backward = anchor.ratios()
     assert 1 / 1.6 < forward < 1.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md", "tests/diagnostics/*.md")
@@ -50,7 +50,7 @@ def test_every_link_leads_somewhere() -> None:
     assert [each for page in found for each in dead(page)] == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("link", "complaint"),
     [
         ("[a](missing.md)", "no such file"),

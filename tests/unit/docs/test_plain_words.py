@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("grammar", "passes", "codegen", "runtime", "moec")
@@ -85,7 +85,7 @@ def test_no_text_for_users_has_a_banned_phrase() -> None:
     assert [fault for path in files for fault in faults(path)] == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "text"),
     [
         ("message.py", 'raise JobError("MOE0905", f"{path} is no safetensors file")'),

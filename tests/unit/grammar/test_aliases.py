@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.tables import each_row
 
 from moec.grammar.alias_table import WORDS
 from moec.grammar.aliases import Alias, alias, aliases, synonym
@@ -74,7 +75,7 @@ def test_there_are_a_hundred_names_of_nine_systems() -> None:
     assert len({system for found in ALIASES for system in found.systems}) == 9
 
 
-@pytest.mark.parametrize("found", ALIASES, ids=lambda found: found.word)
+@each_row("found", ALIASES)
 def test_every_alias_leads_to_a_word_that_there_is(found: Alias) -> None:
     if not found.path:
         assert found.note
@@ -84,7 +85,7 @@ def test_every_alias_leads_to_a_word_that_there_is(found: Alias) -> None:
     assert not found.plain or f"it is called `{found.name}`" in found.said()
 
 
-@pytest.mark.parametrize("found", [each for each in ALIASES if each.path], ids=lambda found: found.word)
+@each_row("found", [each for each in ALIASES if each.path])
 def test_every_form_is_written_as_the_language_is(found: Alias) -> None:
     text = found.written().replace("{ … }", "{ }")
     assert "{}" not in text
@@ -116,7 +117,7 @@ def test_flags_and_capitals_name_the_same_alias() -> None:
     assert synonym("nonsense") is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "help"),
     [
         ("moe { use_residual = false }", "leave it out: that is the default here"),
@@ -145,7 +146,7 @@ def test_a_value_that_the_form_is_not_written_for_has_a_help_of_its_own(written:
     assert not any(found.fix for found in helped)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("block", "written", "help"),
     [
         ('model "m"', "dense = 1", "write `layers 0 { ffn = swiglu(WIDTH) }` in `model`"),
@@ -164,7 +165,7 @@ def test_a_word_of_the_language_can_be_another_systems_in_a_block_without_it(
     assert found.code == "MOE0201"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("depth", "help"),
     [
         ("12.000", "a point begins a fraction: write `12_000`, or `12`"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
@@ -26,7 +26,7 @@ def rope(**options: str) -> str:
     return f"mha(heads = 4, rope = rope({', '.join(f'{name} = {value}' for name, value in options.items())}))"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("attention", "found"),
     [
         (rope(fraction="0.1"), [("MOE0360", "0.1")]),
@@ -61,7 +61,7 @@ def test_what_cannot_stand_together_is_refused_at_its_place(attention: str, foun
 MLA = "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = {}, value_dim = 4, {})"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("attention", "found"),
     [
         (MLA.format(4, "rope = rope()"), []),
@@ -79,7 +79,7 @@ def test_latent_attention_refuses_what_it_does_not_have(attention: str, found: l
     assert refused(attention) == found
 
 
-@pytest.mark.parametrize("window", [16, 17])
+@each_row("window", [16, 17])
 def test_a_window_longer_than_the_context_is_refused(window: int) -> None:
     found = [("MOE0362", "17")] if window > 16 else []
     assert refused(f"mha(heads = 4, window = {window})") == found
@@ -96,9 +96,9 @@ model "m" {{
 """
 
 
-@pytest.mark.parametrize("window", [9, 10])
-@pytest.mark.parametrize("context", ["", "; context = 9"])
-@pytest.mark.parametrize("train", ["", "train { batch = 2 }"])
+@each_row("window", [9, 10])
+@each_row("context", ["", "; context = 9"])
+@each_row("train", ["", "train { batch = 2 }"])
 def test_a_window_longer_than_an_images_patches_is_refused(window: int, context: str, train: str) -> None:
     """3 x 3 patches: the length of every sequence, whatever else the file says."""
     for causal in ("true", "false"):
@@ -109,7 +109,7 @@ def test_a_window_longer_than_an_images_patches_is_refused(window: int, context:
         assert found == ([("MOE0362", "10")] if window > 9 else [])
 
 
-@pytest.mark.parametrize("window", [8, 9])
+@each_row("window", [8, 9])
 def test_without_a_context_the_longest_sequence_is_that_of_training(window: int) -> None:
     text = MODEL.format(attention=f"mha(heads = 4, window = {window})", context="").replace("; context = 16", "")
     found = load_text(f"{text}train {{ batch = 2; sequence = 8 }}").diagnostics
@@ -123,7 +123,7 @@ def test_a_window_of_an_images_grid_is_no_larger_than_the_grid() -> None:
         assert [d.code for d in load_text(text).diagnostics] == code
 
 
-@pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e38)"])
+@each_row("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e38)"])
 def test_the_ends_of_the_ranges_compile(scaling: str) -> None:
     """Two dims turn, the fewest, and factors are large."""
     compile_source(MODEL.format(attention=f"mha(heads = 16, rope = rope(scaling = {scaling}))", context=""))

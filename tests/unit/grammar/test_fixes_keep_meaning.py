@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.tables import each_row
 
 from moec.commands.check import run
 from moec.grammar.diagnostics import DiagnosticError
@@ -28,10 +29,8 @@ def mended(tmp_path: Path, text: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("comment", ["/* x */", "/* a\n b */", "/**/", "/* # */"])
-@pytest.mark.parametrize(
-    "place", ["dim =@ 32", "dim@ = 32", "gate = @topk(2)", "heads@ =@ 4", "dim = 32@", "@moe {", "4 @* gelu"]
-)
+@each_row("comment", ["/* x */", "/* a\n b */", "/**/", "/* # */"])
+@each_row("place", ["dim =@ 32", "dim@ = 32", "gate = @topk(2)", "heads@ =@ 4", "dim = 32@", "@moe {", "4 @* gelu"])
 def test_a_comment_inside_of_a_statement_leaves_it(tmp_path: Path, comment: str, place: str):
     assert place.replace("@", "") in TEXT
     file = mended(tmp_path, TEXT.replace(place.replace("@", ""), place.replace("@", comment)))
@@ -39,7 +38,7 @@ def test_a_comment_inside_of_a_statement_leaves_it(tmp_path: Path, comment: str,
     assert all(letter in file.read_text() for letter in "x" * ("x" in comment) + "ab" * ("a" in comment))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ours", "other"),
     [
         ("gelu(32)", "gelu_pytorch_tanh(32)"),  # another function than the exact one
@@ -62,7 +61,7 @@ def test_noisy_top_k_keeps_its_noise(tmp_path: Path):
     assert "gate = noisy_topk(2)" in mended(tmp_path, TEXT.replace("topk(2)", "noisy_top_k(2)")).read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "meant"),
     [
         ("layers :2", "layers 0..1"),
@@ -93,26 +92,26 @@ def test_layers_that_nobody_can_count_are_not_replaced(tmp_path: Path):
         )
 
 
-@pytest.mark.parametrize("selector", ["2:", "2: ", "0, 1 1", "0, 1 2"])
+@each_row("selector", ["2:", "2: ", "0, 1 1", "0, 1 2"])
 def test_layers_that_may_be_others_are_not_replaced(tmp_path: Path, selector: str):
     text = TEXT.replace("depth = 1", "depth = 4").replace("layers {", f"layers {selector} {{")
     assert f"layers {selector} {{" in mended(tmp_path, text).read_text()
 
 
-@pytest.mark.parametrize("division", ["4096 // 64", "4096 // 64; depth = 2", "4096 // (2 * 32)", "wide // parts"])
+@each_row("division", ["4096 // 64", "4096 // 64; depth = 2", "4096 // (2 * 32)", "wide // parts"])
 def test_a_division_is_not_made_a_comment(tmp_path: Path, division: str):
     text = TEXT.replace("dim = 32; depth = 1", f"dim = {division}")
     text = f"let wide = 4096\nlet parts = 64\n{text}"
     assert division in mended(tmp_path, text).read_text()
 
 
-@pytest.mark.parametrize("word", ["sgdm", "sgdw", "adamp", "adams", "nadamw", "muonw"])
+@each_row("word", ["sgdm", "sgdw", "adamp", "adams", "nadamw", "muonw"])
 def test_an_optimizer_of_another_library_is_not_replaced(tmp_path: Path, word: str):
     text = TEXT + f"train {{ batch = 1; sequence = 8; optimizer = {word}(lr = 1e-3) }}\n"
     assert mended(tmp_path, text).read_text() == text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("right", "wrong"),
     [
         ("parallel { microbatches = 2 }", "parallel { microbatch_size = 2 }"),
@@ -136,7 +135,7 @@ def test_a_word_or_number_of_another_meaning_is_not_replaced(tmp_path: Path, rig
     assert wrong in mended(tmp_path, text).read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "meant"),
     [
         ("400Gb/s", "50GB/s"),
@@ -154,7 +153,7 @@ def test_bits_become_an_eighth_of_as_many_bytes(tmp_path: Path, written: str, me
     assert mended(tmp_path, text.replace("{}", written)).read_text() == text.replace("{}", meant)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "meant"),
     [
         ("heads = {4}", "heads = 4"),
@@ -184,7 +183,7 @@ def test_a_model_that_is_called_is_the_block(tmp_path: Path):
     assert load_file(mended(tmp_path, called)).spec == load_text(block).spec
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("right", "wrong"),
     [
         ("gate = topk(2)", "gate = topk(2); balance = [cv_loss(0.1)]"),
@@ -204,7 +203,7 @@ def test_a_device_with_another_number_is_not_replaced(tmp_path: Path):
     assert mended(tmp_path, text).read_text() == text
 
 
-@pytest.mark.parametrize(("hidden", "left"), [("\x1b[31m", "[31m"), ("\u202e", ""), ("\t", " "), ("\u200b", "")])
+@each_row(("hidden", "left"), [("\x1b[31m", "[31m"), ("\u202e", ""), ("\t", " "), ("\u200b", "")])
 def test_characters_that_do_not_print_stand_in_no_text(tmp_path: Path, hidden: str, left: str):
     with pytest.raises(DiagnosticError, match="MOE0102"):
         load_text(TEXT.replace('"m"', f'"größe{hidden}m"')).unwrap()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.tables import each_row
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.read import read_config
@@ -33,7 +34,7 @@ def test_keys_that_nobody_asks_for_are_warned_of_also_inside_of_others() -> None
     assert said == [f"`{key}` is not known here and has no effect" for key in ("new_norm", "rope_scaling.high_freq")]
 
 
-@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}, float("nan")])
+@each_row("value", [None, False, 0, 0.0, "", [], {}, float("nan")])
 def test_unknown_keys_that_switch_nothing_on_are_not_warned_of(value: object) -> None:
     assert notes(new_norm=value, rope_scaling={**LINEAR, "new": value}) == []
 
@@ -47,7 +48,7 @@ def test_rotary_parameters_of_layers_that_the_model_does_not_have_are_no_unknown
     assert notes(**mellum) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "shown"),
     [("five", '"five"'), (True, "true"), ([1, "a", None], '[1, "a", null]'), ({"a": False}, '{"a": false}')],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
@@ -39,14 +39,14 @@ def test_without_a_cluster_there_is_one_rank_on_a_cpu() -> None:
     assert sizes(found) == {"node": 1}
 
 
-@pytest.mark.parametrize("name", library_names("clusters"))
+@each_row("name", library_names("clusters"))
 def test_every_cluster_of_the_library_is_good(name: str) -> None:
     found = cluster(f'use "clusters/{name}"')
     assert found.name == name
     assert found.levels[-1].size == 1
 
 
-@pytest.mark.parametrize("name", library_names("devices"))
+@each_row("name", library_names("devices"))
 def test_every_device_of_the_library_is_good(name: str) -> None:
     found = cluster(f'cluster "c" {{ device = {name}; level "node" {{ size = 2 }} }}')
     assert found.device.name == name
@@ -103,7 +103,7 @@ def test_spans_lead_into_the_library_and_to_the_use() -> None:
     assert str(found.span()) == "<text>:7"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "expected"),
     [
         ('cluster "c" { device = h10; level "n" { size = 1 } }', ["MOE0201"]),

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Error, Keyword, Name, Number, Token
+from support.tables import each_row
 
 from moec.commands.init import STARTER
 from moec.grammar.editor import textmate
@@ -24,14 +24,14 @@ FILES = {
 } | {"starter": STARTER}
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_row("name", FILES)
 def test_no_error_token_and_every_character_kept(name: str) -> None:
     found = list(MoeLexer(ensurenl=False, stripnl=False).get_tokens(FILES[name]))
     assert not [text for kind, text in found if kind in Error]
     assert "".join(text for _, text in found) == FILES[name]
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_row("name", FILES)
 def test_highlighting_cuts_where_the_compiler_does(name: str) -> None:
     tokens = [token.text for token in lex(FILES[name], comments=True) if token.kind != "SEPARATOR" or token.text == ";"]
     found = MoeLexer(ensurenl=False, stripnl=False).get_tokens(FILES[name])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.tables import each_row
 
 from moec.grammar import DiagnosticError, load_file, load_text, render
 from moec.grammar.load import Loaded
@@ -84,7 +85,7 @@ def test_a_model_in_two_files_is_a_duplicate(tmp_path: Path) -> None:
     assert str(diagnostic.labels[0].span) == "m.moe:1"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "files",
     [
         {"a.moe": 'use "a"'},
@@ -101,7 +102,7 @@ def test_a_chain_of_uses_is_bounded(tmp_path: Path) -> None:
     assert codes(load(tmp_path, files)) == ["MOE0404"]
 
 
-@pytest.mark.parametrize("path", ["", "/etc/passwd", "a\\b", "C:/x", "x" * 5000, "a\0b"])
+@each_row("path", ["", "/etc/passwd", "a\\b", "C:/x", "x" * 5000, "a\0b"])
 def test_paths_that_are_no_relative_paths_are_refused(tmp_path: Path, path: str) -> None:
     loaded = load(tmp_path, {"main.moe": f'use "{path}"\n'})
     assert codes(loaded) in (["MOE0011"], ["MOE0004"])
@@ -128,7 +129,7 @@ def test_a_used_file_that_cannot_be_read_does_not_make_the_model_missing(tmp_pat
     assert codes(load(tmp_path, {"main.moe": 'use "model"'})) == ["MOE0002"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "expected"),
     [
         (b"", "MOE0007"),
@@ -165,7 +166,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     assert codes(load_file(path)) == ["MOE0001"]
 
 
-@pytest.mark.parametrize("path", ["missing.moe", "no/such/folder.moe", "x" * 5000, "nul\0.moe"])
+@each_row("path", ["missing.moe", "no/such/folder.moe", "x" * 5000, "nul\0.moe"])
 def test_paths_that_lead_nowhere(path: str) -> None:
     assert codes(load_file(path)) == ["MOE0001"]
 

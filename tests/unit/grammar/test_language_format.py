@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar.format import formatted
 from moec.grammar.source import Source
@@ -12,7 +12,7 @@ def fmt(text: str) -> str:
     return formatted(Source("x.moe", text))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "after"),
     [
         ("", ""),

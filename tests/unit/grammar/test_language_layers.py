@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.spec import Gqa, Layer, Mha
@@ -23,7 +23,7 @@ def codes(blocks: str) -> list[str]:
     return [diagnostic.code for diagnostic in load_text(text(blocks)).diagnostics]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("selector", "picked"),
     [
         ("", [0, 1, 2, 3, 4, 5]),
@@ -49,7 +49,7 @@ def test_a_let_may_hold_a_selector() -> None:
     assert kinds == [Gelu, SwiGLU, SwiGLU, Gelu, Gelu, Gelu]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("selector", "code"),
     [
         ("6", "MOE0306"),

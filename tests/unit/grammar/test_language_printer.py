@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.tables import each_row
 
 from moec.grammar import Spec, load_file, load_text, to_text
 from moec.grammar.format import formatted
@@ -56,7 +57,7 @@ def spec(*layers: Layer) -> Spec:
     )
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@each_row("path", CASES)
 def test_a_file_reads_back_as_the_same_spec(path: Path) -> None:
     found = load_file(path).unwrap()
     text = to_text(found)
@@ -107,7 +108,7 @@ parallel {
     assert load_text(to_text(spec(DENSE, SPARSE, DENSE))).unwrap() == spec(DENSE, SPARSE, DENSE)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("order", "selectors"),
     [
         ("ddd", [""]),
@@ -127,7 +128,7 @@ def test_equal_layers_need_not_be_one_object() -> None:
     assert to_text(spec(*copies)) == to_text(spec(DENSE, DENSE, DENSE))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "dimension", "text"),
     [
         (80e9, "bytes", "80GB"),
@@ -151,7 +152,7 @@ def test_numbers_are_written_shortly_and_read_back_exactly(value: float, dimensi
     assert float(read) == value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("factor", "text"),
     [
         (Fraction(3, 10), "0.3"),
@@ -173,7 +174,7 @@ def test_fractions_are_decimals_where_these_are_exact_and_read_back(factor: Frac
         assert to_text(again) == printed
 
 
-@pytest.mark.parametrize("label", ['a"b', "a\nb", "a\rb", "a\0b", "\ud800"])
+@each_row("label", ['a"b', "a\nb", "a\rb", "a\0b", "\ud800"])
 def test_labels_that_no_text_can_hold_are_refused_by_the_schema(label: str) -> None:
     with pytest.raises(ValidationError):
         Level(name=label, size=1)

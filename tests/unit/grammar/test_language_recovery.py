@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.source import Source
@@ -47,7 +47,7 @@ def test_the_inside_of_a_block_with_a_bad_head_is_still_checked() -> None:
     assert isinstance(after, Assignment)
 
 
-@pytest.mark.parametrize("opening", ["f(1", "[1, 2", "f([1", "f(1, g(2)"])
+@each_row("opening", ["f(1", "[1, 2", "f([1", "f(1, g(2)"])
 def test_an_open_parenthesis_costs_one_statement(opening: str) -> None:
     tree, diagnostics = parse(Source("", f"b {{\n  x = {opening}\n  y = 1\n  z = 2\n}}\nw = 3"))
     assert {d.code for d in diagnostics} == {"MOE0104"}
@@ -79,7 +79,7 @@ def test_nesting_is_bounded() -> None:
     assert errors("x = " + "(" * 64 + "1" + ")" * 64) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "message", "help"),
     [
         ("x = 80 GB", "a space before the unit", "`80GB`"),
@@ -131,7 +131,7 @@ def test_indentation_counts_for_nothing_where_braces_come_out_even() -> None:
     assert errors("a {\nb {\nx = 1\n      }\n   }") == []
 
 
-@pytest.mark.parametrize(("text", "meant"), [("lett x = 3", "let"), ('se "a"\n', "use"), ("x = 1..9 stp 2", "step")])
+@each_row(("text", "meant"), [("lett x = 3", "let"), ('se "a"\n', "use"), ("x = 1..9 stp 2", "step")])
 def test_a_misspelt_keyword_is_mended(text: str, meant: str) -> None:
     (diagnostic,) = errors(text)
     (edit,) = diagnostic.fix

@@ -6,6 +6,7 @@ import json
 import unicodedata
 
 import pytest
+from support.tables import each_row
 
 from moec.grammar import Diagnostic, Source, Span, load_text, render
 from moec.grammar.diagnostics import STYLES, DiagnosticError, Label, Severity
@@ -73,8 +74,8 @@ def test_a_long_line_is_cut_around_the_mark() -> None:
     assert mark[code.index("oops") :].startswith("^^^^ here")
 
 
-@pytest.mark.parametrize("width", [40, 60, 100, 200])
-@pytest.mark.parametrize(
+@each_row("width", [40, 60, 100, 200])
+@each_row(
     "line",
     [
         "name = " + "long_" * 60 + " oops " + "tail " * 40,
@@ -166,7 +167,7 @@ def test_every_style_renders_nothing_as_nothing_and_others_are_refused() -> None
         render([], "html")
 
 
-@pytest.mark.parametrize(("first", "second"), [("one", "two"), ("two", "one")])
+@each_row(("first", "second"), [("one", "two"), ("two", "one")])
 def test_a_second_mark_beside_the_shown_part_stands_under_its_word(first: str, second: str) -> None:
     source = Source("m.moe", f"a = {'x' * 100} one {'y' * 200} two {'z' * 100}\n")
     lines = render([diagnostic(at(first, source), (at(second, source), "there"))], width=80).splitlines()

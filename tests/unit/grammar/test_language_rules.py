@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar import Spec, check, load_text
 from moec.grammar.spec import Layer, Model
@@ -30,7 +30,7 @@ def text(**values: str) -> str:
     return FILE.format(**(base | values))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "code"),
     [
         ({"attention": "gqa(heads = 4, kv_heads = 3)"}, "MOE0301"),
@@ -56,7 +56,7 @@ def test_a_rule_is_broken_in_a_file(values: dict[str, str], code: str) -> None:
     assert diagnostics[0].labels or code == "MOE0308"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "values",
     [
         {"attention": "gqa(heads = 3, kv_heads = 1, head_dim = 5)"},
@@ -100,7 +100,7 @@ def test_a_spec_made_in_python_is_checked_by_the_same_rules() -> None:
 INNER = 'layer "{}" {{ {} moe {{ experts = 2 * {}; gate = topk(1) }} }}\n'
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "expected"),
     [
         (INNER.format("a", "dim = 8;", "gelu(4)"), []),

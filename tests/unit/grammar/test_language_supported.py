@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
@@ -26,7 +27,7 @@ def refused(**given: str) -> list[Diagnostic]:
     return unsupported(load_text(MODEL.format(**USUAL | given)).unwrap())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "what", "today"),
     [
         ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
@@ -101,7 +102,7 @@ def test_a_marked_class_is_refused_once_for_all_layers_and_others_are_listed(
 LAYER = 'layer "x" {{ dim = 8; moe {{ experts = {}; gate = topk(1) }} }}\n{}'
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("experts", "tail", "what"),
     [
         ("2 * gelu(4)", "parallel { tp = 2 }", "`tp = 2` in the file of one `layer`"),

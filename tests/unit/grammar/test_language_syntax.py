@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from support.tables import each_row
 
 from moec.grammar.source import Source, Span
 from moec.grammar.syntax.parser import parse
@@ -55,9 +55,7 @@ def test_use_let_and_assignment() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["32_000", "1e-5", "0.02", "1e6", "450GB/s", "2us", "989.4TFLOPS", "32k", "4Mi", "3E+8", "7B"]
-)
+@each_row("text", ["32_000", "1e-5", "0.02", "1e6", "450GB/s", "2us", "989.4TFLOPS", "32k", "4Mi", "3E+8", "7B"])
 def test_a_number_is_one_token_with_its_unit(text: str) -> None:
     assert value_of(text) == number(text)
 
@@ -93,7 +91,7 @@ def test_lists_may_span_lines_and_hold_anything() -> None:
     assert value_of("[]") == Sequence((), HERE)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("selector", "expected"),
     [
         ("", None),

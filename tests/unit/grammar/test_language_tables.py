@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from lark import Token
 from lark.exceptions import UnexpectedInput
+from support.tables import each_row
 
 from moec.grammar.source import Source
 from moec.grammar.syntax import generate
@@ -32,7 +32,7 @@ def lark_accepts(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@each_row("path", CASES)
 def test_lark_accepts_what_the_parser_accepts(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert lark_accepts(text)

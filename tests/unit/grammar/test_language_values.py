@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 from pydantic import ValidationError
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
@@ -34,7 +35,7 @@ def codes(head: str = "", lets: dict[str, str | int | float] | None = None, tail
     return [diagnostic.code for diagnostic in load(head, lets, tail, **values).diagnostics]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "number"),
     [
         ("32_000", 32_000),
@@ -79,7 +80,7 @@ def test_quantities_can_be_scaled_and_divided() -> None:
     assert (level.size, level.bandwidth, level.latency) == (8, 15e9, 2.001e-3)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "code"),
     [
         ("1.5", "MOE0206"),
@@ -114,8 +115,8 @@ def test_what_is_no_whole_number_above_zero_is_told_so(text: str, code: str) -> 
     assert codes(vocab=text) == [code]
 
 
-@pytest.mark.parametrize("written", ["1e39", "3.4e38", "1e300 / 2", "1e-46", "2 / 1e300"])
-@pytest.mark.parametrize(
+@each_row("written", ["1e39", "3.4e38", "1e300 / 2", "1e-46", "2 / 1e300"])
+@each_row(
     "ffn",
     [
         "ffn = swiglu(8, clamp = NUMBER)",
@@ -141,7 +142,7 @@ FLOATS = {
 """Every field that takes a float, and whether it takes a list of them."""
 
 
-@pytest.mark.parametrize("value", [1e39, 3.4e38, 1e-46])
+@each_row("value", [1e39, 3.4e38, 1e-46])
 def test_no_field_takes_a_float_that_no_layer_computes_with(value: float) -> None:
     assert len(FLOATS) > 50
     for (cls, name), listed in FLOATS.items():
@@ -184,7 +185,7 @@ def test_an_error_in_a_value_shows_the_let_it_came_through() -> None:
     assert [(label.span.line, label.message) for label in diagnostic.labels] == [(1, "`w` is declared here")]
 
 
-@pytest.mark.parametrize("value", ["128", 128, 128.0, "2 * 64", "w"])
+@each_row("value", ["128", 128, 128.0, "2 * 64", "w"])
 def test_a_let_is_overridden(value: str | int | float) -> None:
     found = model("let w = 128; let d = 64\n", {"d": value}, dim="d")
     assert found.dim == 128
@@ -215,9 +216,7 @@ def test_an_override_of_an_unknown_let_suggests_one() -> None:
     assert codes(lets={"x": 1}) == ["MOE0213"]
 
 
-@pytest.mark.parametrize(
-    "head", ["let a = a", "let a = b; let b = a", "let a = [f(b)]; let b = 1", "let a = -b; let b = 1"]
-)
+@each_row("head", ["let a = a", "let a = b; let b = a", "let a = [f(b)]; let b = 1", "let a = -b; let b = 1"])
 def test_a_let_cannot_use_itself_or_what_comes_later(head: str) -> None:
     assert codes(head + "\n") == ["MOE0214"]
 
@@ -237,7 +236,7 @@ def test_a_chain_of_ten_thousand_lets_is_followed() -> None:
     assert model(head, vocab="a9999").vocab == 10_000
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "code", "suggestion"),
     [
         ({"attention": "gqaa(heads = 4, kv_heads = 2)"}, "MOE0201", "`gqa`"),
@@ -295,7 +294,7 @@ def capacity(text: str, head: str = "", lets: dict[str, str | int | float] | Non
     return moe.capacity
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("head", "text"),
     [
         ("let f = 0.1 * 3\n", "factor(f)"),
@@ -325,13 +324,13 @@ def test_a_float_made_in_python_is_the_decimal_that_it_shows() -> None:
     assert Factor(factor=0.3) == capacity("factor(0.3)")
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0.0, -1.0, True, "1", 1e-300])
+@each_row("factor", [float("inf"), float("nan"), 0.0, -1.0, True, "1", 1e-300])
 def test_what_is_no_capacity_is_refused_in_python(factor: object) -> None:
     with pytest.raises(ValidationError):
         Factor(factor=factor)
 
 
-@pytest.mark.parametrize(("text", "code"), [("0", "MOE0207"), ("-0.5", "MOE0207"), ("1e-300", "MOE0107")])
+@each_row(("text", "code"), [("0", "MOE0207"), ("-0.5", "MOE0207"), ("1e-300", "MOE0107")])
 def test_what_is_no_capacity_is_refused_in_a_file(text: str, code: str) -> None:
     assert codes(ffn=FACTOR.format(f"factor({text})")) == [code]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 from moec.commands.fixes import edited
 from moec.driver import check_text
@@ -83,7 +83,7 @@ SURE = {
 }
 
 
-@pytest.mark.parametrize("name", SURE)
+@each_row("name", SURE)
 def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
     old, new, help, right = SURE[name]
     text = FILE.replace(old, new, 1)
@@ -123,7 +123,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@each_row("name", NAMED)
 def test_a_habit_without_an_equal_here_is_one_error(name: str) -> None:
     old, new, help = NAMED[name]
     text = FILE.replace(old, new, 1)
@@ -164,7 +164,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each_row("name", VALUES)
 def test_names_beside_each_other_give_one_form(name: str) -> None:
     given, forms = VALUES[name]
     found = errors(FILE.replace("depth = 2;", f"depth = 2; {given};", 1))
@@ -276,7 +276,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
+@each_row("name", WORDS)
 def test_a_value_that_does_not_fit_says_what_to_write(name: str) -> None:
     old, new, message, help = WORDS[name]
     text = FILE.replace(old, new, 1)
@@ -318,7 +318,7 @@ NOT_READ = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_READ)
+@each_row("name", NOT_READ)
 def test_what_looks_like_a_habit_keeps_its_meaning(name: str) -> None:
     old, new, right = NOT_READ[name]
     assert fixed(FILE.replace(old, new, 1)) == FILE.replace(old, right, 1)

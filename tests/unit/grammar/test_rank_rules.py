@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.plans import FOUR, moe_text
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.runtime.job.reference import reference
@@ -42,7 +42,7 @@ def loss(text: str) -> float:
     return model(tokens, tokens).loss.item()
 
 
-@pytest.mark.parametrize("name", [*DEPENDENT, *INDEPENDENT])
+@each_row("name", [*DEPENDENT, *INDEPENDENT])
 def test_a_warning_is_given_where_another_number_of_ranks_gives_another_loss(name: str) -> None:
     options = {**DEPENDENT, **INDEPENDENT}[name]
     over_four, over_one = moe_text(**options, ranks=4), moe_text(**{**options, "levels": ""}, ranks=1, ep=1)
@@ -59,7 +59,7 @@ def test_a_stated_cluster_of_one_data_parallel_rank_has_no_warning_and_an_open_n
     assert warned(without)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("degrees", "spans"),
     [
         ("layers 0 { ep = 2 }", ["2"]),

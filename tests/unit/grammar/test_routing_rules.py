@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.plans import moe_text
+from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
@@ -49,7 +50,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "options", "help"), WRONG)
+@each_row(("code", "options", "help"), WRONG)
 def test_a_mistake_has_a_place_and_a_way_out(code: str, options: dict[str, Any], help: str) -> None:
     with pytest.raises(DiagnosticError) as error:
         compile_source(load_text(moe_text(**options), name="a.moe").unwrap())
@@ -60,7 +61,7 @@ def test_a_mistake_has_a_place_and_a_way_out(code: str, options: dict[str, Any],
         assert help in one.help
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("code", "options"),
     [
         ("MOE0347", {"gate": "topk(2, groups = 4)"}),
@@ -79,7 +80,7 @@ def test_what_has_no_effect_or_an_odd_one_is_warned_of(code: str, options: dict[
     loaded.unwrap()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options",
     [
         {"gate": "topk(2, groups = 4, keep_groups = 2, group_score = max)"},

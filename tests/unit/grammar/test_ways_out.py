@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic
@@ -37,7 +37,7 @@ def found(folder: Path, form: str = TEXTS, **given: str) -> tuple[Diagnostic, ..
     return tuple(check(path))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gate", "moe"),
     [
         ("expert_choice(2)", ""),
@@ -57,8 +57,8 @@ def test_where_packed_texts_are_no_groups_the_batch_is_one(tmp_path: Path, gate:
     assert found(tmp_path, model=PACKED, gate=gate, moe=f"{moe}; group = batch") == ()
 
 
-@pytest.mark.parametrize("gate", ["soft(2)", "smear"])
-@pytest.mark.parametrize("packed", [PACKED, "; embedding = tokens(separator = 3)"])
+@each_row("gate", ["soft(2)", "smear"])
+@each_row("packed", [PACKED, "; embedding = tokens(separator = 3)"])
 def test_gates_of_whole_sequences_get_one_text_a_sequence(tmp_path: Path, gate: str, packed: str) -> None:
     (refusal,) = found(tmp_path, model=packed, gate=gate)
     (of_batch,) = found(tmp_path, model=packed, gate=gate, moe="; group = batch")
@@ -82,7 +82,7 @@ def test_an_option_of_the_embedding_is_said_to_be_one(tmp_path: Path) -> None:
     assert misplaced.help == "it belongs in `embedding = tokens(padding = 0)`"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("code", "given", "way_out"),
     [
         ("MOE0347", {"gate": "topk(2, groups = 4)"}, {"gate": "topk(2, groups = 4, keep_groups = 2)"}),
@@ -115,7 +115,7 @@ def test_one_id_for_padding_and_separators_is_warned_of(tmp_path: Path) -> None:
         assert [d.code for d in found(tmp_path, model=f"; embedding = {embedding}")] == codes
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shared", "help"),
     [
         ("2 * swiglu(4)", "the sum of several is one of their total width: `swiglu(2 * 4)`"),

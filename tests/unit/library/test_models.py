@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
@@ -34,7 +35,7 @@ def test_every_model_compiles_under_use(name: str) -> None:
     assert run_passes(spec).program.blocks
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_model_says_its_source_and_declares_one_block(name: str) -> None:
     text = text_of(name)
     comment, _, rest = text.partition(f'"{name}"')
@@ -80,7 +81,7 @@ def test_one_model_may_be_used_twice() -> None:
     assert load_text('use "models/dbrx"\nuse "models/dbrx"\n').unwrap().model.name == "dbrx"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "help", "fix"),
     [
         ("models/mixtal_8x7b", "did you mean `models/mixtral_8x7b`?", ['"models/mixtral_8x7b"']),

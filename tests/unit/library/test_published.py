@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.published_counts import PUBLISHED, as_published, counts_of, last_digit
+from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar.resolve.library import library_names
@@ -21,7 +22,7 @@ def test_every_whole_model_has_a_published_count() -> None:
     assert set(PUBLISHED) <= names
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each_row("name", PUBLISHED)
 def test_counts_are_the_published_ones(name: str) -> None:
     """To the last published digit, whether it was rounded or cut off."""
     published = PUBLISHED[name]

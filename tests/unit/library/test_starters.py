@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.combinations import some
+from support.tables import each_row
 
 from moec.cli import app
 from moec.commands.library import starter_from, title
@@ -15,8 +17,14 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.format import formatted
 from moec.grammar.resolve.library import library_names, library_text
 from moec.grammar.source import Source
+from moec.passes.cost.memory import memory_of
 
 NAMES = library_names("models")
+ON_MANY_NODES = (
+    "deepseek_v2", "deepseek_v3", "glm_4_5", "gshard_600b_decoder", "kimi_k2", "minimax_m2", "mixtral_8x22b",
+    "qwen3_235b_a22b", "switch_c_decoder",
+)  # fmt: skip
+"""Models of which one number of nodes after the other is compiled until a step fits: the longest searches are slow."""
 
 
 def init(*arguments: str, status: int = 0) -> str:
@@ -25,7 +33,7 @@ def init(*arguments: str, status: int = 0) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, [name for name in NAMES if name not in ON_MANY_NODES]))
 def test_every_starter_is_laid_out_compiles_and_fits(name: str) -> None:
     text = starter_from(name)
     assert formatted(Source(name, text)) == text
@@ -43,9 +51,10 @@ def test_half_of_the_nodes_would_not_fit() -> None:
     assert "nodes = 2 " in text
     for zero in (1, 2, 3):
         smaller = text.replace("nodes = 2 ", "nodes = 1 ").replace("batch     = 16", "batch     = 8")
-        with pytest.raises(DiagnosticError) as raised:
-            run_passes(to_spec(smaller.replace("zero      = 1", f"zero      = {zero}")))
-        assert raised.value.diagnostics[0].code == "MOE0501"
+        spec = to_spec(smaller.replace("zero      = 1", f"zero      = {zero}"))
+        # Up to the budget, which would look for a remedy.
+        program = run_passes(spec, "partition").program
+        assert memory_of(program, spec).peak.bytes.total > spec.cluster.device.memory
 
 
 def test_init_from_writes_the_models_text_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +76,7 @@ def test_init_from_replaces_nothing(tmp_path: Path) -> None:
     assert file.read_text() == "# mine\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "meant"),
     [
         ("mixtral_8x7", ["mixtral_8x7b"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans import moe_text
+from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
@@ -58,7 +59,7 @@ def test_one_word_is_proposed_where_one_is_enough() -> None:
 
 
 def test_the_refusal_names_the_device_the_batch_and_the_largest_tenants() -> None:
-    diagnostic = refusal(text_of(1e6))
+    diagnostic = refusal(text_of(1e6, ranks=1, ep=1))
     assert [label.message for label in diagnostic.labels] == ["small has 1 MB", "16 sequences over all ranks"]
     assert "most in the backward of layer" in diagnostic.message
     assert all(word in diagnostic.message for word in ("optimizer", "parameters", "MB"))
@@ -71,7 +72,7 @@ def test_a_file_without_a_step_is_not_refused() -> None:
     compile_source(spec.replace(train=None))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "memory", "text"),
     [(61.3e9, 80e9, "61.3 of 80 GB"), (5.349e14, 80e9, "535 TB of 80 GB"), (2e18, 72e6, "2 EB of 72 MB")],
 )

@@ -2,9 +2,9 @@
 
 from dataclasses import fields, replace
 
-import pytest
 from support.plans import moe_spec
 from support.sliced_plans import MESH, sliced_plan
+from support.tables import each_row
 
 from moec.passes.ir import Block, Init, Layout, Mesh, Op, Output, Parameter, Program, Value
 from moec.passes.ir.ops import ExpertMlp, Linear
@@ -49,7 +49,7 @@ def test_the_loss_is_reduced_once_and_its_counts_once_each():
         assert collectives(compiled(), block) == ["all_reduce dp"]
 
 
-@pytest.mark.parametrize(("ep", "experts_over"), [(1, ("edp",)), (2, ("edp",)), (4, ())])
+@each_row(("ep", "experts_over"), [(1, ("edp",)), (2, ("edp",)), (4, ())])
 def test_expert_gradients_are_summed_over_edp_and_dense_ones_over_dp(ep: int, experts_over: tuple[str, ...]):
     found = sums(compiled(ep=ep))
     assert found["moe.experts.up.weight"] == found["moe.experts.down.weight"] == experts_over
@@ -97,7 +97,7 @@ def test_rows_of_copied_experts_are_gathered_alike_and_each_rank_keeps_its_own()
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
+@each_row("copied", [False, True])
 def test_conversions_of_rows_are_read_as_they_are_printed(copied: bool):
     """With the registered op of experts in the place of the tests' own."""
     program = sliced_plan(copied=copied).program

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
+from support.tables import each_row
 
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.ops.conversion import Conversion, conversion_classes
@@ -34,7 +34,7 @@ def naming(*names: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in SOURCES if not words_of(path).isdisjoint(names)}
 
 
-@pytest.mark.parametrize("mnemonic", OF_ROWS)
+@each_row("mnemonic", OF_ROWS)
 def test_a_conversion_takes_three_source_files(mnemonic: str):
     assert naming(mnemonic, OF_ROWS[mnemonic]) == {
         "passes/ir/ops/ragged_conversions.py",
@@ -51,7 +51,7 @@ def test_the_pass_that_inserts_conversions_names_none():
             assert path not in naming(kind.__name__), kind
 
 
-@pytest.mark.parametrize("kind", conversion_classes(), ids=lambda kind: kind.mnemonic)
+@each_row("kind", conversion_classes())
 def test_backward_takes_the_operands_of_forward(kind: type[Conversion]):
     """The operators of both take as many tensors, for the others are those of forward."""
     attributes = {"dim": 1, "given": 0, "wanted": 1, "reverse": False}

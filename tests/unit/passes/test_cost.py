@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.plans import moe_spec, moe_text
 from support.sliced_plans import sliced_plan
+from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
@@ -34,7 +35,7 @@ def every_op(program: Program, workload: Workload) -> list[tuple[BlockCost, Op, 
     return [(cost, op, of_op) for cost in costs for op, of_op in cost.costs]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_row("file", FILES)
 def test_every_op_names_what_it_keeps(file: Path) -> None:
     """An op saves an operand (parameters included), a result, or an intermediate tensor named after a result."""
     spec = to_spec(file)
@@ -47,7 +48,7 @@ def test_every_op_names_what_it_keeps(file: Path) -> None:
             assert saved.bytes > 0, (op.mnemonic, saved)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_row("file", FILES)
 def test_backward_computes_twice_what_forward_does(file: Path) -> None:
     spec = to_spec(file)
     program = run_passes(spec).program
@@ -110,7 +111,7 @@ def test_bytes_over_an_axis_are_said_for_each_direction() -> None:
     assert [(s.axis, s.forward, s.backward, s.backward_op) for s in sent] == [("tp", 1536, 1536, "reduce_scatter")]
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
+@each_row("copied", [False, True])
 def test_gathered_rows_are_sent_once_each_way(copied: bool) -> None:
     """64 tokens' 128 rows, 16 wide in fp32, over ep 2: a rank of etp 2 gets 64 rows, half of them from the other.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.grammar import check, load_text, to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -45,7 +46,7 @@ def problems(degrees: str, mixtures: str = f"layers 1..5 {{ {MOE} }}") -> list[D
     return list(caught.value.diagnostics)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("degrees", "expected"),
     [
         ("layers 1..2 { ep = 4 }; layers 3..5 { ep = 2 }", [((1, 2), 4, True), ((3, 4, 5), 2, True)]),
@@ -151,7 +152,7 @@ def test_ten_thousand_layers_make_as_many_blocks_as_there_are_degrees():
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("layers", "name"),
     [
         ([7], "[7]"),

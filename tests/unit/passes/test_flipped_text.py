@@ -16,7 +16,7 @@ from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 
-SLOW = [pytest.param(bit, marks=pytest.mark.slow) for bit in (1, *range(3, 8))]
+SLOW = [pytest.param(bit, marks=pytest.mark.slow) for bit in range(1, 8)]
 HARMLESS = {
     "span", "program name", "program meshes", "parameter init", "weighted_sum weights", "block inputs", "block outputs",
     "call layer", "count_choices shares", "parameter matrices",
@@ -43,7 +43,7 @@ def changed(one: Program, other: Program) -> Iterator[str]:
                         yield "span" if field.name == "span" else f"{whose} {field.name}"
 
 
-@pytest.mark.parametrize("bit", [0, 2, *SLOW])
+@pytest.mark.parametrize("bit", [0, *SLOW])
 def test_a_flipped_byte_is_refused_or_changes_what_no_rule_depends_on(bit: int):
     program = compile_program(layer_spec(ranks=4, ep=2)).program
     text = print_program(program)

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.driver import to_spec
 from moec.grammar.diagnostics import DiagnosticError
@@ -27,7 +28,7 @@ def test_every_word_has_a_part():
     assert set(PARTS) == set(get_args(ModelPart))
 
 
-@pytest.mark.parametrize("file", CASES, ids=lambda file: file.stem)
+@each_row("file", CASES)
 def test_every_parameter_belongs_to_exactly_one_part(file: Path):
     for name in names_of(lower(to_spec(file))):
         of = [part for part, words in PARTS.items() if any(f"{name}.".startswith(f"{word}.") for word in words)]
@@ -47,7 +48,7 @@ def test_each_word_freezes_its_parameters_and_no_others():
                 assert p.frozen == (part_of(p.name) == part), (part, p.name)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("frozen", "options", "code"),
     [
         ("residual", {}, "MOE0342"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.passes.ir import Program
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, KeepChoices, MixtureMlp
@@ -21,8 +21,8 @@ def compiled(capacity: str, **options: object) -> Program:
     return compile_program(moe_spec(beside=f"capacity = {capacity}", **options)).program
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("degrees", [{"ep": 1}, {"ranks": 1, "ep": 1}, {"ep": 1, "tp": 2}], ids=str)
+@each_row("capacity", CAPACITIES)
+@each_row("degrees", [{"ep": 1}, {"ranks": 1, "ep": 1}, {"ep": 1, "tp": 2}])
 def test_a_mixture_whose_rows_stay_becomes_one_op(capacity: str, degrees: dict[str, int]) -> None:
     ops = mnemonics(compiled(capacity, **degrees))
     assert ops.count("mixture_mlp") == 1
@@ -31,19 +31,19 @@ def test_a_mixture_whose_rows_stay_becomes_one_op(capacity: str, degrees: dict[s
     assert "all_reduce_max" not in ops
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gate", "fused"),
     [("dense", True), ("topk(8)", True), ("topk(2)", True), ("expert_choice", False), ("dselect_k(2)", False)],
 )
-@pytest.mark.parametrize("padding", ["", "embedding = tokens(padding = 0)"])
+@each_row("padding", ["", "embedding = tokens(padding = 0)"])
 def test_choices_that_are_mostly_none_get_no_room_and_others_do(gate: str, fused: bool, padding: str) -> None:
     program = compiled("dropless", ranks=1, ep=1, gate=gate, balance="[]", model=padding)
     assert ("mixture_mlp" in mnemonics(program)) == fused
     assert ("permute" in mnemonics(program)) != fused
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str)
+@each_row("capacity", CAPACITIES)
+@each_row("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}])
 def test_weights_travel_with_rows_that_do(capacity: str, tp: dict[str, object]) -> None:
     ops = mnemonics(compiled(capacity, ep=2, **tp))
     assert "mixture_mlp" not in ops
@@ -56,7 +56,7 @@ def test_weights_travel_with_rows_that_do(capacity: str, tp: dict[str, object]) 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@each_row("capacity", CAPACITIES)
 def test_what_is_weighted_has_a_name_of_its_own(capacity: str) -> None:
     """`moec verify` compares values by name with a reference that weights later."""
     block = compiled(capacity, ep=2).block("layers[1..2]")

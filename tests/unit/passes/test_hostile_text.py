@@ -10,6 +10,7 @@ import time
 
 import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError
@@ -158,7 +159,7 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@each_row("fault", PLANTED)
 def test_what_no_pass_wrote_is_refused_with_its_line(fault: str):
     text, line = planted(*PLANTED[fault])
     started = time.perf_counter()
@@ -170,7 +171,7 @@ def test_what_no_pass_wrote_is_refused_with_its_line(fault: str):
     assert len(str(refused.value)) < 300
 
 
-@pytest.mark.parametrize("word", WORDS)
+@each_row("word", WORDS)
 def test_code_where_a_word_may_stand_is_refused(word: str):
     text, line = planted(word, re.sub(r"\w+", lambda _: IMPORT, word, count=1))
     with pytest.raises(IrError) as refused:
@@ -179,8 +180,8 @@ def test_code_where_a_word_may_stand_is_refused(word: str):
     assert refused.value.line >= line or "axis" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
-@pytest.mark.parametrize("old", ["%{} = rms_norm|%h = rms_norm", "@{}: fp32[16]|@attention_norm.weight: fp32[16]"])
+@each_row("name", BAD_NAMES)
+@each_row("old", ["%{} = rms_norm|%h = rms_norm", "@{}: fp32[16]|@attention_norm.weight: fp32[16]"])
 def test_names_that_would_replace_something_are_refused(name: str, old: str):
     new, _, old = old.partition("|")
     text, line = planted(old, new.format(name))
@@ -202,7 +203,7 @@ def test_reserved_names_are_those_of_python_and_of_torch():
     assert is_name("k.1_copies")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "", "\n", "}", TEXT + "\n", TEXT + "x\n", TEXT + TEXT, TEXT[:-1], TEXT.replace("\n", "\r\n"), "\ufeff" + TEXT,

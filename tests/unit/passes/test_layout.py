@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tables import each_row
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -90,7 +91,7 @@ def test_a_new_cut_is_the_last_of_its_dim_and_the_same_placement_changes_nothing
 # ---- what a rank holds ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", SHARDED, ids=str)
+@each_row("layout", SHARDED)
 def test_local_slices_have_the_local_shape_and_tile_the_whole(layout: Layout):
     held = torch.zeros(SHAPE, dtype=torch.int64)
     for rank in range(MESH.ranks):
@@ -106,7 +107,7 @@ def test_symbols_keep_their_name_in_a_local_shape():
     assert local_shape(("batch", 6), layout, MESH) == ("batch", 2)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in SHARDED if layout.cuts(0) != ("cp", "dp") != layout.cuts(1)])
+@each_row("layout", [layout for layout in SHARDED if layout.cuts(0) != ("cp", "dp") != layout.cuts(1)])
 def test_dtensor_holds_the_same_parts_on_a_mesh_of_the_same_order(layout: Layout):
     for rank in range(MESH.ranks):
         ranks = torch.arange(MESH.ranks).view(2, 3)
@@ -175,7 +176,7 @@ def run_conversions(program: Program, parts: list[Tensor]) -> list[Tensor]:
     raise AssertionError("nothing is called")
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=str)
+@each_row("source", SOURCES)
 def test_conversions_take_a_value_from_any_layout_to_any_other(source: Layout):
     whole = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for target in SHARDED:
@@ -205,7 +206,7 @@ ROADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "target"), ROADS)
+@each_row(("source", "target"), ROADS)
 def test_only_last_cuts_are_undone_and_every_new_cut_is_the_last(source: str, target: str):
     assert conversions(source, target) == ROADS[source, target]
 
@@ -246,12 +247,12 @@ def rows_converted(source: str, target: str) -> list[str]:
     return [f"{op.mnemonic} {op.attributes()['axis']}" for op in ops if not isinstance(op, Call)]
 
 
-@pytest.mark.parametrize(("source", "target"), OF_ROWS)
+@each_row(("source", "target"), OF_ROWS)
 def test_counts_are_converted_before_their_rows(source: str, target: str):
     assert rows_converted(source, target) == OF_ROWS[source, target]
 
 
-@pytest.mark.parametrize("target", ["cp:shard(1)", "dp:shard(1) cp:shard(1)"])
+@each_row("target", ["cp:shard(1)", "dp:shard(1) cp:shard(1)"])
 def test_rows_return_only_from_where_they_went(target: str):
     with pytest.raises(LayoutError, match=r"slice_rows of %x: %c is no all_gather_alike"):
         rows_converted("replicate", target)
@@ -274,7 +275,7 @@ def test_rows_of_several_ranks_do_not_go_to_their_experts():
         op.place([own, splits, replace(counts, layout=Layout.parse("etp:shard(0) ep:shard(0)"))], Meshes(MESH), {})
 
 
-@pytest.mark.parametrize("kind", [ReduceScatterRows, SliceRows])
+@each_row("kind", [ReduceScatterRows, SliceRows])
 def test_rows_return_by_counts_that_every_rank_has(kind: type[GatheredRows]):
     layout = Layout.parse("cp:partial(sum)") if kind is ReduceScatterRows else Layout()
     rows = Value(name="x", shape=(6, "rows", 3), dtype="fp64", ragged="g", layout=layout)

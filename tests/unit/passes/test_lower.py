@@ -1,7 +1,7 @@
 """lower: the reference semantics."""
 
-import pytest
 from support.plans import layer_spec, moe_plan, moe_spec, moe_text
+from support.tables import each_row
 
 from moec.codegen.emit import emit_graph, target_name
 from moec.driver import compile as compile_source
@@ -65,8 +65,8 @@ def test_biases_start_as_zeros_and_do_not_decay_whatever_their_shape():
     assert {(p.init.kind, p.decays) for p in biases.values()} == {("zeros", False)}
 
 
-@pytest.mark.parametrize(("kind", "shapes"), [("head", [(4,), (4,)]), ("projection", [(4, 4), (2, 4)])])
-@pytest.mark.parametrize("norm", ["rms(eps = 1e-4)", "layer_norm(eps = 1e-4)"])
+@each_row(("kind", "shapes"), [("head", [(4,), (4,)]), ("projection", [(4, 4), (2, 4)])])
+@each_row("norm", ["rms(eps = 1e-4)", "layer_norm(eps = 1e-4)"])
 def test_queries_and_keys_are_normed_after_their_biases_and_before_rope(
     kind: str, shapes: list[tuple[int, ...]], norm: str
 ):
@@ -103,7 +103,7 @@ def test_a_tied_head_has_no_parameter_of_its_own():
     assert next(op for op in forward.ops if op.mnemonic == "linear").operands[1] == "@embedding.weight"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("factor", "parts", "whole"),
     [("0.1 * 3", 3, 10), ("0.3", 3, 10), ("5 / 3", 5, 3), ("1.25", 5, 4), ("0.1 + 0.2", 3, 10)],
 )
@@ -129,8 +129,8 @@ def test_a_model_of_width_one_compiles():
 DEGREES = [{"ranks": 1, "ep": 1}, {"ranks": 8, "ep": 4}, {"ranks": 8, "ep": 2, "tp": 2}, {"ranks": 8, "ep": 8, "tp": 4}]
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25, eval = 2.0)", "dynamic()", "dynamic(max = 1.5)"])
+@each_row("group", ["sequence", "batch", "rank"])
+@each_row("capacity", ["dropless", "factor(1.25, eval = 2.0)", "dynamic()", "dynamic(max = 1.5)"])
 def test_the_lowered_program_depends_on_no_degree(capacity: str, group: str):
     beside = f"capacity = {capacity}; group = {group}; shared = swiglu(8)"
     programs = [lower(moe_spec(beside=beside, **degrees)) for degrees in DEGREES]
@@ -140,7 +140,7 @@ def test_the_lowered_program_depends_on_no_degree(capacity: str, group: str):
     assert all(program == layers[0] for program in layers)
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@each_row("group", ["sequence", "batch", "rank"])
 def test_choices_are_counted_by_group_and_data_ranks_are_those_of_the_mesh(group: str):
     dims = {"sequence": "batch", "batch": 1, "rank": "data_ranks"}
     program = compile_program(moe_spec(ranks=8, tp=2, ep=2, beside=f"group = {group}")).program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans import layer_spec, moe_spec
+from support.tables import each_row
 
 from moec.driver import run_passes
 from moec.grammar.diagnostics import DiagnosticError
@@ -58,7 +59,7 @@ def test_a_layer_has_the_mixture_of_a_model_of_one_layer():
     assert {p.name: (p.sum_over, p.layout) for p in alone.parameters} == sums
 
 
-@pytest.mark.parametrize(("ranks", "experts", "ep"), [(1, 8, 1), (4, 8, 4), (4, 6, 2), (3, 8, 1), (6, 9, 3)])
+@each_row(("ranks", "experts", "ep"), [(1, 8, 1), (4, 8, 4), (4, 6, 2), (3, 8, 1), (6, 9, 3)])
 def test_ep_is_the_largest_that_divides_ranks_and_experts(ranks: int, experts: int, ep: int):
     (degrees,) = choose_degrees(layer_spec(ranks=ranks, experts=experts)).experts
     assert (degrees.ep, degrees.edp, degrees.stated) == (ep, ranks // ep, False)

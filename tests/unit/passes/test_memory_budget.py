@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.plans import moe_spec, moe_text
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
@@ -117,7 +118,7 @@ def cut_over_dp(block: Block, stage: int) -> Block:
     return replace(block, parameters=tuple(parameters))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@each_row("stage", [1, 2])
 def test_zero_cuts_masters_states_and_the_gradients_that_the_optimizer_reads(stage: int) -> None:
     program, spec = placed()
     zero = replace(program, blocks=tuple(cut_over_dp(block, stage) for block in program.blocks), microbatches=2)

@@ -1,7 +1,7 @@
 """The number of elements of optimizer states, against the optimizers of torch."""
 
-import pytest
 import torch
+from support.tables import each_row
 
 from moec.grammar.spec import Adafactor, AdamW, Muon, Sgd
 from moec.passes.cost.optimizer_state import state_elements
@@ -19,8 +19,8 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() for tensor in tensors if tensor.dim())
 
 
-@pytest.mark.parametrize("shape", [(8,), (6, 10), SHAPE], ids=str)
-@pytest.mark.parametrize(
+@each_row("shape", [(8,), (6, 10), SHAPE])
+@each_row(
     ("spec", "of_torch"),
     [
         (AdamW(), torch.optim.AdamW),
@@ -28,7 +28,6 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
         (Sgd(lr=1.0, momentum=0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
         (Adafactor(), torch.optim.Adafactor),
     ],
-    ids=["adamw", "sgd", "momentum", "adafactor"],
 )
 def test_elements_are_those_that_torch_keeps(spec, of_torch, shape):
     expected = kept(of_torch([torch.nn.Parameter(torch.ones(shape))]))

@@ -1,7 +1,7 @@
 """Counts of parameters: arithmetic by hand, agreement with `tally`, and the notation."""
 
-import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.driver import to_spec
 from moec.grammar.resolve.library import library_names
@@ -42,7 +42,7 @@ def test_parts_agree_with_arithmetic_by_hand():
     assert found.whole == whole
 
 
-@pytest.mark.parametrize("name", library_names("models"))
+@each_row("name", library_names("models"))
 def test_sums_are_those_of_the_tally(name: str):
     spec = to_spec(f'use "models/{name}"\n')
     program = compile_program(spec).program
@@ -59,7 +59,7 @@ def test_zero_cuts_what_a_rank_holds():
     assert cut.per_rank < whole.per_rank < whole.total
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("moe", "beside", "shape"),
     [
         ("experts = 4 * gelu(8); gate = topk(2)", "", ("4E", "2K", "0S")),
@@ -97,7 +97,7 @@ def test_a_dense_model_has_no_experts():
     assert found.whole.total == found.whole.active
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("number", "text"),
     [
         (46_702_792_704, "46.7B"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.inspected_text import inspected
 from support.plans import layer_plan, moe_plan
+from support.tables import each_row
 from support.wrong_plans import change_block
 
 import moec
@@ -58,7 +59,7 @@ FINER = {
 }
 
 
-@pytest.mark.parametrize("kind", FINER)
+@each_row("kind", FINER)
 def test_finer_layouts_print_read_back_and_pass_every_check(kind: str):
     name, gradient, state, words = FINER[kind]
     program = plan_with(name, gradient, state).program
@@ -95,7 +96,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
+@each_row("fault", BROKEN)
 def test_layouts_that_break_a_rule_are_refused(fault: str):
     name, gradient, state, words = BROKEN[fault]
     text = print_program(plan_with(name, gradient, state).program)
@@ -112,7 +113,7 @@ def test_a_gradient_is_cut_only_over_axes_that_it_is_summed_over():
     check_program(plan_with(NORM, "replicate", "tp:shard(0)", sequence_parallel=False).program)
 
 
-@pytest.mark.parametrize("missing", ["gradient", "optimizer_state"])
+@each_row("missing", ["gradient", "optimizer_state"])
 def test_a_placed_parameter_without_a_layout_of_each_kind_is_refused(missing: str):
     plan = moe_plan()
     parameters = plan.program.block(BODY).parameters
@@ -142,7 +143,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("fault", HOSTILE)
+@each_row("fault", HOSTILE)
 def test_texts_that_no_pass_wrote_are_refused_with_their_line(fault: str):
     layout = "ep:shard(0) edp:shard(0)"
     text = print_program(plan_with(EXPERT, layout, layout).program)

@@ -2,6 +2,7 @@
 
 import pytest
 from support.plans import moe_spec, moe_text
+from support.tables import each_row
 
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -14,9 +15,7 @@ def problems(**options: object) -> list[Diagnostic]:
     return list(caught.value.diagnostics)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "experts", "ep"), [(4, 8, 4), (6, 8, 2), (8, 4, 4), (5, 8, 1), (1, 8, 1), (12, 18, 6)]
-)
+@each_row(("ranks", "experts", "ep"), [(4, 8, 4), (6, 8, 2), (8, 4, 4), (5, 8, 1), (1, 8, 1), (12, 18, 6)])
 def test_ep_defaults_to_the_largest_divisor_of_ranks_and_experts(ranks: int, experts: int, ep: int):
     degrees = choose_degrees(moe_spec(ranks=ranks, experts=experts, ep=None, batch=ranks))
     (of_experts,) = degrees.experts
@@ -71,8 +70,8 @@ def test_check_finds_what_place_finds(tmp_path):
     assert [diagnostic.code for diagnostic in check(file)] == ["MOE0310"]
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize(("tp", "batch", "ok"), [(1, 6, False), (2, 6, True), (2, 7, False), (4, 7, True)])
+@each_row("group", ["sequence", "batch", "rank"])
+@each_row(("tp", "batch", "ok"), [(1, 6, False), (2, 6, True), (2, 7, False), (4, 7, True)])
 def test_a_batch_that_the_data_parallel_ranks_do_not_divide_is_refused_for_every_group(
     group: str, tp: int, batch: int, ok: bool
 ):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.inspected_text import inspected
 from support.plans import layer_text, moe_plan, moe_text
+from support.tables import each_row
 
 from moec.commands.summary import summary
 from moec.grammar import check, load_text
@@ -32,9 +33,7 @@ def found(text: str) -> list[Diagnostic]:
     return given
 
 
-@pytest.mark.parametrize(
-    ("batch", "parts", "help"), [(8, 3, "`microbatches = 2` or `batch = 12`"), (16, 8, "4` or `batch = 32`")]
-)
+@each_row(("batch", "parts", "help"), [(8, 3, "`microbatches = 2` or `batch = 12`"), (16, 8, "4` or `batch = 32`")])
 def test_micro_batches_divide_a_ranks_sequences(batch: int, parts: int, help: str) -> None:
     (problem,) = found(moe_text(batch=batch, microbatches=parts))
     assert problem.code == "MOE0330"
@@ -43,13 +42,13 @@ def test_micro_batches_divide_a_ranks_sequences(batch: int, parts: int, help: st
     assert problem.labels[0].message == f"{batch // 4} sequences per data-parallel rank, of 4"
 
 
-@pytest.mark.parametrize(("tp", "parts"), [(1, 2), (2, 4), (4, 8)])
+@each_row(("tp", "parts"), [(1, 2), (2, 4), (4, 8)])
 def test_ranks_of_a_tp_group_share_their_sequences(tp: int, parts: int) -> None:
     assert not found(moe_text(batch=8, tp=tp, microbatches=parts))
     assert found(moe_text(batch=8, tp=tp, microbatches=2 * parts))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("recompute", "count"),
     [
         ("experts", 0),

@@ -24,7 +24,7 @@ from moec.passes.remedies import Change, first_that_fits, what_could_help
 Words = tuple[int | None, int, str, int]
 """`ep`, `zero`, `recompute`, `microbatches`."""
 
-SKEWED = moe_text(ep=4, expert="swiglu(64)", batch=16, sequence=64, depth=2).replace(
+SKEWED = moe_text(ep=4, expert="swiglu(64)", batch=8, sequence=64, depth=2).replace(
     "sequence = 64", "sequence = 64; routing = zipf(2)"
 )
 FILES = {
@@ -37,6 +37,7 @@ FILES = {
 LITTLE = 1.0005
 
 
+@cache
 def placed(spec: Spec) -> Program:
     return compile_program(spec, "partition").program
 

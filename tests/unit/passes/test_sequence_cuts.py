@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.plans import moe_text
+from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.driver import verify
@@ -57,7 +58,7 @@ def cuts_a_sequence(program: Program) -> bool:
     return any(isinstance(cut, Shard) and value.shape[cut.dim] == "sequence" for value, cut in cuts)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_a_spec_says_whether_its_plan_cuts_a_sequence(name: str) -> None:
     for sequence_parallel in (False, True):
         spec = load_text(text(name, sequence_parallel=sequence_parallel)).unwrap()
@@ -66,7 +67,7 @@ def test_a_spec_says_whether_its_plan_cuts_a_sequence(name: str) -> None:
         assert cut == (sequence_parallel or name in CUT)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - CUT))
+@each_row("name", sorted(set(MODELS) - CUT))
 def test_a_plan_that_cuts_no_sequence_computes_odd_ones(name: str) -> None:
     plan = compile_source(load_text(text(name, sequence=7)).unwrap())
     assert plan.spec.train is not None
@@ -74,7 +75,7 @@ def test_a_plan_that_cuts_no_sequence_computes_odd_ones(name: str) -> None:
     assert verify(plan).ok
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@each_row("name", sorted(CUT))
 def test_a_plan_that_cuts_a_sequence_refuses_odd_ones(name: str) -> None:
     with pytest.raises(DiagnosticError, match=r"MOE0319.*7 tokens over 2 ranks"):
         compile_source(load_text(text(name, sequence=7)).unwrap())

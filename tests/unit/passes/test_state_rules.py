@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support.plans import moe_plan, moe_spec
+from support.tables import each_row
 from support.wrong_plans import change_block
 
 from moec.codegen.plan import Plan
@@ -39,8 +40,8 @@ TEXT = print_program(plan().program)
 # ---- text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_after", PASS_NAMES)
-@pytest.mark.parametrize("degrees", [{}, {"tp": 2, "ep": 4}, {"ranks": 1, "ep": 1}], ids=str)
+@each_row("stop_after", PASS_NAMES)
+@each_row("degrees", [{}, {"tp": 2, "ep": 4}, {"ranks": 1, "ep": 1}])
 def test_text_reads_back_as_the_same_program_after_every_pass(stop_after: str, degrees: dict[str, int]):
     program = compile_program(moe_spec(**OPTIONS, **degrees), stop_after).program
     read = parse_program(print_program(program))
@@ -136,7 +137,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", HOSTILE)
+@each_row("fault", HOSTILE)
 def test_texts_that_no_pass_wrote_are_refused_within_a_second(fault: str):
     old, new = HOSTILE[fault]
     before, found, after = TEXT.partition(old)
@@ -210,7 +211,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@each_row("fault", WRONG)
 def test_programs_that_break_a_rule_of_states_are_refused(fault: str):
     text, words = WRONG[fault]
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import pytest
 from support.plans import moe_spec, moe_text
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.passes.cost.totals import tally
@@ -33,7 +34,7 @@ def flops(**options: str) -> float:
     return tally(compile_program(spec).program, spec).flops_per_token
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("beside", "per_token"),
     [
         ("shared = swiglu(8)", 2 * 3 * 16 * 8),
@@ -52,7 +53,7 @@ ROUTER, USUAL = 2 * 16 * 8, 2 * 2 * 3 * 16 * 16
 """FLOPs of a token forward: a router of 8 experts, and two experts `swiglu(16)`."""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("experts", "gate", "per_token"),
     [
         ("8 * linear()", "topk(2)", ROUTER + 2 * 2 * 16 * 16),
@@ -111,9 +112,9 @@ def test_imbalance_is_that_of_the_routing_to_plan_for():
     assert imbalance("zipf(1)", 2) == pytest.approx(2 * 1.5 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
 
 
-@pytest.mark.parametrize("group", ["sequence", "rank", "batch"])
-@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("capacity", ["factor(1.25)", "dynamic", "dynamic(max = 0.5)"])
+@each_row("group", ["sequence", "rank", "batch"])
+@each_row("degrees", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}])
+@each_row("capacity", ["factor(1.25)", "dynamic", "dynamic(max = 0.5)"])
 def test_capacities_are_counted_under_every_degree(capacity: str, degrees: dict[str, int], group: str):
     def flops(beside: str) -> float:
         spec = moe_spec(ranks=4, batch=8, sequence=8, beside=beside, **degrees)
@@ -142,8 +143,8 @@ def test_places_are_those_that_the_operator_makes():
     assert counted["ep[1..2]", "activations"] == 2 * (4 * rows * 16 * 4 + 2 * rows * 4) / 2
 
 
-@pytest.mark.parametrize("beside", ["", "capacity = factor(1.25)"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@each_row("beside", ["", "capacity = factor(1.25)"])
+@each_row("ep", [1, 2, 4])
 def test_a_token_uses_its_own_experts_for_every_degree(ep: int, beside: str):
     """Top-2 of 8 experts in two layers: six experts of 3 · 16 · 16 parameters are idle in each."""
     spec = moe_spec(ranks=4, ep=ep, experts=8, beside=beside)

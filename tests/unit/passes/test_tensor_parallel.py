@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from support.plans import moe_plan, moe_spec, moe_text
+from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
@@ -51,7 +52,7 @@ def test_without_sequence_parallelism_it_copies_and_reduces():
     assert not counted["reduce_scatter"]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@each_row("sequence_parallel", [True, False])
 def test_no_two_ranks_send_the_same_token_to_its_experts(sequence_parallel: bool):
     block = program(sequence_parallel=sequence_parallel).block("layers[1..2]")
     permute = next(op for op in block.ops if op.mnemonic == "permute")
@@ -76,7 +77,7 @@ def test_fewer_kv_heads_than_ranks_are_repeated_and_sharded():
     assert verify(moe_plan(ranks=8, tp=4, ep=4, batch=8, bias="all")).ok
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@each_row("tp", [2, 4])
 def test_a_norm_of_each_head_moves_nothing_and_its_gradient_is_summed_over_tp(tp: int):
     normed, plain = (program(tp=tp, qk_norm=kind).block("layers[1..2]") for kind in ("head", "none"))
     assert ops(normed) - ops(plain) == {"rms_norm": 2}
@@ -111,7 +112,7 @@ def test_identical_ranks_fold_both_ways():
     assert not degrees.dp_stated
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "code", "words"),
     [
         ({"tp": 3}, "MOE0312", "8 / 3 is not whole"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.plans import moe_spec
+from support.tables import each_row
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import REPLICATED, Block, Layout, Mesh, Op, Output, Program, Shard
@@ -112,7 +113,7 @@ def test_a_layout_over_an_axis_of_another_blocks_mesh_is_refused():
             laid_out(replace(program, blocks=blocks))
 
 
-@pytest.mark.parametrize("fault", BROKEN)
+@each_row("fault", BROKEN)
 def test_a_broken_program_is_refused(program: Program, fault: str):
     invariant, break_it, words = BROKEN[fault]
     invariant(program)

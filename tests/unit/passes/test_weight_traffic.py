@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans import moe_plan
+from support.tables import each_row
 
 from moec.passes.cost.totals import tally
 
@@ -14,7 +15,7 @@ def sent(**options: object) -> dict[tuple[str, str], float]:
     return {(flow.purpose, flow.group): flow.bytes for flow in tally(plan.program, plan.spec).traffic}
 
 
-@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 4), (3, 4, 4)])
+@each_row(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 4), (3, 4, 4)])
 def test_micro_batches_repeat_what_zero_sends_for_each(zero: int, gathers: int, scatters: int) -> None:
     one, four = sent(zero=zero), sent(zero=zero, microbatches=4)
     for key, size in one.items():

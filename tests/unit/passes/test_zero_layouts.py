@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.combinations import diagonals
 from support.plans import layer_text, moe_plan, moe_text
+from support.tables import each_row
 from support.wrong_plans import bypass, change_block, change_kind, change_sums
 
 import moec
@@ -95,7 +96,7 @@ def test_kv_heads_that_tp_repeats_stay_whole():
     }
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@each_row("zero", [1, 2, 3])
 def test_nothing_changes_where_there_are_no_replicas(zero: int):
     degrees: dict[str, Any] = {"ranks": 4, "tp": 4, "ep": 4}
     plan = replace(moe_plan(zero=zero, **degrees), moec="", spec_text="")
@@ -158,7 +159,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", LAYOUTS)
+@each_row("fault", LAYOUTS)
 def test_layouts_between_steps_that_no_conversion_undoes_are_refused(fault: str):
     name, layouts, words = LAYOUTS[fault]
     right = moe_plan(zero=1, ranks=8, tp=2, ep=2)
@@ -184,7 +185,7 @@ UNRUN = {
 }
 
 
-@pytest.mark.parametrize("fault", UNRUN)
+@each_row("fault", UNRUN)
 def test_layouts_of_no_stage_are_refused_before_a_job(fault: str):
     plan, (name, layouts) = moe_plan(zero=1, ranks=8, tp=2, ep=2), UNRUN[fault]
     wrong = with_layouts(plan, name, **layouts)
