@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import operator
 from copy import deepcopy
+from functools import reduce
 from typing import Any
 
 from huggingface.equal import LEAVE_OUT, TINY
@@ -390,6 +392,33 @@ def config_of(model_type: str, name: str = "usual") -> Keys:
     """The keys of a case."""
     keys, variants = ROWS[model_type]
     return deepcopy({**keys, **variants[name]})
+
+
+TAKE_AWAY = {
+    "dense", "all full", "no windows", "none shared", "no positions", "all sparse", "no multipliers", "no biases",
+    "values not scaled", "without biases",
+}  # fmt: skip
+"""Variants without something that others change; they are not in a family's first mix."""
+APART = (
+    ("deepseek_v2", "scale"), ("exaone_moe", "layers by default"), ("hy_v3", "none shared"),
+    ("mimo_v2_flash", "positions by default"), ("qwen3_moe", "dense layers"),
+)  # fmt: skip
+"""Variants that with others give a config that the class refuses, no experts at all, or logits far above 1."""
+
+
+def mixes_of(model_type: str) -> dict[str, Keys]:
+    """The usual config, and few others with every variant in one of them: as many together as change other keys."""
+    keys, variants = ROWS[model_type]
+    alone = ["usual", *(name for of, name in APART if of == model_type)]
+    mixes: list[list[str]] = [[]]
+    for name in sorted(variants.keys() - alone, key=lambda name: (name in TAKE_AWAY, [*variants].index(name))):
+        others = mixes[name in TAKE_AWAY :]
+        mix = next((mix for mix in others if not any(variants[name].keys() & variants[each] for each in mix)), None)
+        if mix is None:
+            mixes.append(mix := [])
+        mix.append(name)
+    every = [*([name] for name in alone), *mixes]
+    return {", ".join(mix): deepcopy(reduce(operator.or_, map(variants.get, mix), keys)) for mix in every}
 
 
 def usual(model_type: str, **changes: Any) -> Keys:

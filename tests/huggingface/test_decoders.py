@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface.decoders import CASES, ROWS, config_of
+from huggingface.decoders import CASES, ROWS, config_of, mixes_of
 from huggingface.equal import both, require_equal_gradients, require_equal_logits, require_saved_alike, text
 from support.combinations import some
 
 import moec
 from moec.grammar.huggingface.families import BY_TYPE
 
-BY_NAME = {"-".join(case): case for case in CASES}
-FAST = [case for number, case in enumerate(BY_NAME) if case.endswith("-usual") or number % 3 == 0]
-"""Each family as it usually is, and every third of all cases; the others are slow."""
+ALONE = {f"{model_type}-{name}": (model_type, config_of(model_type, name)) for model_type, name in CASES}
+MIXED = {f"{model_type}-{name}": (model_type, mix) for model_type in ROWS for name, mix in mixes_of(model_type).items()}
+"""Every variant of every family too, few at a time of each family."""
 
 
-@pytest.mark.parametrize("case", some(list(BY_NAME), FAST))
+@pytest.mark.parametrize("case", some(list(ALONE | MIXED), list(MIXED)))
 def test_logits_gradients_and_saved_files_equal_transformers(case: str, tmp_path: Path) -> None:
-    model_type, name = BY_NAME[case]
-    pair = both(tmp_path / "theirs", model_type, **config_of(model_type, name))
+    model_type, config = (ALONE | MIXED)[case]
+    pair = both(tmp_path / "theirs", model_type, **config)
     tokens = text()
     require_equal_logits(pair, tokens)
     require_saved_alike(pair, tmp_path / "ours")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface.decoders import ROWS, config_of, usual
+from huggingface.decoders import ROWS, mixes_of, usual
 
 import moec
 from moec.commands.import_hf import moe_text
@@ -21,8 +21,8 @@ from moec.grammar.spec import Spec
 @pytest.mark.parametrize("model_type", sorted(ROWS))
 def test_every_architecture_answers_for_every_model(model_type: str) -> None:
     written = set()
-    for name in ROWS[model_type][1]:
-        spec = moec.from_hf(usual(model_type, **config_of(model_type, name)))
+    for keys in mixes_of(model_type).values():
+        spec = moec.from_hf(usual(model_type, **keys))
         for other in BY_TYPE:
             if says(spec, other):
                 written.add(other)
@@ -33,8 +33,8 @@ def test_every_architecture_answers_for_every_model(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", sorted(ROWS))
 def test_the_file_of_every_config_is_the_same_model(model_type: str) -> None:
     """What `moec import hf` writes, read again."""
-    for name in ROWS[model_type][1]:
-        imported = read_config(usual(model_type, **config_of(model_type, name)))
+    for name, keys in mixes_of(model_type).items():
+        imported = read_config(usual(model_type, **keys))
         loaded = load_text(moe_text(imported, Path(name)))
         assert loaded.spec is not None, loaded.diagnostics
         assert loaded.spec.model == imported.spec.model
