@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moec.codegen.emit.decodable import OF_ONE_TOKEN, refusal
 from moec.codegen.emit.decoding import Decoding
 from moec.codegen.emit.emit_decoding import emit_decoding
 from moec.passes.fuse import Fuse
+from moec.passes.ir import Program
 from moec.passes.ir import ops as o
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
@@ -22,20 +24,22 @@ WRITES = {torch.ops.moec.cached_attention.default}
 NOT_IN_GENERATION = ("count_choices", "_loss", "group_totals", "sum_groups", "cross_entropy")
 
 
-def of_forms() -> dict[str, Decoding]:
-    """The graphs of all forms of models that can generate, sharded and as the reference runs them."""
-    found = {}
-    for name, options in FORMS.items():
-        plan = moe_plan(**options)
-        for kind, program in (("plan", plan.program), ("reference", Fuse().apply(lower(plan.spec)))):
-            if refusal(program) is None:
-                found[f"{name}, {kind}"] = emit_decoding(program)
-    return found
+@cache
+def programs() -> dict[str, tuple[Program, Program]]:
+    """The Programs of all forms of models: sharded, and as the reference runs them."""
+    plans = {name: moe_plan(**options) for name, options in FORMS.items()}
+    return {name: (plan.program, Fuse().apply(lower(plan.spec))) for name, plan in plans.items()}
 
 
 @pytest.fixture(scope="module")
 def decodings() -> dict[str, Decoding]:
-    return of_forms()
+    """The graphs of those that can generate."""
+    return {
+        f"{name}, {kind}": emit_decoding(program)
+        for name, both in programs().items()
+        for kind, program in zip(("plan", "reference"), both, strict=True)
+        if refusal(program) is None
+    }
 
 
 def graphs(decoding: Decoding) -> list[fx.Graph]:
@@ -43,10 +47,9 @@ def graphs(decoding: Decoding) -> list[fx.Graph]:
 
 
 def test_plan_and_reference_agree_on_which_models_generate() -> None:
-    for options in FORMS.values():
-        plan = moe_plan(**options)
-        one, other = refusal(plan.program), refusal(Fuse().apply(lower(plan.spec)))
-        assert (one and one.what) == (other and other.what), options
+    for name, both in programs().items():
+        one, other = map(refusal, both)
+        assert (one and one.what) == (other and other.what), name
 
 
 def test_graphs_name_operators_of_torch_and_moec_only_and_write_to_caches_alone(
