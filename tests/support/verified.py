@@ -8,8 +8,8 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
-from moec.runtime.verify.verify_report import Report
 from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import Report
 
 
 def require_equal(plan: Plan | Spec | Path, *, float32: bool = False, **options: Any) -> Report:

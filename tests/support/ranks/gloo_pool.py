@@ -63,6 +63,8 @@ class Task:
     port: int
     timeout: float
     store: Path | None
+    test: str
+    """As pytest says which test runs; its workers say the same, for a debugger or for coverage."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -135,7 +137,8 @@ class GlooPool:
         store = None if initialize else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port if store else 0
         for rank in range(world_size):
-            task = Task(rank, world_size, port, timeout, file, function, arguments)
+            test = os.environ.get("PYTEST_CURRENT_TEST", "")
+            task = Task(rank, world_size, port, timeout, file, test, function, arguments)
             self._workers[rank].connection.send_bytes(_pack(task))
         return self._collect(world_size, timeout)
 
@@ -318,6 +321,7 @@ def _enter(task: Task) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(task.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
+        PYTEST_CURRENT_TEST=task.test,
     )
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
