@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan
+from support.ranks.contract import MIXED
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import batches
 
@@ -14,7 +15,8 @@ import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.masters import local_part
 
-EXPERTS = "layers.2.moe.experts.up.weight"
+EXPERTS = "layers.1.moe.experts.up.weight"
+FOUR = {"ranks": 4, "ep": 2}
 
 
 def steps_as_rank(options: dict[str, Any], on_nonfinite: str, clips: bool) -> tuple[list[str], list[bool], list[float]]:
@@ -27,8 +29,9 @@ def steps_as_rank(options: dict[str, Any], on_nonfinite: str, clips: bool) -> tu
             before = {name: local_part(p).clone() for name, p in model.named_parameters()}
             mine = (t.chunk(job.data_size)[job.data_rank] for t in (tokens, labels))
             losses.append(job.step(model, *mine).item())
-            # Without ZeRO ranks 1 and 3 have the same experts.
-            if number == 1 and job.rank in ((1, 3) if options["zero"] == 0 else (3,)):
+            # Of four ranks 1 and 3 have the same experts without ZeRO.
+            last = job.world_size - 1
+            if number == 1 and job.rank in ((1, last) if options["zero"] == 0 else (last,)):
                 gradient = model.get_parameter(EXPERTS).grad
                 assert gradient is not None
                 local_part(gradient).view(-1)[0] = torch.nan
@@ -45,16 +48,26 @@ def steps_as_rank(options: dict[str, Any], on_nonfinite: str, clips: bool) -> tu
     return errors, moved, losses
 
 
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_every_rank_names_the_gradient_of_one_and_none_changes_a_weight(gloo: GlooPool, zero: int, clips: bool) -> None:
-    results = gloo.run(4, steps_as_rank, {"ranks": 4, "ep": 2, "zero": zero}, "raise", clips)
+@pytest.mark.parametrize(
+    ("options", "zero", "clips"),
+    [
+        (MIXED, 0, True),
+        (MIXED, 3, False),
+        *(pytest.param(FOUR, zero, clips, marks=pytest.mark.slow) for zero in (0, 3) for clips in (True, False)),
+    ],
+    ids=str,
+)
+def test_every_rank_names_the_gradient_of_one_and_none_changes_a_weight(
+    gloo: GlooPool, options: dict[str, Any], zero: int, clips: bool
+) -> None:
+    options, ranks = {**options, "zero": zero}, options["ranks"]
+    results = gloo.run(ranks, steps_as_rank, options, "raise", clips)
     for errors, moved, _ in results:
         (error,) = errors
         assert "MOE0723" in error
-        assert f"rank {3 if zero else 1}: step 2: the gradient of {EXPERTS} is NaN or infinite" in error
+        assert f"rank {ranks - 1 if zero else 1}: step 2: the gradient of {EXPERTS} is NaN or infinite" in error
         assert moved == [True, False, True]
-    skipped = gloo.run(4, steps_as_rank, {"ranks": 4, "ep": 2, "zero": zero}, "skip", clips)
+    skipped = gloo.run(ranks, steps_as_rank, options, "skip", clips)
     for (_, _, losses), (errors, moved, with_skip) in zip(results, skipped, strict=True):
         assert (errors, moved, with_skip) == ([], [True, False, True], losses)
 
@@ -82,7 +95,7 @@ def losses_of_a_bad_batch(tp: int) -> tuple[list[float], int, bool]:
         return losses, job.finite.skipped, finite
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_batch_without_scores_on_one_rank_is_skipped_on_all(gloo: GlooPool, tp: int) -> None:
     for losses, skipped, finite in gloo.run(2 * tp, losses_of_a_bad_batch, tp):
         assert [loss == loss for loss in losses] == [True, False, True]

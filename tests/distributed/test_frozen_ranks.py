@@ -49,12 +49,22 @@ def train_over_a_frozen_base(options: dict[str, Any], folder: str) -> dict[str, 
         }
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_over_a_frozen_base_in_bf16_ranks_train_as_one_and_do_not_change_it(gloo: GlooPool, tmp_path: Path, zero: int):
+@pytest.mark.parametrize(
+    ("degrees", "zero"),
+    [
+        ({"ranks": 2, "ep": 2}, 3),
+        pytest.param({"ranks": 4, "tp": 2, "ep": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"ranks": 4, "tp": 2, "ep": 2}, 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_over_a_frozen_base_in_bf16_ranks_train_as_one_and_do_not_change_it(
+    gloo: GlooPool, tmp_path: Path, degrees: dict[str, int], zero: int
+) -> None:
     options = {**OPTIONS, "optimizer": f"adamw(lr = 1e-2); frozen = [{FROZEN}]"}
     alone = gloo.run(1, train_over_a_frozen_base, {**options, "ranks": 1, "ep": 1}, str(tmp_path / "one"))[0]
-    sharded = {**options, "ranks": 4, "tp": 2, "ep": 2, "zero": zero}
-    for result in gloo.run(4, train_over_a_frozen_base, sharded, str(tmp_path / "four")):
+    sharded = {**options, **degrees, "zero": zero}
+    for result in gloo.run(degrees["ranks"], train_over_a_frozen_base, sharded, str(tmp_path / "ranks")):
         assert result["losses"] == pytest.approx(alone["losses"], abs=2e-2)
         assert result["norms"] == pytest.approx(alone["norms"], rel=0.05)
         experts_and_gates = {name for name in result["trained"] if ".moe.experts." in name or ".moe.gate." in name}

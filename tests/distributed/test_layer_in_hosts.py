@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.combinations import diagonals
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.hosts import clipped, worst_error
 
@@ -20,9 +19,20 @@ def require_equal(found: list[dict[str, float]], bound: float = FP32) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize(("host", "ep"), diagonals(["in_ddp", "in_fsdp", "summed_by_hand"], [4, 2]))
-def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ep: int) -> None:
-    require_equal(gloo.run(4, worst_error, host, {"ep": ep}))
+HOSTS = ["in_ddp", "in_fsdp", "summed_by_hand"]
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "ep"),
+    [
+        ("in_ddp", 4, 2),
+        *((host, 2, 2) for host in HOSTS[1:]),
+        *(pytest.param(host, 4, 4, marks=pytest.mark.slow) for host in HOSTS),
+        *(pytest.param(host, 4, 2, marks=pytest.mark.slow) for host in HOSTS[1:]),
+    ],
+)
+def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ranks: int, ep: int) -> None:
+    require_equal(gloo.run(ranks, worst_error, host, {"ep": ep}))
 
 
 @pytest.mark.parametrize(
@@ -31,14 +41,14 @@ def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ep: int) 
         {"ep": 2, "beside": "shared = swiglu(8, gated = true); residual = gelu(8)"},
         {"ep": 2, "beside": "capacity = factor(1.0); group = batch"},
         pytest.param({"ep": 2, "beside": "capacity = factor(1.0); group = sequence"}, marks=pytest.mark.slow),
-        {"ep": 4, "beside": "capacity = dynamic()", "expert": "gelu(16, bias = true)"},
+        {"ep": 2, "beside": "capacity = dynamic()", "expert": "gelu(16, bias = true)"},
         {"ep": 1},
         {},
     ],
     ids=["beside", "batch", "sequence", "dynamic", "data parallel", "default"],
 )
 def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
-    require_equal(gloo.run(4, worst_error, "in_ddp", options))
+    require_equal(gloo.run(2, worst_error, "in_ddp", options))
 
 
 @pytest.mark.slow
@@ -49,18 +59,26 @@ def test_gradients_of_a_compiled_model_in_ddp_are_those_of_the_unsharded_model(g
 @pytest.mark.parametrize(("host", "word"), [("in_fsdp", "layer"), ("in_ddp", "experts")])
 def test_a_recomputed_layer_in_a_host_has_the_unsharded_gradients(gloo: GlooPool, host: str, word: str) -> None:
     options = {"tail": f"parallel {{ ep = 2; recompute = {word} }}", "beside": "capacity = factor(1.0); group = batch"}
-    require_equal(gloo.run(4, worst_error, host, options))
+    require_equal(gloo.run(2, worst_error, host, options))
 
 
 def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
     require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
 
 
-@pytest.mark.parametrize(("host", "max_norm"), diagonals(["in_ddp", "in_fsdp"], [0.01, 100.0]))
+@pytest.mark.parametrize(
+    ("ranks", "host", "max_norm"),
+    [
+        (4, "in_ddp", 0.01),
+        (2, "in_fsdp", 100.0),
+        pytest.param(4, "in_ddp", 100.0, marks=pytest.mark.slow),
+        *(pytest.param(4, "in_fsdp", norm, marks=pytest.mark.slow) for norm in (0.01, 100.0)),
+    ],
+)
 def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
-    gloo: GlooPool, host: str, max_norm: float
+    gloo: GlooPool, ranks: int, host: str, max_norm: float
 ) -> None:
-    found = gloo.run(4, clipped, host, max_norm)
+    found = gloo.run(ranks, clipped, host, max_norm)
     assert len({each["norm"] for each in found}) == 1
     for each in found:
         assert each["norm"] == pytest.approx(each["whole"], rel=1e-5)

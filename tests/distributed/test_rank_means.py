@@ -70,6 +70,10 @@ def test_with_tensor_parallelism_it_looks_at_the_whole_logits(gloo: GlooPool) ->
     assert "2 times too large" in message
     assert is_here
     assert others == [[]] * 3
+
+
+@pytest.mark.slow
+def test_with_tensor_parallelism_a_global_mean_does_not(gloo: GlooPool) -> None:
     assert gloo.run(4, steps_as_rank, "global mean", 4, 2) == [[]] * 4
 
 

@@ -16,7 +16,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.replicas import bit_hash, replicas
 
-FOLDED = {"ranks": 4, "tp": 2, "ep": 2}
+FOLDED = {"ranks": 4, "tp": 2, "ep": 2, "depth": 2}
 EXPERT, DENSE, SHARDED = "edp", "replicated on all", "tp"
 
 
@@ -30,48 +30,59 @@ def names(kind: str) -> list[str]:
     return found
 
 
-def flip(name: str | None, bad_rank: int, every: int) -> str:
-    """One training step, one bit changed on one rank, another step; returns this rank's error."""
-    plan = moe_plan(**FOLDED)
+CASES: dict[str, tuple[str | None, int]] = {
+    "alike": (None, 1),
+    **{kind: (names(kind)[0], 2) for kind in (EXPERT, DENSE, SHARDED)},
+    "never": (names(DENSE)[0], 0),
+    "every third step": (names(DENSE)[0], 3),
+}
+"""The parameter that rank 3 changes, and how often a job compares."""
+
+
+def flip() -> dict[str, str]:
+    """Of each case this rank's error: one training step, one bit changed on rank 3, another step."""
+    plan, found = moe_plan(**FOLDED), {}
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with moec.launch(plan, device="cpu", check_replicas=every) as job:
-        model = job.build(seed=1)
-        optimizer = job.optimizer(model)
-        job.step(model, tokens, tokens)
-        optimizer.step()
-        if name and job.rank == bad_rank:
-            local_part(model.get_parameter(name)).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-        try:
+    for case, (name, every) in CASES.items():
+        with moec.launch(plan, device="cpu", check_replicas=every) as job:
+            model = job.build(seed=1)
+            optimizer = job.optimizer(model)
             job.step(model, tokens, tokens)
-        except moec.DiagnosticError as error:
-            return f"{error.diagnostics[0].code} {error.diagnostics[0].message}"
-    return "alike"
+            optimizer.step()
+            if name and job.rank == 3:
+                local_part(model.get_parameter(name)).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+            found[case] = "alike"
+            try:
+                job.step(model, tokens, tokens)
+            except moec.DiagnosticError as error:
+                found[case] = f"{error.diagnostics[0].code} {error.diagnostics[0].message}"
+    return found
 
 
-def run(gloo: GlooPool, *arguments: Any) -> str:
-    said = gloo.run(4, flip, *arguments)
-    assert len(set(said)) == 1, said
-    return str(said[0])
+@pytest.fixture(scope="module")
+def said(gloo: GlooPool) -> dict[str, str]:
+    """What every rank says, by case."""
+    first, *others = gloo.run(4, flip)
+    assert all(other == first for other in others)
+    return dict(first)
 
 
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_replicas_that_train_alike_pass(gloo: GlooPool, every: int):
-    assert run(gloo, None, 0, every) == "alike"
+def test_replicas_that_train_alike_pass(said: dict[str, str]):
+    assert said["alike"] == "alike"
 
 
 @pytest.mark.parametrize("kind", [EXPERT, DENSE, SHARDED])
-def test_one_changed_bit_on_one_rank_is_named(gloo: GlooPool, kind: str):
+def test_one_changed_bit_on_one_rank_is_named(said: dict[str, str], kind: str):
     name = names(kind)[0]
     (peers,) = (ranks for ranks in replicas(moe_plan(**FOLDED), name) if 3 in ranks)
     assert len(peers) == (4 if kind == DENSE else 2)
-    said = run(gloo, name, 3, 2)
     drift = "rank 3 differs from ranks 0, 1, 2" if kind == DENSE else "rank 1 and rank 3 differ from each other"
-    assert said == f"MOE0704 {name}: {drift}"
+    assert said[kind] == f"MOE0704 {name}: {drift}"
 
 
-@pytest.mark.parametrize("every", [0, 3])
-def test_steps_between_checks_are_not_checked(gloo: GlooPool, every: int):
-    assert run(gloo, names(DENSE)[0], 3, every) == "alike"
+@pytest.mark.parametrize("case", ["never", "every third step"])
+def test_steps_between_checks_are_not_checked(said: dict[str, str], case: str):
+    assert said[case] == "alike"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -58,9 +58,20 @@ def set_on_ranks(options: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2, "ep": 2}, {"ep": 4}], ids=str)
-def test_ranks_and_micro_batches_draw_the_numbers_of_the_unsharded_batch(gloo: GlooPool, degrees: dict[str, int]):
-    plan = moe_plan(ranks=4, **JITTER, **degrees)
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (2, {"tp": 2, "ep": 2}),
+        (2, {"ep": 2}),
+        pytest.param(4, {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"ep": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_and_micro_batches_draw_the_numbers_of_the_unsharded_batch(
+    gloo: GlooPool, ranks: int, degrees: dict[str, int]
+) -> None:
+    plan = moe_plan(ranks=ranks, **JITTER, **degrees)
     model = reference(moe_spec(**JITTER), seed=1)
     model.set(step=STEP)
     expected = []
@@ -71,7 +82,7 @@ def test_ranks_and_micro_batches_draw_the_numbers_of_the_unsharded_batch(gloo: G
         expected.append(loss.item())
     wanted = {name: p.grad for name, p in model.named_parameters()}
     for microbatches in (1, 2):
-        for rank, found in enumerate(gloo.run(4, jittered, {"ranks": 4, **JITTER, **degrees}, microbatches)):
+        for rank, found in enumerate(gloo.run(ranks, jittered, {"ranks": ranks, **JITTER, **degrees}, microbatches)):
             assert found["settings"] == {"seed": 1, "step": STEP + 2}
             torch.testing.assert_close(found["losses"], expected, rtol=1e-5, atol=1e-6)
             for name, gradient in found["gradients"].items():

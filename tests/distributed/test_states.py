@@ -77,7 +77,7 @@ def train_alone(options: dict[str, Any]) -> dict[str, Any]:
         (2, {"ep": 1}, "a custom loop"),
         (2, {"ep": 2, "tp": 2}, "accumulated by hand"),
         pytest.param(4, {"ep": 2}, "one micro-batch", marks=pytest.mark.slow),
-        (4, {"ep": 4, "tp": 2}, "micro-batches"),
+        pytest.param(4, {"ep": 4, "tp": 2}, "micro-batches", marks=pytest.mark.slow),
     ],
 )
 def test_biases_are_those_of_one_process_on_every_rank(

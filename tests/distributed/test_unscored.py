@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.plans import moe_plan, moe_spec
+from support.preloaded import environment, python
 from support.ranks.gloo_pool import GlooPool
 
 import moec
@@ -129,10 +128,10 @@ with moec.launch(moec.load("two.plan"), device="cpu") as job:
 def test_a_script_ends_with_one_diagnostic_on_either_backend(tmp_path: Path, backend: str, value: str) -> None:
     moe_plan(ranks=2, ep=2).save(tmp_path / "two.plan")
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {**os.environ, "MOEC_BACKEND": backend, "TRITON_INTERPRET": str(int(backend == "triton"))}
+    launcher = [python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    given = environment(MOEC_BACKEND=backend, TRITON_INTERPRET=str(int(backend == "triton")))
     done = subprocess.run(
-        [*launcher, "train.py", value], cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environment
+        [*launcher, "train.py", value], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=given
     )
     assert done.returncode
     assert done.stderr.count("error[MOE0708]") == 1, done.stderr
@@ -143,7 +142,9 @@ def test_a_script_ends_with_one_diagnostic_on_either_backend(tmp_path: Path, bac
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
-@pytest.mark.parametrize("mode", ["training", "evaluation", "without labels", "compiled"])
+@pytest.mark.parametrize(
+    "mode", ["training", "evaluation", "without labels", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_an_unsharded_model_says_it_too(mode: str) -> None:
     model = reference(moe_spec(beside="capacity = factor(0.5, eval = 1.0); group = batch"), seed=1)
     model.train(mode != "evaluation")
