@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import layer_plan, moe_plan, moe_spec, moe_text
 from support.wrong_plans import change_op
 from torch import Tensor
@@ -129,9 +130,12 @@ def test_groups_that_nothing_states_or_that_do_not_divide_the_experts_are_refuse
     assert {op.groups for block in program.blocks for op in block.ops if isinstance(op, SumGroups)} == {2}
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"tp": 2, "beside": "group = batch"}, {"model": PADDED}], ids=str)
-def test_another_number_of_groups_is_found(options: dict[str, Any]) -> None:
-    plan = moe_plan(ep=4, **options, **DEVICES)
+GROUPED: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "beside": "group = batch"}, {"model": PADDED}]
+
+
+@pytest.mark.parametrize("place", some(range(4), [2, 3]))
+def test_another_number_of_groups_is_found(place: int) -> None:
+    plan = moe_plan(ep=4, **GROUPED[place], **DEVICES)
     assert verify(plan, float32=False).ok
     for op in [op for op in plan.program.block(BODY).ops if isinstance(op, SumGroups)]:
         plan = change_op(plan, BODY, op.results[0].name, groups=2)

@@ -227,11 +227,11 @@ SOFT_FAULTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("fault", SOFT_FAULTS)
-def test_a_plan_with_other_slots_is_refused(fault: str) -> None:
+def test_a_plan_with_other_slots_is_refused() -> None:
     plan = moe_plan(ranks=4, tp=2, ep=2, **SOFT)
     assert verify(plan, float32=False).ok
-    assert not verify(SOFT_FAULTS[fault](plan), float32=False).ok
+    for fault, planted in SOFT_FAULTS.items():
+        assert not verify(planted(plan), float32=False).ok, fault
 
 
 def test_every_expert_has_a_row_of_each_slot_and_sequence() -> None:
@@ -275,11 +275,11 @@ SMEAR_FAULTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("fault", SMEAR_FAULTS)
-def test_a_plan_with_other_merged_experts_is_refused(fault: str) -> None:
+def test_a_plan_with_other_merged_experts_is_refused() -> None:
     plan = moe_plan(ranks=4, tp=2, ep=2, expert="gelu(16)", dim=16, **SMEAR)
     assert verify(plan, float32=False).ok
-    assert not verify(SMEAR_FAULTS[fault](plan), float32=False).ok
+    for fault, planted in SMEAR_FAULTS.items():
+        assert not verify(planted(plan), float32=False).ok, fault
 
 
 def test_a_sequence_of_padding_has_finite_gradients_and_padding_changes_no_merged_expert() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import layer_text, moe_plan, moe_spec, moe_text
 from support.wrong_plans import bypass, change_op, op_giving
 from torch import Tensor
@@ -292,9 +293,9 @@ def test_a_program_with_another_setting_is_refused(text: str) -> None:
 # ---- plans -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_plans_are_the_unsharded_model(degrees: dict[str, Any]) -> None:
-    report = verify(moe_plan(**JITTER, **degrees))
+@pytest.mark.parametrize("place", some(range(len(DEGREES)), [3, 5, 6, 7]))
+def test_plans_are_the_unsharded_model(place: int) -> None:
+    report = verify(moe_plan(**JITTER, **DEGREES[place]))
     assert report.ok, report.first_difference
 
 

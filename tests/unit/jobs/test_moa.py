@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.combinations import some
 from support.plans import moe_plan, moe_spec
 from support.wrong_plans import bypass, change_op, change_sums
 
@@ -33,6 +34,9 @@ PACKED = {"model": "embedding = tokens(separator = 2, padding = 3, positions = l
 PLANS: dict[str, dict[str, Any]] = {
     "every option, packed and padded, bf16": {**TP, "attention": FULL, **PACKED, "dtype": "bf16"},
     "tokens whole": {**TP, "sequence_parallel": False, "attention": FULL},
+    "repeated kv heads, tokens whole": {
+        "ranks": 4, "tp": 4, "ep": 1, "depth": 2, "sequence_parallel": False, "attention": FULL
+    },
     "repeated kv heads": {"ranks": 4, "tp": 4, "ep": 1, "depth": 2, "attention": FULL},
     "zero 3, recomputed, micro-batches": {
         **TP, "zero": 3, "recompute": "layer", "microbatches": 2, "attention": FULL
@@ -51,7 +55,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANS)
+IN_OTHERS = {"tokens whole", "repeated kv heads", "zero 1, experts recomputed"}
+
+
+@pytest.mark.parametrize("name", some(list(PLANS), [name for name in PLANS if name not in IN_OTHERS]))
 def test_a_plan_equals_the_unsharded_model(name: str) -> None:
     report = verify(moe_plan(**PLANS[name]))
     assert report.ok, report

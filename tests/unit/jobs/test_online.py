@@ -120,8 +120,7 @@ def test_the_update_and_the_kernel_that_takes_biases_are_listed(tmp_path: Path) 
 # ---- when a state moves ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-@pytest.mark.parametrize("custom_loss", [False, True])
+@pytest.mark.parametrize(("microbatches", "custom_loss"), diagonals([1, 3, 8], [False, True]))
 def test_a_step_moves_each_bias_once_by_the_rows_of_all_its_micro_batches(microbatches: int, custom_loss: bool) -> None:
     with moec.launch(moe_plan(**ONE), device="cpu") as job:
         model = job.build(seed=1)

@@ -59,7 +59,7 @@ def test_gradients_of_many_micro_batches_add_up_in_fp32():
     """Each of equal micro-batches adds 1/256 of the gradient: a sum in bf16 stops growing long before the last."""
     tokens = torch.randint(32, (1, 8), generator=torch.Generator().manual_seed(0))
     many = tokens.expand(256, 8).contiguous()
-    with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
+    with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16", depth=2), device="cpu") as job:
         model, other = job.build(seed=1), job.build(seed=1)
         job.step(model, tokens, tokens)
         job.step(other, many, many, microbatches=256)

@@ -203,6 +203,7 @@ def test_a_step_without_routes_is_that_of_a_plan_without_replay(job: Job) -> Non
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 def test_a_compiled_model_replays(job: Job) -> None:
     model, routes = job.build(seed=1), random_routes((8, 8), [8, 8], [2, 2])

@@ -28,7 +28,12 @@ def alive() -> int:
 
 
 @pytest.mark.parametrize(
-    ("beside", "dtype"), [("", "bf16"), ("capacity = factor(1.0)", "fp32"), ("capacity = dynamic()", "bf16")]
+    ("beside", "dtype"),
+    [
+        pytest.param("", "bf16", marks=pytest.mark.slow),
+        ("capacity = factor(1.0)", "fp32"),
+        ("capacity = dynamic()", "bf16"),
+    ],
 )
 def test_no_tensor_of_a_step_outlives_it(beside: str, dtype: str) -> None:
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
