@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracles.plain_attention import plain_logits
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
+from support.combinations import diagonals
 from torch import Tensor
 
 from moec.runtime.job.reference import reference
@@ -133,8 +134,7 @@ def require_equal(layers: str, embedding: str = "tokens()", **options: object) -
         torch.testing.assert_close(found, wanted, **tight, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("embedding", EMBEDDINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "embedding"), diagonals(list(KINDS), list(EMBEDDINGS), number=2))
 def test_attention_equals_its_definition(kind: str, embedding: str) -> None:
     require_equal(f"layers {{ attention = {KINDS[kind]}; ffn = gelu(8) }}", EMBEDDINGS[embedding])
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracles.gate_oracle import OracleMoe, Routed, compare, linear
 from oracles.plain_philox import words
+from support.combinations import pairs
 from torch import Tensor, nn
 
 ORACLE_OF = {
@@ -59,9 +60,9 @@ class NoisyMoe(OracleMoe):
         return Routed(kept.softmax(-1).gather(-1, experts), experts, noisy, noisy.softmax(-1), more)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("k", [1, 2, 6])
-@pytest.mark.parametrize("beside", ["", "capacity = factor(0.75); group = batch"])
+@pytest.mark.parametrize(
+    ("k", "beside", "training"), pairs([1, 2, 6], ["", "capacity = factor(0.75); group = batch"], [True, False])
+)
 def test_reference_equals_the_equations(beside: str, k: int, training: bool) -> None:
     balance = "switch_loss(0.3), z_loss(0.1)"
     compare(NoisyMoe, LAYERS.format(k=k, beside=beside, balance=balance), training=training)
@@ -71,10 +72,9 @@ def test_padding_takes_no_part() -> None:
     compare(NoisyMoe, LAYERS.format(k=2, beside="group = batch", balance="switch_loss(0.3)"), padding=3)
 
 
-@pytest.mark.parametrize("padding", [None, 3])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("group", ["sequence", "batch"])
+@pytest.mark.parametrize(
+    ("k", "group", "training", "padding"), pairs([1, 2, 5], ["sequence", "batch"], [True, False], [None, 3])
+)
 def test_loads_equal_the_equations(group: str, k: int, training: bool, padding: int | None) -> None:
     layers = LAYERS.format(k=k, beside=f"group = {group}", balance="load_loss(0.3), importance_loss(0.1)")
     compare(NoisyMoe, layers, training=training, padding=padding)

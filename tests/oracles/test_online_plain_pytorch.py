@@ -7,6 +7,7 @@ import torch
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe, kept_choices
 from plain_weights import plain_state_dict
+from support.combinations import diagonals
 from torch import Tensor
 
 from moec.runtime.job.reference import reference
@@ -75,9 +76,9 @@ class BiasedMoe(PlainMoe):
         self.counted.zero_()
 
 
-@pytest.mark.parametrize(("score", "order", "normalize", "k"), GATES)
-@pytest.mark.parametrize("beside", BESIDE)
-def test_the_reference_trains_as_the_handwritten_model(beside: str, score: str, order: str, normalize: str, k: int):
+@pytest.mark.parametrize(("gate_of", "beside"), diagonals(GATES, list(BESIDE), number=2))
+def test_the_reference_trains_as_the_handwritten_model(gate_of: tuple[str, str, str, int], beside: str):
+    score, order, normalize, k = gate_of
     gate = {"score": score, "order": order, "normalize": normalize, "k": k, "rate": RATE}
     balance = "[switch_loss(0.01), z_loss(1e-3)]" if k > 1 else "[z_loss(1e-2)]"
     spec = small_spec(LAYERS.format(beside=BESIDE[beside], balance=balance, **gate))

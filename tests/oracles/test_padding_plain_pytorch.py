@@ -9,6 +9,7 @@ import torch
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe, choose, probabilities
 from plain_weights import plain_state_dict
+from support.combinations import diagonals
 from torch import Tensor
 
 from moec.grammar.spec import SwitchLoss
@@ -114,8 +115,10 @@ def padding_of(where: str) -> Tensor:
     return tokens.masked_fill(padded, PADDING)
 
 
-@pytest.mark.parametrize("where", ["right", "left", "anywhere", "a whole sequence", "none"])
-@pytest.mark.parametrize("beside", BESIDE)
+WHERE = ["right", "left", "anywhere", "a whole sequence", "none"]
+
+
+@pytest.mark.parametrize(("beside", "where"), diagonals(list(BESIDE), WHERE, number=2))
 def test_reference_equals_the_handwritten_model_with_padding(beside: str, where: str) -> None:
     layers = LAYERS.format(score="sigmoid" if beside == "dynamic" else "softmax", beside=BESIDE[beside])
     spec = small_spec(layers, embedding=f"tokens(padding = {PADDING})")

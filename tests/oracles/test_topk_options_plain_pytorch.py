@@ -11,6 +11,7 @@ from oracles.optioned_moe import OptionedMoe, pair, require_equal
 from oracles.plain_philox import SEED, STEP, words_of
 from oracles.specs import small_spec
 from plain_moe import PlainMoe
+from support.combinations import diagonals
 
 from moec.grammar.spec import TopK
 from moec.passes.ir.ops import Route
@@ -39,9 +40,9 @@ def test_scaled_weights_are_those_of_the_handwritten_model(score: str, order: st
     require_equal(*pair(small_spec(LAYERS.format(experts=5, gate=gate)), OptionedMoe))
 
 
-@every_mode
-@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
-def test_groups_are_those_of_the_handwritten_model(group_score: str, score: str, order: str, normalize: str) -> None:
+@pytest.mark.parametrize(("mode", "group_score"), diagonals(MODES, ["top2_sum", "max"]))
+def test_groups_are_those_of_the_handwritten_model(mode: tuple[str, str, str], group_score: str) -> None:
+    score, order, normalize = mode
     gate = f"""topk(3, score = {score}, order = {order}, normalize = {normalize}, groups = 4, keep_groups = 2,
                     group_score = {group_score})"""
     require_equal(*pair(small_spec(LAYERS.format(experts=12, gate=gate)), OptionedMoe))

@@ -40,9 +40,6 @@ SHAPES = {
 }
 
 
-with_or_without = pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
-
-
 def inputs(
     shape: tuple[int, int, int, int, float], activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -130,8 +127,7 @@ def test_a_dropped_choice_does_not_matter_even_beside_nan() -> None:
     assert x.grad[0, 1].tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("activation", ACTIVE)
-@with_or_without
+@pytest.mark.parametrize(("activation", "bias"), diagonals(list(ACTIVE), [False, True]))
 def test_gradients_of_mixture_mlp(activation: str, bias: bool) -> None:
     x, experts, weights, up, down = inputs((1, 5, 4, 2, 0.2), activation, torch.float64)
     tensors = (x, weights, up, down, *(biases_of(up, down) if bias else ()))

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.combinations import diagonals
 from torch import Tensor, nn
 
 from moec.runtime import ops
@@ -37,8 +38,7 @@ def train(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [out, balance, x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("activation", "score"), diagonals(["swiglu", "gelu"], ["softmax", "sigmoid"]))
 def test_a_compiled_layer_in_one_graph_equals_eager_with_gradients(activation: str, score: str) -> None:
     layer, x = MoeLayer(activation, score), torch.randn(2, 7, 8)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")

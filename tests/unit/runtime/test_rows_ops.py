@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.combinations import diagonals
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -164,11 +165,9 @@ def test_gradients() -> None:
     assert gradcheck(lambda rows, weights: ops.combine(rows, positions, weights), (rows, weights))
 
 
-@pytest.mark.parametrize("padding", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("sequences", "length", "num_experts", "k"), SIZES)
-def test_choices_of_no_expert_get_no_row_and_add_nothing(
-    sequences: int, length: int, num_experts: int, k: int, padding: float
-) -> None:
+@pytest.mark.parametrize(("size", "padding"), diagonals(SIZES, [0.4, 0.0, 1.0]))
+def test_choices_of_no_expert_get_no_row_and_add_nothing(size: tuple[int, int, int, int], padding: float) -> None:
+    sequences, length, num_experts, k = size
     experts = choose(sequences, length, num_experts, k)
     experts[torch.rand(sequences, length) < padding] = -1
     x = torch.randn(sequences, length, 3, dtype=torch.float64, requires_grad=True)
