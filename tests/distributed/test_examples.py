@@ -43,9 +43,9 @@ def test_averaged_weights_are_evaluated(gloo: GlooPool) -> None:
 
 
 def test_a_student_learns_from_a_teacher_under_another_plan(gloo: GlooPool) -> None:
-    first, *_ = gloo.run(4, run, "custom_loss", "--steps", "21", initialize=False)
+    first, *_ = gloo.run(4, run, "custom_loss", "--steps", "12", initialize=False)
     losses = [float(number) for line in first for number in re.findall(r"loss (\d+\.\d+)", line)]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert losses[-1] < 0.6 * losses[0]
 
 

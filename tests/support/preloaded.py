@@ -194,8 +194,11 @@ def _run(kind: str, *words: str) -> None:
         sys.modules.pop(words[0], None)  # runpy warns of a module that is there
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return
-    sys.argv = ["-c", *words[1:]] if kind == "-c" else [kind, *words]
-    text, name = (words[0], "<string>") if kind == "-c" else (Path(kind).read_text(encoding="utf-8"), kind)
-    if kind != "-c":
-        main.__file__ = kind
+    if kind == "-c":
+        sys.argv = ["-c", *words[1:]]
+        text, name = words[0], "<string>"
+    else:
+        sys.argv = [kind, *words]
+        text, name = Path(kind).read_text(encoding="utf-8"), os.path.join(os.getcwd(), kind)
+        main.__file__ = name
     exec(compile(text, name, "exec"), main.__dict__)  # noqa: S102
