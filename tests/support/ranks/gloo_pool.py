@@ -26,6 +26,8 @@ from support.preloaded import CONTEXT
 from support.session.leftovers import KEPT
 from torch.distributed.device_mesh import DeviceMesh
 
+from moec.runtime.job.layer import MoeLayer
+
 STACK_SECONDS = 0.5
 """How long a hung worker gets to write its stack."""
 GRACE_SECONDS = 5.0
@@ -284,9 +286,12 @@ def _let_groups_go() -> None:
     """
     if sys.platform != "linux" or len(os.listdir("/proc/self/task")) <= MOST_THREADS:
         return
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh:
+            getattr(each, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
+        elif type(each) is MoeLayer:
+            each.aux_loss = None  # autograd's nodes refer to the layer: a cycle that the garbage collector does not see
     gc.collect()
-    for mesh in (each for each in gc.get_objects() if type(each) is DeviceMesh):
-        getattr(mesh, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
 
 
 def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
