@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from given_experts import Given, choices_with, memory_full_of_nan, of_rows, of_tokens
+from support.combinations import diagonals, pairs
 
 from moec.codegen.kernels import fitting
 from moec.codegen.kernels.product_shapes import ProductShape
@@ -31,9 +32,9 @@ COUNTS = [37, 0, 1, 16, 18, 21]
 EMPTY, SOME = 1, 3
 
 
-@pytest.fixture(params=[False, True], ids=["pointers", "blocks"])
+@pytest.fixture(params=[False, True])
 def bulk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """The form of the products."""
+    """The form of the products: blocks by TMA, or pointers."""
     monkeypatch.setattr(triton_experts, "in_bulk", lambda *_: request.param)
     triton_experts._shapes.cache_clear()
     yield request.param
@@ -48,8 +49,9 @@ def layer(gathered: bool, *, weighted: bool = False, bias: bool = False) -> Give
     return of_tokens(choices_with(COUNTS, 3), len(COUNTS), DIM, HIDDEN, bias=bias, ways=WAYS)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["tokens", "rows"])
+@pytest.mark.parametrize(
+    ("bulk", "gathered", "bias"), pairs([False, True], [False, True], [False, True]), indirect=["bulk"]
+)
 def test_both_forms_are_right_where_memory_is_full_of_nan(bulk: bool, gathered: bool, bias: bool) -> None:
     given = layer(gathered, weighted=gathered, bias=bias)
     with memory_full_of_nan():
@@ -58,7 +60,7 @@ def test_both_forms_are_right_where_memory_is_full_of_nan(bulk: bool, gathered: 
 
 
 @pytest.mark.usefixtures("bulk")
-@pytest.mark.parametrize("gathered", [False, True], ids=["tokens", "rows"])
+@pytest.mark.parametrize(("bulk", "gathered"), diagonals([False, True], [False, True]), indirect=["bulk"])
 def test_weights_of_an_expert_without_rows_are_seen_by_no_result(gathered: bool) -> None:
     given = layer(gathered)
     exact = given.exact()

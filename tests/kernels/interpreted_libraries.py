@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.combinations import pairs
 from torch import Tensor
 
 import moec
@@ -89,9 +90,7 @@ def run_experts(ep: int, bias: bool, ways: Ways) -> list[Tensor]:
     return [out, *triton_backend.expert_mlp_backward(out, rows, *saved)]
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "ep", "bias"), pairs(list(MIXES), [1, 2], [False, True]))
 def test_a_plan_lists_what_runs_around_products_by_a_library(mix: str, ep: int, bias: bool, launched: set[str]) -> None:
     listed = [
         kernel

@@ -46,16 +46,15 @@ def enough(ways: Ways, extra: int) -> tuple[list[int], int, int]:
 
 
 def cases() -> Iterator[object]:
-    """Without `-m slow`, the tiles of one layer."""
-    of_qwen3 = ways_on("h100", LAYERS["Qwen3-30B-A3B"], 8192)
     for name, ways in chosen().items():
         for extra in (0, 8):
             for gathered in (False, True):
-                quick = (ways, extra, gathered) == (of_qwen3, 8, False)
-                said = f"{name}, {extra} more, {'rows' if gathered else 'tokens'}"
-                yield pytest.param(ways, extra, gathered, id=said, marks=[] if quick else [pytest.mark.slow])
+                yield pytest.param(
+                    ways, extra, gathered, id=f"{name}, {extra} more, {'rows' if gathered else 'tokens'}"
+                )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ways", "extra", "gathered"), list(cases()))
 def test_the_tiles_of_devices_agree_with_plain_torch(ways: Ways, extra: int, gathered: bool) -> None:
     counts, dim, hidden = enough(ways, extra)

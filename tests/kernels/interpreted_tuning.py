@@ -75,6 +75,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Tile]:
     return seen
 
 
+@pytest.fixture
+def one_height(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the default's height alone are tried."""
+    monkeypatch.setattr(tune_trial, "heights", lambda default: (default.rows,))
+
+
 def with_tiles(plan: Plan, device: str = "interpreter", ways: Ways = OTHER) -> Plan:
     entries = tuple(Entry.of(one.key, ways, None) for one in products_of(plan))
     return replace(plan, tiles=StoredTiles(device=device, triton=None, entries=entries))
@@ -92,14 +98,15 @@ def step(plan: Plan) -> None:
         job.step(model, tokens, tokens)
 
 
+@pytest.mark.usefixtures("one_height")
 def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
     alone: Plan, tmp_path: Path, launched: set[Tile]
 ) -> None:
     folder, out = alone.save(tmp_path / "toy.plan"), tmp_path / "tuned.plan"
-    done = CliRunner().invoke(app, ["tune", str(folder), "--output", str(out), "--tries", "1"])
+    done = CliRunner().invoke(app, ["tune", str(folder), "--output", str(out), "--tries", "2"])
     assert done.exit_code == 0, done.output
     assert "4 × 8 × 8 gated, fp32, few rows" in done.stdout
-    assert len({tile.rows for tile in launched}) > 2  # several heights
+    assert len(launched) > 2
     assert moec.load(folder) == alone
 
     tuned = moec.load(out, trust_nothing=True)
@@ -114,9 +121,9 @@ def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
     launched.clear()
     step(tuned)
     assert launched == tiles_of(entry.ways)
-    assert moec.verify(tuned).ok
 
 
+@pytest.mark.usefixtures("one_height")
 def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     folder = with_tiles(plan).save(tmp_path / "toy.plan")
     done = CliRunner().invoke(app, ["tune", str(folder), "--tries", "1"])
@@ -129,6 +136,7 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     assert again.entries[0].measured is not None
 
 
+@pytest.mark.usefixtures("one_height")
 @pytest.mark.parametrize("ep", some([1, 2], [2]))
 def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
     plan = moec.compile(ON_TOY.replace("swiglu(8)", "swiglu(8, bias = true)").replace("ep = 2", f"ep = {ep}"))
@@ -137,7 +145,7 @@ def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
     experts = 4 // ep
     assert [tuple(grad.shape) for grad in results[-2:]] == [(experts, 2, 8), (experts, 8)]
     assert all(grad.abs().min() > 0 for grad in results[-2:])
-    (found,) = tune(plan, most=1).results
+    (found,) = tune(plan, most=2).results
     assert found.tried("up") > 1
     assert found.wrong == 0
 
@@ -197,6 +205,7 @@ def test_verify_proves_a_plan_with_its_own_tiles(plan: Plan, launched: set[Tile]
     assert report.rounding.ok
 
 
+@pytest.mark.usefixtures("one_height")
 def test_a_way_that_gives_other_numbers_never_wins(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     product, others = TunedLayer.product, []
 
@@ -210,7 +219,7 @@ def test_a_way_that_gives_other_numbers_never_wins(plan: Plan, monkeypatch: pyte
     monkeypatch.setattr(TunedLayer, "product", other_numbers)
     (found,) = tune(plan, most=2).results
     assert found.best == found.default
-    assert found.wrong == len(others) > 6
+    assert found.wrong == len(others) == 6
     assert [found.tried(kernel) for kernel in KERNELS] == [1] * 6
 
 
@@ -237,15 +246,16 @@ def test_ties_are_the_defaults_and_the_fastest_of_the_rest_wins(plan: Plan, monk
 
 
 def test_each_product_gets_the_tile_that_is_fastest_for_it_alone(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = TunedLayer.product
+    (products,) = products_of(plan)
+    layer = TunedLayer(products, torch.device("cpu"))
+    exact = layer.results(layer.default())
 
     def wide_or_narrow(self: TunedLayer, ways: Ways, kernel: Kernel) -> tuple[float, tuple[Tensor, ...]]:
-        _, results = product(self, ways, kernel)
         tile = ways.tile(kernel)
         assert tile is not None
         # Products of up run best with many buffers, those of down with few; 32 rows are best for both.
         taken = tile.stages if kernel.startswith("down") else 10 - tile.stages
-        return taken + abs(tile.rows - 32) * (kernel in ROW_KERNELS) + 1.0, results
+        return taken + abs(tile.rows - 32) * (kernel in ROW_KERNELS) + 1.0, exact
 
     monkeypatch.setattr(TunedLayer, "product", wide_or_narrow)
     monkeypatch.setattr(TunedLayer, "milliseconds", lambda self, ways: 2.0 if ways == self.default() else 1.0)
@@ -301,6 +311,7 @@ def nearby(default: Ways, kernel: Kernel, rows: int | None) -> list[Tile]:
     return [tile]
 
 
+@pytest.mark.usefixtures("one_height")
 def test_libraries_are_tried_and_the_fastest_is_stored(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOEC_BACKEND")
     (products,) = products_of(plan)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import triton
 from triton.runtime import driver
 
 import moec
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.of_plan import kernels_of, products_of
 from moec.codegen.kernels.plan_ways import ways_text
+from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
+from moec.codegen.kernels.tiles import Tile, Ways
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import ExpertMlp, MixtureMlp
 from moec.runtime.backends.triton import triton_backend, triton_warm
@@ -27,6 +30,7 @@ from moec.runtime.backends.triton.triton_tiles import target_at
 from moec.runtime.backends.triton.triton_warm import Progress, compile_ahead
 
 CPU = torch.device("cpu")
+SMALL = Ways(*[Tile(16, 16, 16, 4, 2)] * 6)
 
 TEXT = """
 device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }
@@ -87,9 +91,11 @@ def compiled(plan: Plan) -> int:
     return sum(len(caches[0]) for function in functions_of(plan) for caches in function.device_caches.values())
 
 
-def plan_of(text: str) -> Plan:
-    """A plan, none of whose kernels has been compiled in this process."""
-    plan = moec.compile(text)
+def plan_of(ranks: int, balance: str = "") -> Plan:
+    """A plan, none of whose kernels has been compiled in this process, in tiles that compile fast."""
+    plan = moec.compile(TEXT.replace("RANKS", str(ranks)).replace("BALANCE", balance))
+    entries = tuple(Entry.of(products.key, SMALL, None) for products in products_of(plan))
+    plan = replace(plan, tiles=StoredTiles(device=target_at(CPU).name, triton=None, entries=entries))
     for function in functions_of(plan):
         function.device_caches.clear()
     return plan
@@ -112,7 +118,7 @@ def route(tokens: int, balanced: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("balance", ["", "balance = [switch_loss(0.01)]"])
 def test_a_step_of_a_local_mixture_launches_what_was_compiled_for_any_number_of_tokens(balance: str) -> None:
-    plan = plan_of(TEXT.replace("RANKS", "1").replace("BALANCE", balance))
+    plan = plan_of(1, balance)
     names: list[str] = []
     number = compile_ahead(plan, CPU, lambda *seen: names.append(seen[2]))
     assert number == len(names) == compiled(plan)
@@ -128,7 +134,7 @@ def test_a_step_of_a_local_mixture_launches_what_was_compiled_for_any_number_of_
 
 
 def test_a_step_with_rows_from_other_ranks_launches_what_was_compiled_for_any_number_of_rows() -> None:
-    plan = plan_of(TEXT.replace("RANKS", "2").replace("BALANCE", ""))
+    plan = plan_of(2)
     number = compile_ahead(plan, CPU, lambda *_: None)
     assert number == compiled(plan)
     up, down = (torch.zeros(s) for s in ((2, 2, 32, 64), (2, 64, 32)))
@@ -148,7 +154,7 @@ def test_a_step_with_rows_from_other_ranks_launches_what_was_compiled_for_any_nu
 
 
 def test_a_tensor_inside_of_a_flat_buffer_launches_what_was_compiled() -> None:
-    plan = plan_of(TEXT.replace("RANKS", "1").replace("BALANCE", ""))
+    plan = plan_of(1)
     number = compile_ahead(plan, CPU, lambda *_: None)
     x, weights, up, down = (
         torch.zeros(1 + math.prod(shape))[1:].view(shape)  # 4 bytes behind the beginning

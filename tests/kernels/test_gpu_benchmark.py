@@ -15,6 +15,7 @@ from gpu_rows import RowFile
 
 ROOT = Path(__file__).parents[2]
 CONFORMANCE = "tests/kernels/conformance"
+pytestmark = pytest.mark.slow  # it starts processes; tests/unit/benchmarks has what they do, in this one
 PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
 
 
@@ -65,9 +66,7 @@ PARTS = {"a": "a c", "b": "down_backward", "c": "mm"}
 """A part, and what the keys of some of its measurements have."""
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param("a", marks=pytest.mark.slow), "b", pytest.param("c", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_killed_goes_on_where_it_was(part: str, tmp_path: Path) -> None:
     found = require_resumed(["--part", part, "--only", PARTS[part]], tmp_path / "rows.jsonl")
     failed = {key: row["failed"] for key, row in found.items() if "failed" in row}
@@ -75,7 +74,6 @@ def test_a_part_that_is_killed_goes_on_where_it_was(part: str, tmp_path: Path) -
     assert all("compiled" in key or "moec by grouped_mm" in key for key in failed), failed
 
 
-@pytest.mark.slow
 def test_all_parts_measure_everything_and_their_rows_become_tables_and_shipped_ways(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for part in PARTS:
@@ -88,7 +86,6 @@ def test_all_parts_measure_everything_and_their_rows_become_tables_and_shipped_w
     assert (tmp_path / "interpreter.json").exists()
 
 
-@pytest.mark.slow
 def test_whole_models_are_measured_and_become_a_table(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     finished("--part", "d", "--out", file)
@@ -117,7 +114,6 @@ def test_moec_is_found_where_it_is_not_installed(tmp_path: Path) -> None:
         assert done.stdout.split()[-1] == "True"
 
 
-@pytest.mark.slow
 def test_it_runs_from_files_alone_where_moec_is_not_installed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")

@@ -1,6 +1,6 @@
 """The checks of compiled kernels once more, with the oldest Triton that moec supports: what is lost differs by version.
 
-`make .triton-3.6` installs it in a folder of its own, beside the one that torch asks for; `make test-slow` does so.
+`make .triton-3.6` installs it in a folder of its own, beside the one that torch asks for; `make test-all` does so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import pytest
 HERE = Path(__file__).parent
 OLDEST = HERE.parents[1] / ".triton-3.6"
 
-pytestmark = pytest.mark.skipif(not OLDEST.is_dir(), reason="`make .triton-3.6` installs Triton 3.6 beside Triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not OLDEST.is_dir(), reason="`make .triton-3.6` installs Triton 3.6 beside Triton"),
+]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -24,21 +27,9 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
 
 
-def require_passed(*arguments: str | Path) -> None:
-    done = run("-m", "pytest", "-p", "no:cacheprovider", *arguments)
+def test_every_check_of_compiled_kernels_passes_with_the_oldest_triton() -> None:
+    assert run("-c", "import triton; print(triton.__version__)").stdout.startswith("3.6.")
+    files = [HERE / f"test_{name}.py" for name in ("pipelines", "compiled", "resources")]
+    done = run("-m", "pytest", "-p", "no:cacheprovider", "--everything", *files)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
-
-
-def test_the_folder_has_the_oldest_triton() -> None:
-    assert run("-c", "import triton; print(triton.__version__)").stdout.startswith("3.6.")
-
-
-def test_the_products_of_a_canonical_layer_lose_nothing_with_the_oldest_triton() -> None:
-    require_passed("-m", "not slow", HERE / "test_pipelines.py")
-
-
-@pytest.mark.slow
-def test_every_check_of_compiled_kernels_passes_with_the_oldest_triton() -> None:
-    files = [HERE / f"test_{name}.py" for name in ("pipelines", "compiled", "resources")]
-    require_passed("-m", "slow or not slow", *files)

@@ -346,7 +346,7 @@ OF_ROUTER: dict[str, Case] = {
     # The gradient jumps at a clamp: in 16 bits, rounding alone moves numbers across it.
     **{
         f"experts with {name}": partial(
-            experts, counts=COUNTS["four sources"], widths=(70, 40), activation="swiglu", bias=True, parameters=given
+            experts, counts=COUNTS["uneven"], widths=(20, 9), activation="swiglu", bias=True, parameters=given
         )
         for name, given in PARAMETERS_OF.items()
         if name != "alpha"
@@ -435,7 +435,7 @@ CASES: dict[str, Case] = {
         for name, given in PARAMETERS_OF.items()
     },
     "experts with alpha": partial(
-        experts, counts=COUNTS["four sources"], widths=(70, 40), activation="swiglu", parameters=(None, 1.702)
+        experts, counts=COUNTS["uneven"], widths=(20, 9), activation="swiglu", parameters=(None, 1.702)
     ),
     "mixture with alpha": partial(mixture, shape=(2, 20, 5, 2), dropped=0.3, parameters=(None, 1.702)),
     **{f"linear experts, {name}": partial(linear, counts=counts) for name, counts in COUNTS.items()},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import HOW
 from places import INTERPRETED, Numbers, Place
+from support.combinations import diagonals
 
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import Backend, BackendError
@@ -29,8 +30,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
-@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize(("logits", "how"), diagonals(list(LOGITS), HOW, number=2))
 def test_logits_make_finite_weights_or_are_refused(place: Place, logits: str, how: tuple[str, str, bool]) -> None:
     token, by_softmax, by_sigmoid = LOGITS[logits]
     x = torch.tensor([[[0, 1, 2, 3, 4], token]], dtype=torch.float32, device=place.device)

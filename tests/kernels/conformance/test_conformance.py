@@ -20,24 +20,33 @@ ROUNDINGS = {"mixture": 5, "experts with weights": 6, "experts": 4}
 experts the gradient behind down and its products with what was activated."""
 
 
-RARE = re.compile(
-    r"(?<!swiglu) \((6, 5|64, 32)\)|(?<!swiglu) \(70, 40\) 1|(?<!uneven), [01]\.0 padding|random [1-9]"
-    r"|^(experts|mixture), (?!swiglu|gelu)\w+ \(70|^(|scaled |grouped )route \w+ (before False|after True)"
+INTERPRETED_FAST = re.compile(
+    r"biased route.*|equal.*|grouped route (softmax before True|sigmoid after False).*"
+    r"|route softmax before True|route, no tokens"
+    r"|balance.*|rope|linear experts.*|(swi|ge|re)glu( with.*)?"
+    r"|rows, (uneven, 0\.5 padding|more than one block|k is all|wide|one token|one expert|no tokens|no sequences)"
+    r"|experts, (four sources|more than one tile|one row|no rows|swiglu \(64, 32\) 2)"
+    r"|experts with biases, (four sources|no rows)|experts with clamp and alpha"
+    r"|experts with weights, (four sources|more than one tile|no rows|swiglu \(64, 32\) 2|\w+ \(70, 40\) 2)"
+    r"|mixture, (one token|no tokens|gelu \(70, 40\)|swiglu \(64, 32\))"
+    r"|mixture with biases, (swiglu \(70, 40\)|all dropped)"
+    r"|padded, (0\.5 padding, 2 groups|no tokens)"
 )
-"""Cases that the interpreter runs with `-m slow` alone: small widths of all activations but one, more random loads.
+"""Cases of `make test` in the interpreter, which is slow: together they reach every branch of every template.
 
-Each activation has its case with weights, and each way to route its case with biases.
+Several tiles and blocks each way are in `interpreted_tiles.py` and `interpreted_blocks.py`, in smaller tiles.
 """
 
 
 def _all() -> Iterator[object]:
-    """The interpreter, which is slow, runs each case in one dtype of those in turn, and the others with `-m slow`."""
+    """On CPU each case runs in one dtype of those in turn; the others are slow."""
     for place in PLACES:
         for number, name in enumerate((*OF_ROUTER, *CASES)):
             dtypes = [dtype for dtype in place.dtypes if name in CASES or dtype in ROUTER]
             for dtype in dtypes:
                 said = f"{place.name}-{name}-{str(dtype).removeprefix('torch.')}"
-                later = INTERPRETED and (dtype != dtypes[number % len(dtypes)] or bool(RARE.search(name)))
+                later = place.device == "cpu" and dtype != dtypes[number % len(dtypes)]
+                later = later or (INTERPRETED and not INTERPRETED_FAST.fullmatch(name))
                 yield pytest.param(place, name, dtype, id=said, marks=[pytest.mark.slow] if later else [])
     if NO_CUDA:
         yield pytest.param(None, "", None, id="on cuda", marks=pytest.mark.skip(reason=NO_CUDA))
