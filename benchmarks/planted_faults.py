@@ -38,24 +38,25 @@ class Fault:
     line: int
 
 
-def corpus(seed: str = "") -> list[Fault]:
-    """Every fault; another `seed` draws others from the same files."""
+def corpus(seed: str = "", per_file: int = PER_FILE) -> list[Fault]:
+    """`per_file` faults of each kind in every file; another `seed` draws others from the same files."""
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests/cases").glob("*.moe"))}
     files |= {"tiny.moe": (ROOT / "examples/tiny.moe").read_text(encoding="utf-8"), "starter.moe": STARTER}
-    return [fault for name, text in files.items() for fault in faults(name, text, seed)]
+    return [fault for name, text in files.items() for fault in faults(name, text, seed, per_file)]
 
 
-def faults(name: str, text: str, seed: str = "") -> Iterator[Fault]:
-    """`PER_FILE` faults of each kind, spread over the file."""
-    dice = random.Random(name + seed)
+def faults(name: str, text: str, seed: str = "", per_file: int = PER_FILE) -> Iterator[Fault]:
+    """`per_file` faults of each kind, spread over the file."""
+    dice, spec = random.Random(name + seed), load_text(text).spec
     tokens = [token for token in lex(text) if token.kind != "SEPARATOR"]
     for kind in KINDS:
         found: dict[str, Fault] = {}
-        for _ in range(100 * PER_FILE):
+        for _ in range(100 * per_file):
             fault = _planted(dice, kind, name, text, tokens)
-            if fault:
+            # `rope()` to `(rope)` is no fault.
+            if fault and load_text(fault.text).spec != spec:
                 found.setdefault(fault.text, fault)
-            if len(found) == PER_FILE:
+            if len(found) == per_file:
                 break
         yield from found.values()
 
@@ -80,8 +81,6 @@ def _planted(dice: random.Random, kind: str, name: str, text: str, tokens: Seque
         if new == token.text or not new.isidentifier():
             return None
     changed = text[:start] + new + text[end:]
-    if load_text(changed).spec == load_text(text).spec:  # `rope()` to `(rope)`: no fault
-        return None
     return Fault(name, kind, f"`{text[start:end]}` to `{new}`", text, changed, text.count("\n", 0, start) + 1)
 
 

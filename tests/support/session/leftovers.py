@@ -24,7 +24,7 @@ KEPT: set[int] = set()
 KEPT_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Parts of the command lines of processes that libraries start once for all."""
 
-KEPT_THREADS = ("execnet", "tqdm_monitor", "experts")
+KEPT_THREADS = ("execnet", "tqdm_monitor", "moec-experts")
 """Beginnings of the names of threads that libraries, and moec itself, start once for all."""
 
 OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON", "KMP_")
