@@ -31,6 +31,7 @@ def test_the_edited_line_is_pointed_at(faults: Diagnosed) -> None:
     assert sum(first_points_at(fault, found) for fault, found in faults) >= 0.95 * len(faults)
 
 
+@pytest.mark.slow  # a share of some hundred: of fewer it is chance
 def test_suggestions_restore_what_was_misspelt(faults: Diagnosed) -> None:
     misspelt = [(fault, found) for fault, found in faults if fault.kind == "misspelt"]
     assert sum(restored(fault, found) for fault, found in misspelt) >= 0.95 * len(misspelt)
