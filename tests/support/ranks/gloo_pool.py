@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import io
 import os
 import signal
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from support.preloaded import CONTEXT
+from support.ranks.gloo_worker import ENTERED, Failure, Task, pack, serve, unpack
 from support.session.leftovers import KEPT
-from torch.distributed.device_mesh import DeviceMesh
-
-from moec.runtime.job.layer import MoeLayer
 
 STACK_SECONDS = 0.5
 """How long a hung worker gets to write its stack."""
@@ -35,8 +25,6 @@ GRACE_SECONDS = 5.0
 ENTRY_SECONDS = 60.0
 """How long ranks get to make the process group. It takes some hundredths of a second; once in some ten thousand jobs it
 hung in gloo's connections."""
-ENTERED = b"entered"
-"""What a worker sends before it runs its task."""
 
 
 class RankHungError(AssertionError):
@@ -56,26 +44,6 @@ class RankTracebackError(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-@dataclass
-class Task:
-    rank: int
-    world_size: int
-    port: int
-    timeout: float
-    store: Path | None
-    test: str
-    """As pytest says which test runs; its workers say the same, for a debugger or for coverage."""
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-@dataclass
-class Failure:
-    when: float
-    error: BaseException
-    trace: str
 
 
 @dataclass
@@ -141,7 +109,7 @@ class GlooPool:
         for rank in range(world_size):
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
             task = Task(rank, world_size, port, timeout, file, test, function, arguments)
-            self._workers[rank].connection.send_bytes(_pack(task))
+            self._workers[rank].connection.send_bytes(pack(task))
         return self._collect(world_size, timeout)
 
     def close(self) -> None:
@@ -154,7 +122,7 @@ class GlooPool:
         while len(self._workers) < world_size:
             here, there = CONTEXT.Pipe()
             stack = Path(self._folder.name, f"{len(self._workers)}.stack")
-            process = CONTEXT.Process(target=_serve, args=(there, stack), daemon=True)
+            process = CONTEXT.Process(target=serve, args=(there, stack), daemon=True)
             process.start()
             KEPT.add(process.pid)
             there.close()
@@ -201,7 +169,7 @@ class GlooPool:
                     entering.remove(rank)
                     continue
                 del pending[connection]
-                outcomes[rank] = _unpack(message)
+                outcomes[rank] = unpack(message)
                 if isinstance(outcomes[rank], Failure):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return outcomes
@@ -235,126 +203,3 @@ def _raise_first(outcomes: dict[int, Any], note: str | None = None) -> None:
     if note:
         error.add_note(note)
     raise error from RankTracebackError(failures[first].trace)
-
-
-def _serve(connection: Connection, stack: Path) -> None:
-    """A worker's life: tasks in, outcomes out, until the pool closes its end."""
-    torch.set_num_threads(1)
-    _collect_seldom()
-    with stack.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-        connection.send_bytes(b"started")
-        while True:
-            try:
-                packed = connection.recv_bytes()
-            except EOFError:
-                _leave()
-                os._exit(0)  # an interpreter that has compiled takes seconds to tear down
-            else:
-                # Only now: the next task comes when every rank has finished the last. A rank that closed its
-                # connections sooner could fail one that is still making them.
-                _leave()
-                _let_groups_go()
-            outcome = _perform(packed, entered=lambda: connection.send_bytes(ENTERED))
-            with suppress(BrokenPipeError):
-                connection.send_bytes(outcome)
-
-
-def _collect_seldom() -> None:
-    """FX graphs are millions of small objects, and torch's own never go: with Python's thresholds a fifth of the time
-    is garbage collection."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-
-
-USUAL = (
-    "the labels of job.step are its tokens",
-    "every rank gives job.step the same batch",
-    "the gradients of an earlier job.step are still there",
-)
-"""Warnings that most tests give: they take any batch, and steps without an optimizer. As in pyproject.toml."""
-
-MOST_THREADS = 40
-"""A worker frees the process groups of earlier tasks from so many threads on."""
-
-
-def _let_groups_go() -> None:
-    """Frees the process groups of earlier tasks: they wait in cycles for the garbage collector, or are in meshes that
-    torch's caches of layouts keep.
-
-    Each has threads that look for messages a hundred times a second: those of a hundred groups took both cores.
-    """
-    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) <= MOST_THREADS:
-        return
-    for each in gc.get_objects():
-        if type(each) is DeviceMesh:
-            getattr(each, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
-        elif type(each) is MoeLayer:
-            each.aux_loss = None  # autograd's nodes refer to the layer: a cycle that the garbage collector does not see
-    gc.collect()
-
-
-def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
-    try:
-        task = _unpack(packed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for usual in USUAL:
-                warnings.filterwarnings("ignore", usual)
-            _enter(task)
-            entered()
-            return _pack(task.function(*task.arguments))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the test's to see
-        failure = Failure(time.monotonic(), error, traceback.format_exc())
-        try:
-            _unpack(packed := _pack(failure))
-        except Exception:  # noqa: BLE001 - any exception that does not survive the journey travels as its text
-            failure.error = RuntimeError(f"{type(error).__name__}: {error}")
-            packed = _pack(failure)
-        # Immediately, so that ranks that wait for this one fail too.
-        _leave()
-        return packed
-
-
-def _enter(task: Task) -> None:
-    """Makes this process a rank of a job."""
-    os.environ.update(
-        RANK=str(task.rank),
-        LOCAL_RANK=str(task.rank),
-        WORLD_SIZE=str(task.world_size),
-        LOCAL_WORLD_SIZE=str(task.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(task.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        PYTEST_CURRENT_TEST=task.test,
-    )
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.manual_seed(0)
-    if joining := sys.modules.get("moec.runtime.job.join"):
-        joining._joined.clear()  # this task's store is new, even at the port of an earlier one that other ranks missed
-    if task.store:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(task.store), task.world_size),
-            rank=task.rank,
-            world_size=task.world_size,
-            # Longer than the pool waits, so that a hang is the pool's to report.
-            timeout=timedelta(seconds=2 * task.timeout),
-        )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _pack(value: Any) -> bytes:
-    """By value: tensors in shared memory, multiprocessing's way, would have to be kept alive by whoever sends them."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 RANKS = "tests/distributed/"
+FIRST = (RANKS, "tests/kernels/test_interpreted.py")
+"""Begun first, because they take longest: other units fill the time until the last process ends."""
 
 
 def unit_of(test: str) -> str:
@@ -16,7 +18,7 @@ def unit_of(test: str) -> str:
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """xdist's scheduler of scopes, with `unit_of` for a test's scope and `RANKS`, which take longest, first."""
+    """xdist's scheduler of scopes, with `unit_of` for a test's scope, and `FIRST` first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):
@@ -24,8 +26,9 @@ def scheduler(config: Any, log: Any) -> Any:
             return unit_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            if RANKS in self.workqueue:
-                self.workqueue.move_to_end(RANKS, last=False)
+            for unit in reversed(FIRST):
+                if unit in self.workqueue:
+                    self.workqueue.move_to_end(unit, last=False)
             super()._assign_work_unit(node)
 
     return Units(config, log)
