@@ -67,6 +67,7 @@ OFTEN = {
     "2 ranks, recompute": ["a step after an exception in backward", "two backward passes of one forward pass"],
     "2 ranks, zero 1": ["a step after an exception in backward", "accumulation by hand"],
     "2 ranks, zero 3": list(CLAIMS),
+    "4 ranks, zero 3": ["micro-batches, however labels are masked", "a loss of one's own, in micro-batches"],
     "4 ranks": [
         "a plain backward pass",
         "micro-batches, however labels are masked",

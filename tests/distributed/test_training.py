@@ -30,12 +30,14 @@ MODEL: dict[str, Any] = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
 
 
 PATCHWORK = {
-    "dp 2, tp 2, ep 2": (4, "tp = 2; ep = 2"),
+    "dp 2, tp 2, edp 2, ep 2, zero 3": (4, "tp = 2; ep = 2; zero = 3"),
     "tp 4, ep 4, tokens whole": (4, "tp = 4; ep = 4; sequence_parallel = false"),
+    "dp 2, tp 2, ep 2": (4, "tp = 2; ep = 2"),
     "tp 2, ep 4, zero 3": (4, "tp = 2; ep = 4; zero = 3; layers 3..5 { ep = 2 }"),
     "ep 2, zero 2, recompute": (2, "ep = 2; zero = 2; recompute = layer"),
     "dp 2, tp 4, ep 8": (8, "tp = 4; ep = 8"),
 }
+"""In the first one, parameters are cut over two axes, and gradients are summed over one and scattered over another."""
 
 
 @pytest.mark.parametrize("degrees", some(list(PATCHWORK), list(PATCHWORK)[:2]))
