@@ -10,7 +10,7 @@ from pathlib import Path
 
 import parts
 import pytest
-from support.session.seconds import folder_of, table
+from support.session.seconds import LONGER, folder_of, table
 from support.session.sharing import RANKS, unit_of
 
 LEAVING = """
@@ -125,3 +125,11 @@ def test_every_folder_of_a_part_exists_and_none_is_in_two() -> None:
     folders = [folder for listed in parts.PARTS.values() for folder in listed]
     assert len(folders) == len(set(folders))
     assert all((parts.ROOT / folder).is_dir() for folder in folders)
+
+
+def test_few_tests_may_take_longer_each_with_a_reason_and_they_exist() -> None:
+    assert len(LONGER) <= 10
+    assert all(LONGER.values())
+    for test in LONGER:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (parts.ROOT / file).read_text(encoding="utf-8"), test
