@@ -17,7 +17,9 @@ LONGER = {
     "tests/kernels/test_interpreted.py::test_rendered_kernels_agree_with_plain_torch_in_the_interpreter": (
         "248 tests in a process of its own: the interpreter has to be on before Triton is imported"
     ),
-    "tests/distributed/test_readme_script.py::test_the_training_script_learns": "the README's script, as torchrun runs it",
+    "tests/distributed/test_readme_script.py::test_the_training_script_learns": (
+        "the README's script, as torchrun runs it"
+    ),
     "tests/distributed/test_training.py::test_compiled_graphs_with_their_collectives_train_alike"
     "[tp 2, ep 2 and 1, zero 3, capacity]": "Dynamo starts and compiles in two processes",
     "tests/distributed/test_random_kills.py::test_a_run_goes_on_by_itself_after_a_kill_while_it_saves": (
