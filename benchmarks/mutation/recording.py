@@ -81,8 +81,10 @@ def _record_some(
     configuration.write_text(CONFIGURATION.format(folder=folder, rooms=rooms))
     variables = {"COVERAGE_PROCESS_START": str(configuration), "MOEC_MUTANTS_RECORDING": str(folder)}
     run = run_pytest(tree, [*arguments_for(marks), *files], limit=HANGS, memory=16, **variables)
-    if run.status == "hung" or (run.status == "failed" and not run.outcomes):
-        print(f"{' '.join(files)}: {run.status} at {run.test}\n{run.output}", file=sys.stderr)
+    if run.status == "failed" and not run.outcomes:
+        sys.exit(f"{' '.join(files)}: not collected\n{run.output}")
+    if run.status == "hung":
+        print(f"{' '.join(files)}: hung at {run.test}\n{run.output}", file=sys.stderr)
     failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
     if failed:
         again = [*arguments_for(marks), *sorted({test.split("::")[0] for test in failed})]

@@ -34,7 +34,8 @@ CHANGES: dict[str, Keys] = {
     "width of a head": {"head_dim": 16},
     "dropped": {"attention_dropout": 0.3},
 }
-
+REFUSED = "part of a head", "yarn, two factors"
+"""Changes that most families refuse; most import the others."""
 
 FAMILIES = sorted(ROWS)
 THIRDS = [FAMILIES[number::3] for number in range(3)]
@@ -44,15 +45,15 @@ THIRDS = [FAMILIES[number::3] for number in range(3)]
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("change", "third"), diagonals(list(CHANGES), range(3)))
 def test_another_value_is_refused_or_equal(change: str, third: int) -> None:
-    answered = 0
+    equal, refused = 0, 0
     for model_type in THIRDS[third]:
         theirs, wanted = computed(model_type, CHANGES[change])
         if theirs is None:
             continue
-        answered += 1
         spec, codes = read(json.loads(json.dumps(theirs.config.to_dict(), default=str)))
         if spec is None:
             assert codes == {"MOE0903"}, model_type
+            refused += 1
             continue
         ours = moec.reference(spec).eval()
         moec.load_hf(ours, theirs.state_dict())
@@ -60,7 +61,8 @@ def test_another_value_is_refused_or_equal(change: str, third: int) -> None:
             logits = ours(text()).logits
         bound = 1e-5 * max(1.0, float(wanted.abs().max()))
         torch.testing.assert_close(logits, wanted, rtol=0, atol=bound, msg=lambda said, of=model_type: f"{of}: {said}")
-    assert answered >= 6
+        equal += 1
+    assert (refused if change in REFUSED else equal) >= 8
 
 
 def computed(model_type: str, changes: Keys) -> tuple[Any, torch.Tensor]:

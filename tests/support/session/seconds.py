@@ -25,6 +25,13 @@ LONGER = {
     "tests/distributed/test_random_kills.py::test_a_run_goes_on_by_itself_after_a_kill_while_it_saves": (
         "a kill and two starts of a job under torchrun"
     ),
+    "tests/distributed/test_resume_example.py"
+    "::test_a_killed_run_restarts_by_itself_and_has_the_losses_of_one_that_was_not": (
+        "a kill and two starts of a job under torchrun"
+    ),
+    "tests/distributed/test_peers.py::test_a_slow_rank_is_waited_for_and_a_silent_one_is_not": (
+        "a rank sleeps for longer than the timeout of its job, which a busy machine must not reach by itself"
+    ),
 }
 """At most ten tests that take longer than `MOST_SECONDS`, and why."""
 
