@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import contract, contract_jobs, refusals
+from support.ranks import claims, contract, contract_jobs, own_losses, refusals
 from support.ranks.contract import FOUR, MIXED, ONE, TWO
 from support.ranks.gloo_pool import GlooPool
 from support.session import extent
@@ -19,34 +19,34 @@ BOUNDS = {"fp32": 2e-5, "bf16": 4e-2}
 
 CLAIMS: dict[str, contract.Run] = {
     "a plain backward pass": contract.forward_backward,
-    "a step after an exception in backward": contract.after_an_exception,
-    "a step after an exception in forward": contract.after_an_exception_in_forward,
-    "torch.autograd.grad, which leaves .grad alone": contract.by_autograd_grad,
-    "a deep copy, whatever became of the original": contract.of_a_deep_copy,
-    "micro-batches, however labels are masked": contract.in_micro_batches,
-    "accumulation by hand": contract.accumulated_by_hand,
-    "one backward pass of several forward passes": contract.one_backward_of_many_forwards,
-    "two backward passes of one forward pass": contract.retained,
-    "activation checkpointing by torch": contract.checkpointed,
-    "a checkpoint of the whole model": contract.wholly_checkpointed,
-    "a replaced parameter": contract.replaced,
-    "weights loaded after the optimizer was made": contract.loaded_after_the_optimizer,
-    "an unsharded model's state_dict": contract.whole_state_loaded,
-    "a loss by hand, with the balance terms": contract.own_backward,
-    "steps of layers behind other modules": contract.of_wrapped_layers,
-    "torch's distributed checkpoint, which keeps every expert": contract.through_distributed_checkpoint,
-    "a layer that the last micro-batch skips": contract.skipped_in_the_last_micro_batch,
-    "a rank without a valid token": contract.constant_on_one_rank,
-    "a loss of one's own": partial(contract.own_loss, microbatches=1),
-    "a loss of one's own, in micro-batches": partial(contract.own_loss, microbatches=3),
-    "a loss of log-probabilities": partial(contract.own_logprob_loss, microbatches=1),
-    "a loss of log-probabilities, in micro-batches": partial(contract.own_logprob_loss, microbatches=3),
+    "a step after an exception in backward": claims.after_an_exception,
+    "a step after an exception in forward": claims.after_an_exception_in_forward,
+    "torch.autograd.grad, which leaves .grad alone": claims.by_autograd_grad,
+    "a deep copy, whatever became of the original": claims.of_a_deep_copy,
+    "micro-batches, however labels are masked": claims.in_micro_batches,
+    "accumulation by hand": claims.accumulated_by_hand,
+    "one backward pass of several forward passes": claims.one_backward_of_many_forwards,
+    "two backward passes of one forward pass": claims.retained,
+    "activation checkpointing by torch": claims.checkpointed,
+    "a checkpoint of the whole model": claims.wholly_checkpointed,
+    "a replaced parameter": claims.replaced,
+    "weights loaded after the optimizer was made": claims.loaded_after_the_optimizer,
+    "an unsharded model's state_dict": claims.whole_state_loaded,
+    "a loss by hand, with the balance terms": own_losses.own_backward,
+    "steps of layers behind other modules": claims.of_wrapped_layers,
+    "torch's distributed checkpoint, which keeps every expert": claims.through_distributed_checkpoint,
+    "a layer that the last micro-batch skips": claims.skipped_in_the_last_micro_batch,
+    "a rank without a valid token": own_losses.constant_on_one_rank,
+    "a loss of one's own": partial(own_losses.own_loss, microbatches=1),
+    "a loss of one's own, in micro-batches": partial(own_losses.own_loss, microbatches=3),
+    "a loss of log-probabilities": partial(own_losses.own_logprob_loss, microbatches=1),
+    "a loss of log-probabilities, in micro-batches": partial(own_losses.own_logprob_loss, microbatches=3),
 }
 SCORES: dict[contract.Run, Callable[..., Any]] = {
-    contract.skipped_in_the_last_micro_batch: contract.skipped_unsharded,
-    contract.constant_on_one_rank: contract.constant_unsharded,
-    contract.own_loss: contract.own_loss_unsharded,
-    contract.own_logprob_loss: contract.own_logprob_loss_unsharded,
+    claims.skipped_in_the_last_micro_batch: claims.skipped_unsharded,
+    own_losses.constant_on_one_rank: own_losses.constant_unsharded,
+    own_losses.own_loss: own_losses.own_loss_unsharded,
+    own_losses.own_logprob_loss: own_losses.own_logprob_loss_unsharded,
 }
 """The losses of the unsharded model, where they are not the usual one."""
 
@@ -101,9 +101,9 @@ def errors_of(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Error
         for claim in list(CLAIMS) if extent.everything else OFTEN[place]:
             way = CLAIMS[claim]
             score = SCORES.get(getattr(way, "func", way), contract.plain)
-            if way in (contract.skipped_in_the_last_micro_batch, contract.constant_on_one_rank):
+            if way in (claims.skipped_in_the_last_micro_batch, own_losses.constant_on_one_rank):
                 score = partial(score, ranks=data)
-            if way is contract.through_distributed_checkpoint:
+            if way is claims.through_distributed_checkpoint:
                 way = partial(way, folder=str(folder))
             cases[claim] = way, score
         return gloo.run(options["ranks"], contract.errors, options, cases, initialize=False, timeout=240.0)
@@ -126,12 +126,12 @@ few_and_many = pytest.mark.parametrize(
 
 @few_and_many
 def test_a_step_never_computes_with_other_weights_than_it_is_given(gloo: GlooPool, options: dict[str, Any]) -> None:
-    assert max(gloo.run(options["ranks"], contract.another_models_weights, options, initialize=False)) < 1e-6
+    assert max(gloo.run(options["ranks"], claims.another_models_weights, options, initialize=False)) < 1e-6
 
 
 @few_and_many
 def test_hooks_of_parameters_are_given_every_gradient(gloo: GlooPool, options: dict[str, Any]) -> None:
-    assert all(gloo.run(options["ranks"], contract.hooks_see_every_gradient, options, initialize=False))
+    assert all(gloo.run(options["ranks"], claims.hooks_see_every_gradient, options, initialize=False))
 
 
 @pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.slow)])
