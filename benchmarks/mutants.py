@@ -84,7 +84,8 @@ def collected(tree: Path) -> list[str]:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the copies and the coverage")
+    folder = {"type": lambda name: Path(name).resolve(), "default": FOLDER}
+    parser.add_argument("--folder", **folder, help="of the copies and the coverage")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("copy", help="take new copies of the checkout")
     recording = commands.add_parser("record", help="run tests, and record which lines each covers")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from oracles.plain_philox import SEED, STEP
+from oracles.same import copy_parameters, enlarge, require_results
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe
-from plain_weights import plain_state_dict
 from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
@@ -144,7 +144,6 @@ def compare(
     *,
     training: bool = True,
     padding: int | None = None,
-    tight: float = 1e-10,
     ranks: Callable[[Spec], Spec] = lambda spec: spec,
     microbatches: int = 1,
 ) -> PlainModel:
@@ -156,10 +155,7 @@ def compare(
     spec = ranks(small_spec(layers, dim=22, embedding=embedding))
     ours = reference(spec, dtype=torch.float64, microbatches=microbatches)
     plain = PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    generator = enlarge(ours)
     assert spec.train is not None
     tokens, labels = (torch.randint(VOCAB, (spec.train.batch, 13), generator=generator) for _ in range(2))
     if padding is not None:
@@ -170,24 +166,15 @@ def compare(
         moe.real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
         moe.prepare()
         moe.double()
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    copy_parameters(ours, plain)
     for model in (ours, plain):
         model.train(training)
     ours.set(seed=SEED, step=STEP)
     output, (logits, _) = ours(tokens, labels), plain(tokens)
     balance = aux_loss(plain, tokens)
-    torch.testing.assert_close(output.logits, logits, rtol=tight, atol=tight)
-    torch.testing.assert_close(output.aux_loss, balance, rtol=tight, atol=tight)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + balance
-    ours_loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()) + output.aux_loss
-    ours_loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(
-            found[name], expected, rtol=tight, atol=tight, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    own = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()) + output.aux_loss
+    require_results(ours, plain, (output.logits, output.aux_loss, own), (logits, balance, loss))
     return plain
 
 

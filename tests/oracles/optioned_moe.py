@@ -6,17 +6,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from oracles.specs import VOCAB
+from oracles.same import batch, copy_parameters, enlarge, require_same
 from plain_moe import PlainModel, PlainMoe
-from plain_weights import plain_state_dict
 from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
-from moec.runtime.verify.unsharded import training_loss
-
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class OptionedMoe(PlainMoe):
@@ -63,10 +59,7 @@ class OptionedMoe(PlainMoe):
 def pair(spec: Spec, mixture: type[PlainMoe]) -> tuple[PlanModule, PlainModel]:
     """moec's model and the handwritten one, whose mixtures are `mixture`, with the same large parameters."""
     ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    enlarge(ours)
     for module in plain.modules():
         if isinstance(module, PlainMoe):
             module.__class__ = mixture
@@ -76,18 +69,6 @@ def pair(spec: Spec, mixture: type[PlainMoe]) -> tuple[PlanModule, PlainModel]:
 
 
 def require_equal(ours: PlanModule, plain: PlainModel) -> None:
-    """Logits, loss and gradients agree to 1e-10."""
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
-    draw = torch.Generator().manual_seed(2)
-    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=draw) for _ in range(2))
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    torch.testing.assert_close(output.logits, logits, **TIGHT)
-    own = training_loss(ours, output)
-    torch.testing.assert_close(own, loss, **TIGHT)
-    own.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    assert found.keys() == dict(plain.named_parameters()).keys()
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
+    """With the same parameters: logits, loss and gradients."""
+    copy_parameters(ours, plain)
+    require_same(ours, plain, *batch())

@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moec.runtime.job.module import PlanModule
-
 Parameters = Mapping[str, Tensor]
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -55,23 +52,3 @@ def of_layer(parameters: Parameters, number: int) -> Parameters:
     """The parameters of one layer, by their names in it."""
     prefix = f"layers.{number}."
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-
-
-def spread(model: PlanModule, seed: int = 1) -> dict[str, Tensor]:
-    """Draws the model's parameters so large that no term is negligible; returns copies of them, by name."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            deviation = 0.3 if parameter.dim() > 1 else 0.1
-            parameter += deviation * torch.randn(parameter.shape, generator=generator).to(parameter)
-    return {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
-
-
-def require_gradients(ours: PlanModule, plain: Parameters) -> None:
-    """Every gradient agrees to 1e-10, and none that a test should see is zero."""
-    for name, parameter in ours.named_parameters():
-        expected = plain[name].grad
-        assert expected is not None, name
-        assert parameter.grad is not None, name
-        assert expected.abs().max() > 0, f"{name}: the test sees no gradient"
-        torch.testing.assert_close(parameter.grad, expected, **TIGHT, msg=lambda text, n=name: f"{n}: {text}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles.plain_attention import plain_logits
-from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
+from oracles.same import PADDING, SEPARATOR, TIGHT, enlarge, packed_and_padded, require_gradients
+from oracles.specs import small_spec
 from support.combinations import diagonals
-from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
@@ -23,7 +23,6 @@ ORACLE_OF = {
     "longrope": "short long original",
 }
 
-PADDING, SEPARATOR = 3, 7
 CAUSALITY = {
     "both ways": "mha(heads = 3, causal = false)",
     "both ways, grouped": "gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(), causal = false, bias = all)",
@@ -104,34 +103,18 @@ EMBEDDINGS = {
 }
 
 
-def tokens_of() -> Tensor:
-    """Texts end in some places; one sequence begins and one ends with padding."""
-    tokens = torch.randint(VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
-    tokens[(tokens == PADDING) | (tokens == SEPARATOR)] = 11
-    tokens[0, 4] = tokens[1, 0] = tokens[1, 8] = tokens[2, 6] = SEPARATOR
-    tokens[1, 10:] = tokens[2, :3] = PADDING
-    return tokens
-
-
 def require_equal(layers: str, embedding: str = "tokens()", **options: object) -> None:
     spec = small_spec(layers, embedding=embedding, **options)  # type: ignore[arg-type]
     ours = reference(spec, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    generator = enlarge(ours)
     weights = {name: p.detach().clone().requires_grad_() for name, p in ours.named_parameters()}
-    tokens, tight = tokens_of(), {"rtol": 1e-10, "atol": 1e-10}
+    tokens = packed_and_padded()
     logits, expected = ours(tokens).logits, plain_logits(spec, weights, tokens)
-    torch.testing.assert_close(logits, expected, **tight)
+    torch.testing.assert_close(logits, expected, **TIGHT)
     cotangent = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
     (logits * cotangent).sum().backward()
     (expected * cotangent).sum().backward()
-    for name, parameter in ours.named_parameters():
-        found, wanted = parameter.grad, weights[name].grad
-        assert wanted is not None, name
-        assert wanted.abs().max() > 0 or "window = 1)" in layers, f"{name}: the test sees no gradient"
-        torch.testing.assert_close(found, wanted, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    require_gradients(ours, weights, unused=(".attention.q", ".attention.k") if "window = 1)" in layers else ())
 
 
 @pytest.mark.parametrize(("kind", "embedding"), diagonals(list(KINDS), list(EMBEDDINGS), number=2))

@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-from oracles.specs import VOCAB, small_spec
+from oracles.same import batch, copy_parameters, enlarge, require_same
+from oracles.specs import small_spec
 from plain_moe import PlainModel, PlainMoe
-from plain_weights import plain_state_dict
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
@@ -22,14 +21,13 @@ ORACLE_OF = {
     "smear": "",
 }
 
-EXPERTS, BATCH, SEQUENCE = 5, 3, 13
+EXPERTS = 5
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
       moe {{ experts = 5 * {body}; gate = {gate}; {beside} }}
     }}
 """
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 class GroupMoe(PlainMoe):
@@ -59,45 +57,25 @@ class ExpertChoiceMoe(GroupMoe):
         return out
 
 
-def both(gate: str, beside: str, body: str, kind: type[GroupMoe]) -> tuple[PlanModule, PlainModel]:
-    """moec's reference and the handwritten model, with the same weights."""
+def compare(gate: str, beside: str, body: str, kind: type[GroupMoe]) -> None:
+    """The reference and the handwritten model, of the same parameters, in training and in evaluation."""
     spec = small_spec(LAYERS.format(gate=gate, body=body, beside=beside))
     ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    enlarge(ours)
     if kind is SoftMoe:
         for layer in plain.layers:
             layer.moe.gate = nn.Linear(24, EXPERTS * layer.moe.topk.slots, bias=False, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    copy_parameters(ours, plain)
     for layer in plain.layers:
         layer.moe.__class__ = kind
-    return ours, plain
-
-
-def assert_same(ours: PlanModule, plain: PlainModel) -> None:
-    """The same logits, loss and gradients in training, and the same logits in evaluation."""
-    generator = torch.Generator().manual_seed(2)
-    tokens, labels = (torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator) for _ in range(2))
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    torch.testing.assert_close(output.logits, logits, **TIGHT)
-    torch.testing.assert_close(output.loss, loss, **TIGHT)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens).logits, plain.eval()(tokens)[0], **TIGHT)
+    require_same(ours, plain, *batch(), evaluated=True)
 
 
 @pytest.mark.parametrize("factor", ["0.5", "2.0", "1.7", "9.0"])
 @pytest.mark.parametrize("beside", ["", "group = batch; shared = swiglu(12, gated = true)"])
 def test_experts_choose_their_best_tokens(factor: str, beside: str) -> None:
     factor = str(min(float(factor), float(EXPERTS)))
-    assert_same(*both(f"expert_choice({factor})", beside, "swiglu(8)", ExpertChoiceMoe))
+    compare(f"expert_choice({factor})", beside, "swiglu(8)", ExpertChoiceMoe)
 
 
 class BaseMoe(GroupMoe):
@@ -127,7 +105,7 @@ def best_assignment(scores: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
 def test_base_matches_tokens_with_experts(beside: str) -> None:
-    assert_same(*both("base", beside, "swiglu(8)", BaseMoe))
+    compare("base", beside, "swiglu(8)", BaseMoe)
 
 
 class SoftMoe(GroupMoe):
@@ -146,7 +124,7 @@ class SoftMoe(GroupMoe):
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
 def test_soft_gives_experts_means_of_tokens_and_tokens_means_of_slots(beside: str, slots: int) -> None:
-    assert_same(*both(f"soft({slots})", beside, "swiglu(8)", SoftMoe))
+    compare(f"soft({slots})", beside, "swiglu(8)", SoftMoe)
 
 
 class SmearMoe(GroupMoe):
@@ -162,4 +140,4 @@ class SmearMoe(GroupMoe):
 @pytest.mark.parametrize("body", ["swiglu(8)", "gelu(12, bias = true)"])
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
 def test_smear_merges_the_experts_of_a_sequence(beside: str, body: str) -> None:
-    assert_same(*both("smear", beside, body, SmearMoe))
+    compare("smear", beside, body, SmearMoe)

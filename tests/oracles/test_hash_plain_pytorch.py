@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.same import batch, copy_parameters, enlarge, require_same
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe, kept_choices
-from plain_weights import plain_state_dict
 from torch import Tensor
 
 from moec.runtime.job.reference import reference
@@ -70,24 +70,11 @@ def experts_of_ids(k: int, seed: int) -> Tensor:
 def test_reference_equals_the_handwritten_model(beside: str, k: int, seed: int, body: str) -> None:
     spec = small_spec(LAYERS.format(body=body, k=k, seed=seed, beside=BESIDE[beside]))
     ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
+    tokens, labels = batch(enlarge(ours))
     for module in plain.modules():
         if isinstance(module, PlainMoe):
             module.__class__ = HashedMoe
             module.table, module.ids = experts_of_ids(k, seed), tokens
             del module.gate
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    tight = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(output.logits, logits, **tight)
-    torch.testing.assert_close(output.loss, loss, **tight)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    copy_parameters(ours, plain)
+    require_same(ours, plain, tokens, labels)

@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles.plain_parts import (
-    TIGHT,
-    attention,
-    gelu_ffn,
-    of_layer,
-    require_gradients,
-    rms_norm,
-    spread,
-    swiglu_mixture,
-)
+from oracles.plain_parts import attention, gelu_ffn, of_layer, rms_norm, swiglu_mixture
+from oracles.same import TIGHT, require_gradients, spread
 from support.image_plans import CHANNELS, CLASSES, IMAGE, PATCH, image_spec
 from torch import Tensor
 

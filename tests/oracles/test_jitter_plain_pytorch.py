@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from oracles.plain_philox import SEED, STEP, uniform
-from oracles.specs import VOCAB, small_spec
-from plain_moe import PlainModel, PlainMoe
-from plain_weights import plain_state_dict
+from oracles.same import batch, pair, require_same
+from oracles.specs import small_spec
+from plain_moe import PlainMoe
 from torch import Tensor
-
-from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "topk": "jitter",
@@ -42,23 +39,8 @@ class JitteredMoe(PlainMoe):
 
 @pytest.mark.parametrize("gate", [f"topk(2, jitter = {AMOUNT})", f"switch(jitter = {AMOUNT})"])
 def test_reference_equals_the_handwritten_model(gate: str) -> None:
-    spec = small_spec(LAYERS.format(gate=gate), dim=22)
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    ours, plain, generator = pair(small_spec(LAYERS.format(gate=gate), dim=22))
     for number, layer in enumerate(plain.layers):
         layer.moe.__class__, layer.moe.number = JitteredMoe, number
     ours.set(seed=SEED, step=STEP)
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    tight = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(output.logits, logits, **tight)
-    torch.testing.assert_close(output.loss, loss, **tight)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    require_same(ours, plain, *batch(generator))

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from oracles.gate_oracle import LOSSES, Routed
 from oracles.plain_attention import Weights, positions_and_texts, rms, turned, visible
 from oracles.plain_philox import SEED, STEP, uniform
-from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
+from oracles.same import PADDING, SEPARATOR, TIGHT, enlarge, packed_and_padded, require_gradients
+from oracles.specs import BATCH, SEQUENCE, small_spec
 from torch import Tensor
 
 from moec.codegen.emit import emit_function
@@ -30,7 +31,7 @@ ORACLE_OF = {
     "moa": "experts gate kv_heads head_dim balance",
 }
 
-PADDING, SEPARATOR, CONTEXT = 3, 7, 64
+CONTEXT = 64
 
 
 def shares_of(moa: Moa, own: Weights, h: Tensor, number: int, training: bool) -> Routed:
@@ -145,15 +146,6 @@ EMBEDDINGS = {
 }
 
 
-def tokens_of() -> Tensor:
-    """Texts end in some places; a sequence begins and one ends with padding."""
-    tokens = torch.randint(VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
-    tokens[(tokens == PADDING) | (tokens == SEPARATOR)] = 11
-    tokens[0, 4] = tokens[1, 0] = tokens[1, 8] = tokens[2, 6] = SEPARATOR
-    tokens[1, 10:] = tokens[2, :3] = PADDING
-    return tokens
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,26 +154,18 @@ def test_a_mixture_of_heads_equals_its_definition(kind: str, embedding: str, tra
     spec = small_spec(layers, embedding=EMBEDDINGS[embedding])
     ours = reference(spec, dtype=torch.float64).train(training)
     ours.set(seed=SEED, step=STEP)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    generator = enlarge(ours)
     weights = {name: p.detach().clone().requires_grad_() for name, p in ours.named_parameters()}
-    tokens, tight = tokens_of(), {"rtol": 1e-10, "atol": 1e-10}
+    tokens = packed_and_padded()
     output, (logits, balance) = ours(tokens), plain(spec, weights, tokens, training)
-    torch.testing.assert_close(output.logits, logits, **tight)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
     terms = torch.zeros_like(balance) if output.aux_loss is None else output.aux_loss
-    torch.testing.assert_close(terms, balance, **tight)
+    torch.testing.assert_close(terms, balance, **TIGHT)
     assert bool(balance) == ("balance" in KINDS[kind])
     cotangent = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
     ((output.logits * cotangent).sum() + terms).backward()
     ((logits * cotangent).sum() + balance).backward()
-    for name, parameter in ours.named_parameters():
-        wanted = weights[name].grad
-        assert wanted is not None, name
-        unused = kind == "one group" and ("gate" in name)
-        assert unused or wanted.abs().max() > 0, f"{name}: the test sees no gradient"
-        torch.testing.assert_close(parameter.grad, wanted, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    require_gradients(ours, weights, unused=("gate",) if kind == "one group" else ())
 
 
 def test_the_weight_of_one_choice_is_one_and_its_router_learns() -> None:
@@ -190,7 +174,7 @@ def test_the_weight_of_one_choice_is_one_and_its_router_learns() -> None:
     for normalize, gate in ((True, "topk(1)"), (False, "topk(1, normalize = true)")):
         moa = f"moa(heads = 2, head_dim = 4, experts = 3, gate = {gate}, normalize = {str(normalize).lower()})"
         ours = reference(small_spec(f"layers {{ attention = {moa}; ffn = gelu(8) }}"), dtype=torch.float64)
-        logits = ours(tokens_of()).logits
+        logits = ours(packed_and_padded()).logits
         logits.square().sum().backward()
         gradients[normalize] = logits.detach(), ours.get_parameter("layers.0.attention.gate.weight").grad
     torch.testing.assert_close(gradients[True][0], gradients[False][0])

@@ -7,16 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles.plain_parts import (
-    TIGHT,
-    attention,
-    gelu_ffn,
-    of_layer,
-    require_gradients,
-    rms_norm,
-    spread,
-    swiglu_mixture,
-)
+from oracles.plain_parts import attention, gelu_ffn, of_layer, rms_norm, swiglu_mixture
+from oracles.same import TIGHT, batch, require_gradients, spread
 from oracles.specs import BATCH, SEQUENCE, VOCAB
 from torch import Tensor
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
@@ -68,7 +60,7 @@ def test_the_reference_equals_the_handwritten_model(embedding: str) -> None:
     """
     ours = reference(to_spec(text(layers, embedding=embedding)), dtype=torch.float64)
     p = spread(ours)
-    tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    tokens, labels = batch()
     output, logits = ours(tokens, labels), plain(p, tokens)
     torch.testing.assert_close(output.logits, logits, **TIGHT)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles.plain_parts import (
-    TIGHT,
-    Parameters,
-    attention,
-    gelu_ffn,
-    of_layer,
-    require_gradients,
-    rms_norm,
-    spread,
-    swiglu_mixture,
-)
+from oracles.plain_parts import Parameters, attention, gelu_ffn, of_layer, rms_norm, swiglu_mixture
+from oracles.same import TIGHT, batch, require_gradients, spread
 from oracles.specs import BATCH, SEQUENCE, VOCAB
 from torch import Tensor
 
@@ -93,7 +84,7 @@ FORMS = {
 def test_the_reference_equals_the_handwritten_model(form: str, more: str) -> None:
     ours = reference(to_spec(text(f"{form}; {more}")), dtype=torch.float64)
     p = spread(ours)
-    tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    tokens, labels = batch()
     x = p["embedding.weight"][tokens]
     for number in range(2):
         x = FORMS[form](of_layer(p, number), x, 0.4 if "multiplier" in more else 1.0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.same import pair, require_plain_gradients
 from oracles.specs import VOCAB, small_spec
-from plain_moe import PlainModel, PlainMoe, kept_choices
-from plain_weights import plain_state_dict
+from plain_moe import PlainMoe, kept_choices
 from support.combinations import diagonals
 from torch import Tensor
-
-from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "topk": "bias",
@@ -81,17 +79,11 @@ def test_the_reference_trains_as_the_handwritten_model(gate_of: tuple[str, str, 
     score, order, normalize, k = gate_of
     gate = {"score": score, "order": order, "normalize": normalize, "k": k, "rate": RATE}
     balance = "[switch_loss(0.01), z_loss(1e-3)]" if k > 1 else "[z_loss(1e-2)]"
-    spec = small_spec(LAYERS.format(beside=BESIDE[beside], balance=balance, **gate))
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    ours, plain, draw = pair(small_spec(LAYERS.format(beside=BESIDE[beside], balance=balance, **gate)))
     mixtures = [module for module in plain.modules() if isinstance(module, PlainMoe)]
     for mixture in mixtures:
         mixture.__class__ = BiasedMoe
         mixture.bias, mixture.counted = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
     tight = {"rtol": 1e-8, "atol": 1e-9}
     moved = torch.zeros(5, dtype=torch.float64)
     for _ in range(STEPS):
@@ -107,10 +99,7 @@ def test_the_reference_trains_as_the_handwritten_model(gate_of: tuple[str, str, 
             mixture.end_of_step()
             torch.testing.assert_close(ours.get_buffer(f"layers.{number}.moe.gate.bias"), mixture.bias, **tight)
             moved += mixture.bias.abs()
-        found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-        for name, parameter in plain.named_parameters():
-            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(found[name], expected, **tight, msg=lambda text, name=name: f"{name}: {text}")
+        require_plain_gradients(ours, plain, tight)
         with torch.no_grad():
             for model in (ours, plain):
                 for parameter in model.parameters():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.same import pair, require_results
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel
-from plain_weights import plain_state_dict
 from torch import Tensor
-
-from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "tokens": "separator positions",
@@ -50,20 +48,8 @@ def alone(plain: PlainModel, row: list[int]) -> Tensor:
 @pytest.mark.parametrize("layers", LAYERS)
 def test_each_text_is_computed_as_if_alone(layers: str, positions: str) -> None:
     spec = small_spec(LAYERS[layers], embedding=f"tokens(separator = {SEPARATOR}, positions = {positions})")
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    ours, plain, generator = pair(spec)
     tokens = torch.tensor(list(ROWS.values()))
     cotangent = torch.randn(*tokens.shape, VOCAB, generator=generator, dtype=torch.float64)
     logits, expected = ours(tokens).logits, torch.stack([alone(plain, row) for row in ROWS.values()])
-    tight = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(logits, expected, **tight)
-    (logits * cotangent).sum().backward()
-    (expected * cotangent).sum().backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected_gradient, **tight, msg=lambda text, n=name: f"{n}: {text}")
+    require_results(ours, plain, (logits, (logits * cotangent).sum()), (expected, (expected * cotangent).sum()))

@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
+from oracles.same import pair, require_same
 from oracles.specs import VOCAB, small_spec
-from plain_moe import PlainModel, PlainMoe, choose, probabilities
-from plain_weights import plain_state_dict
+from plain_moe import PlainMoe, choose, probabilities
 from support.combinations import diagonals
 from torch import Tensor
 
 from moec.grammar.spec import SwitchLoss
-from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "tokens": "padding",
@@ -122,25 +121,11 @@ WHERE = ["right", "left", "anywhere", "a whole sequence", "none"]
 def test_reference_equals_the_handwritten_model_with_padding(beside: str, where: str) -> None:
     layers = LAYERS.format(score="sigmoid" if beside == "dynamic" else "softmax", beside=BESIDE[beside])
     spec = small_spec(layers, embedding=f"tokens(padding = {PADDING})")
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    ours, plain, generator = pair(spec)
     tokens, labels = padding_of(where), torch.randint(VOCAB, (3, 13), generator=generator)
     labels[tokens == PADDING] = -100
     for module in plain.modules():
         if isinstance(module, PlainMoe):
             module.__class__ = PaddedMoe
             module.real = tokens != PADDING
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    tight = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(output.logits, logits, **tight)
-    torch.testing.assert_close(output.loss, loss, **tight)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **tight, msg=lambda text, name=name: f"{name}: {text}")
+    require_same(ours, plain, tokens, labels)

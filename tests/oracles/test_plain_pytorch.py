@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from oracles.same import copy_parameters, require_same, spread
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
 from plain_moe import PlainModel
-from plain_weights import plain_state_dict
 from support.combinations import covering, some
 from torch import Tensor
 
@@ -17,7 +17,6 @@ import moec
 from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
-from moec.runtime.verify.unsharded import training_loss
 
 ORACLE_OF = {
     "topk": "k score order normalize",
@@ -157,19 +156,10 @@ FAST = {
 
 def pair(spec: Spec, dtype: torch.dtype = torch.float64) -> tuple[PlanModule, PlainModel]:
     """moec's model and the handwritten one with the same parameters, so large that no term is negligible."""
-    ours = reference(spec, dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            spread = 0.3 if parameter.dim() > 1 else 0.1
-            parameter += spread * torch.randn(parameter.shape, generator=generator).to(parameter)
-    plain = PlainModel(spec, dtype)
+    ours, plain = reference(spec, dtype=dtype), PlainModel(spec, dtype)
+    spread(ours)
     copy_parameters(ours, plain)
     return ours, plain
-
-
-def copy_parameters(ours: PlanModule, plain: PlainModel) -> None:
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
 
 
 def batch(ignored: float = 0.2) -> tuple[Tensor, Tensor]:
@@ -179,50 +169,33 @@ def batch(ignored: float = 0.2) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def require_equal(ours: PlanModule, plain: PlainModel, tokens: Tensor, labels: Tensor) -> None:
-    """Logits, loss and gradients agree to 1e-10, absolutely and relatively."""
-    tight = {"rtol": 1e-10, "atol": 1e-10}
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    torch.testing.assert_close(output.logits, logits, **tight)
-    own = training_loss(ours, output)
-    torch.testing.assert_close(own, loss, **tight)
-    own.backward()
-    loss.backward()
-    ours_by_name = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    plain_by_name = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert ours_by_name.keys() == plain_by_name.keys()
-    for name, gradient in plain_by_name.items():
-        assert gradient.abs().max() > 0 or ".experts." in name or ".gate." in name, f"{name}: the test sees no gradient"
-        torch.testing.assert_close(ours_by_name[name], gradient, **tight, msg=lambda text, name=name: f"{name}: {text}")
-
-
 @pytest.mark.parametrize("name", some(list(SPECS), FAST))
 def test_reference_equals_the_handwritten_model(name: str) -> None:
     spec = small_spec(SPECS[name], depth=4 if "mixed" in name else 2)
-    require_equal(*pair(spec), *batch())
+    require_same(*pair(spec), *batch())
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "layer_norm(eps = 1e-3, bias = false)"])
 @pytest.mark.parametrize("embedding", ["tokens()", "tokens(tied = true)", "tokens(positions = learned, tied = true)"])
 def test_norms_and_embeddings(norm: str, embedding: str) -> None:
-    require_equal(*pair(small_spec(SPECS["switch-loss"], norm=norm, embedding=embedding)), *batch())
+    require_same(*pair(small_spec(SPECS["switch-loss"], norm=norm, embedding=embedding)), *batch())
 
 
 def test_learned_positions_serve_shorter_sequences_too() -> None:
     ours, plain = pair(small_spec(SPECS["mha"], embedding="tokens(positions = learned)"))
     tokens, labels = (ids[:, :5].contiguous() for ids in batch())
-    require_equal(ours, plain, tokens, labels)
+    require_same(ours, plain, tokens, labels)
 
 
 def test_no_label_ignored() -> None:
-    require_equal(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
+    require_same(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
 
 
 def test_evaluation_has_a_capacity_of_its_own() -> None:
     ours, plain = pair(small_spec(SPECS["capacity-eval"]))
     tokens, labels = batch()
     trained = ours(tokens).logits
-    require_equal(ours.eval(), plain.eval(), tokens, labels)
+    require_same(ours.eval(), plain.eval(), tokens, labels)
     evaluated = ours(tokens).logits
     assert (evaluated - trained).abs().max() > 1e-3
     assert torch.equal(ours.train()(tokens).logits, trained)
@@ -246,7 +219,7 @@ def test_an_expert_never_used() -> None:
                 parameter[0], parameter[2] = 0, -parameter[1]
     copy_parameters(ours, plain)
     tokens, labels = batch()
-    require_equal(ours, plain, tokens, labels)
+    require_same(ours, plain, tokens, labels)
     assert [int(counts[0]) for counts in ours.expert_counts.values()] == [0, 0]
     unused = [parameter.grad[0] for name, parameter in ours.named_parameters() if "experts" in name]
     assert all((gradient == 0).all() for gradient in unused)

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 from oracles.plain_philox import SEED, STEP, words_of
-from oracles.specs import VOCAB, small_spec
+from oracles.same import batch, copy_parameters, enlarge, require_same
+from oracles.specs import small_spec
 from plain_moe import PlainModel, PlainMoe, choose
-from plain_weights import plain_state_dict
 from torch import Tensor
 
-from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
@@ -29,7 +28,6 @@ LAYERS = """
       moe {{ experts = 5 * {body}; gate = {gate}; {beside} }}
     }}
 """
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def drawn(number: int, place: int, layer: int) -> int:
@@ -83,40 +81,18 @@ class QueuedMoe(PlainMoe):
         return -drawn(s, t, self.number) if self.how == "random" and self.training else 0.0
 
 
-def both(
-    gate: str, beside: str, body: str, how: str, kind: type[QueuedMoe] = QueuedMoe
-) -> tuple[PlanModule, PlainModel]:
-    """moec's reference and the handwritten model, with the same weights."""
+def compare(gate: str, beside: str, body: str, how: str, kind: type[QueuedMoe] = QueuedMoe) -> None:
+    """The reference and the handwritten model, of the same parameters, in training and in evaluation."""
     text = LAYERS.format(gate=gate, body=body, beside=beside)
     spec = small_spec(text)
     ours = reference(spec, dtype=torch.float64)
     plain = PlainModel(small_spec(text.replace("batch_priority", "topk")), torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    enlarge(ours)
+    copy_parameters(ours, plain)
     for number, layer in enumerate(plain.layers):
         layer.moe.__class__, layer.moe.how, layer.moe.number = kind, how, number
     ours.set(seed=SEED, step=STEP)
-    return ours, plain
-
-
-def assert_same(ours: PlanModule, plain: PlainModel) -> None:
-    """The same logits, loss and gradients in training, and the same logits in evaluation."""
-    generator = torch.Generator().manual_seed(2)
-    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
-    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
-    torch.testing.assert_close(output.logits, logits, **TIGHT)
-    torch.testing.assert_close(output.loss, loss, **TIGHT)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens).logits, plain.eval()(tokens)[0], **TIGHT)
+    require_same(ours, plain, *batch(), evaluated=True)
 
 
 CAPACITIES = [
@@ -130,12 +106,12 @@ CAPACITIES = [
 @pytest.mark.parametrize("order", ["random", "priority"])
 @pytest.mark.parametrize(("gate", "beside", "body"), CAPACITIES)
 def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside: str, body: str, order: str) -> None:
-    assert_same(*both(gate, beside.format(order), body, order))
+    compare(gate, beside.format(order), body, order)
 
 
 @pytest.mark.parametrize("beside", ["capacity = factor(0.6)", "capacity = dynamic(max = 0.5); group = batch"])
 def test_batch_priority_is_topk_with_the_best_scores_first(beside: str) -> None:
-    assert_same(*both("batch_priority(2)", beside, "swiglu(8)", "priority"))
+    compare("batch_priority(2)", beside, "swiglu(8)", "priority")
 
 
 class ReroutedMoe(QueuedMoe):
@@ -202,8 +178,8 @@ REROUTED = [
 
 @pytest.mark.parametrize(("gate", "beside", "how"), REROUTED)
 def test_choices_of_full_experts_go_to_the_next_best_with_room(gate: str, beside: str, how: str) -> None:
-    assert_same(*both(gate, f"{beside}; overflow = reroute", "swiglu(8)", how, ReroutedMoe))
+    compare(gate, f"{beside}; overflow = reroute", "swiglu(8)", how, ReroutedMoe)
 
 
 def test_places_of_pad_hold_what_drop_keeps() -> None:
-    assert_same(*both("topk(2)", "capacity = factor(0.6); overflow = pad", "swiglu(8)", "sequence"))
+    compare("topk(2)", "capacity = factor(0.6); overflow = pad", "swiglu(8)", "sequence")

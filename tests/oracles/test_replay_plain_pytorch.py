@@ -6,20 +6,17 @@ import itertools
 
 import pytest
 import torch
+from oracles.same import batch, pair, require_same
 from oracles.specs import BATCH, SEQUENCE, VOCAB
-from plain_moe import PlainModel
-from plain_weights import plain_state_dict
 from support.forced_routes import force, random_routes
 
 from moec.driver import to_spec
 from moec.grammar.spec import Spec
-from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "train": "replay",
 }
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 MODES = list(itertools.product(("softmax", "sigmoid"), ("before", "after"), ("false", "true")))
 
 
@@ -53,23 +50,9 @@ def test_a_capacity_applies_to_given_choices(none: float) -> None:
 
 def compare(spec: Spec, none: float) -> None:
     """Logits, loss and every gradient of one batch with random routes."""
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
-    tokens, labels = (torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator) for _ in range(2))
+    ours, plain, generator = pair(spec)
     routes = random_routes((BATCH, SEQUENCE), [6, 4], [ours.takes.k[0], 1], none=none)
-    output, (logits, loss) = ours(tokens, labels, routes=routes), force(plain, routes)(tokens, labels)
+    output = require_same(ours, force(plain, routes), *batch(generator), routes=routes)
     assert output.routes is not None
     assert torch.equal(output.routes, routes)
-    torch.testing.assert_close(output.logits, logits, **TIGHT)
-    torch.testing.assert_close(output.loss, loss, **TIGHT)
-    output.loss.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    assert found["layers.0.moe.gate.weight"].abs().max() > 1e-6
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
+    assert ours.get_parameter("layers.0.moe.gate.weight").grad.abs().max() > 1e-6

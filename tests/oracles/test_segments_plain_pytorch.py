@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.same import pair, require_results
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel
-from plain_weights import plain_state_dict
 from torch import Tensor
 
 from moec.grammar.spec import Spec
-from moec.runtime.job.reference import reference
+from moec.runtime.verify.unsharded import training_loss
 
 ORACLE_OF = {
     "tokens": "segments separator",
 }
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 SEPARATOR = 7
 LENGTHS = [[5, 1, 7], [13], [1, 1, 11], [4, 9]]
 BESIDE = {
@@ -73,22 +72,9 @@ def alone(plain: PlainModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 @pytest.mark.parametrize("how", ["segments = true", f"separator = {SEPARATOR}"])
 @pytest.mark.parametrize(("beside", "training"), [*((beside, True) for beside in BESIDE), ("eval", False)])
 def test_packed_texts_are_the_texts_alone(beside: str, how: str, training: bool) -> None:
-    spec = spec_of(BESIDE[beside], f"tokens({how}, positions = learned)")
-    ours, plain = reference(spec, dtype=torch.float64).train(training), PlainModel(spec, torch.float64).train(training)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    ours, plain, _ = pair(spec_of(BESIDE[beside], f"tokens({how}, positions = learned)"))
     tokens, labels, segments = batch(separators="separator" in how)
     given = {"segments": segments} if "segments" in how else {}
-    output, (logits, loss) = ours(tokens, labels, **given), alone(plain, tokens, labels)
-    whole = output.loss if training else output.loss + output.aux_loss
-    torch.testing.assert_close(output.logits, logits, **TIGHT)
-    torch.testing.assert_close(whole, loss, **TIGHT)
-    whole.backward()
-    loss.backward()
-    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
+    output = ours.train(training)(tokens, labels, **given)
+    found, expected = (output.logits, training_loss(ours, output)), alone(plain.train(training), tokens, labels)
+    require_results(ours, plain, found, expected)
