@@ -90,20 +90,16 @@ def require_results(
 
 
 def require_plain_gradients(ours: PlanModule, plain: PlainModel, tight: Mapping[str, float]) -> None:
-    """Every gradient is the same; none is zero but those of experts and gates, which `plain` may leave out."""
+    """Every gradient is the same, one that `plain` has not is zero; only experts and noise may go without."""
     found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
     expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
     torch.testing.assert_close(found, expected, **tight)
-    for n, p in plain.named_parameters():  # TEMPORARY
-        if not expected[n].any():
-            import os
-            with open("/tmp/zero.log", "a") as file: file.write(f"{os.environ['PYTEST_CURRENT_TEST']} {n} {'none' if p.grad is None else 'zero'}\n")
     for name, gradient in expected.items():
-        assert gradient.any() or ".experts." in name or ".gate." in name, f"{name}: the test sees no gradient"
+        assert gradient.any() or ".experts." in name or ".noise." in name, f"{name}: the test sees no gradient"
 
 
 def require_gradients(ours: PlanModule, plain: Mapping[str, Tensor], unused: tuple[str, ...] = ()) -> None:
-    """Every gradient agrees to 1e-10, and none that a test should see is zero: those of names with `unused` in them."""
+    """Every gradient is the same; only those of names that have one of `unused` in them may be zero."""
     for name, parameter in ours.named_parameters():
         expected = plain[name].grad
         assert expected is not None, name
