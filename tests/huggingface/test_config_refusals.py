@@ -159,6 +159,13 @@ def test_no_reader_asks_for_a_key_that_is_known_to_mean_nothing() -> None:
 
 # ---- nested values, code, types --------------------------------------------------------------------
 
+LONGROPE: Keys = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 8,
+}
+
 
 @pytest.mark.parametrize(
     ("changes", "said"),
@@ -170,6 +177,8 @@ def test_no_reader_asks_for_a_key_that_is_known_to_mean_nothing() -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "`rope_parameters.factor` is NaN"),
         ({"rope_parameters": {"rope_type": "linear"}}, "`rope_parameters.factor` is missing"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "`rope_parameters.rope_theta` is -1.0"),
+        ({"rope_parameters": {**LONGROPE, "factor": 3.0}}, "`rope_parameters.factor` is 3.0"),
+        ({"rope_parameters": {**LONGROPE, "attention_factor": 3.0}}, "`rope_parameters.attention_factor` is 3.0"),
         ({"num_local_experts": 1e400}, "`num_local_experts` is Infinity"),
         ({"num_local_experts": True}, "`num_local_experts` is true"),
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000"),
