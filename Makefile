@@ -33,7 +33,7 @@ check: $(READY) .types ## ruff, format, types, import rules
 test: $(READY) ## the suite, 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
-test-all: $(READY) .triton-3.6 ## every test, slow ones too, an hour or more; PART=ranks: one part of tests/parts.py
+test-all: $(READY) .triton-3.6 ## every test, slow ones too; PART=ranks: one part of tests/parts.py
 	$(BIN)/python tests/parts.py $(PART)
 
 # The oldest Triton that moec supports, beside the one that torch asks for: kernels are compiled with both.

@@ -1,15 +1,15 @@
 """How many mutants of the source the tests kill: one change each, drawn from a seed, tried on the tests that cover it.
 
     python benchmarks/mutants.py record              # the tests of `make test`, with coverage; goes on where it stopped
-    python benchmarks/mutants.py record --slow tests/distributed
+    python benchmarks/mutants.py record --slow       # the others, for what survives those
     python benchmarks/mutants.py list --count 20     # what the seed draws
     python benchmarks/mutants.py run --count 120     # goes on where it was interrupted
     python benchmarks/mutants.py report
 
 A mutant has five minutes of the tests of `make test`, those that cover the fewest lines first, and, if it survives,
-five more of the slow tests and of other tests of the same files. A test that has begun is waited for. Tests that fail
-without the mutant do not count. Everything happens in copies of the checkout under `.mutants/`; `copy` takes new ones,
-for which recordings still hold.
+five more of the slow tests, of those left over, and of others of the same files. A test that has begun is waited for.
+Tests that fail without the mutant do not count. Everything happens in copies of the checkout under `.mutants/`; `copy`
+takes new ones, for which recordings still hold.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ DETACHED_HELP = "help: if this is the loss of `job.step`, leave `backward()` out
 FORWARD_HELP = "help: call it as `model(tokens, labels)`, or `model(tokens)` for logits alone"
 """What ends a call of the model with other arguments, which `torch.nn.Module` passes on."""
 
-_rank = int(os.environ.get("RANK") or "0")
+_rank: int | None = None
 _inner = sys.excepthook
 _installed = False
 
@@ -84,15 +84,20 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         _inner(kind, error, trace)
     elif isinstance(error, RankError):
         pass
-    elif _rank == 0:
+    elif (rank := _own_rank()) == 0:
         _print(error, trace)
     else:
         # The launcher kills all ranks when the first one exits: rank 0 must print before that.
         is_own = isinstance(error, CallError | UnknownNameError)
         time.sleep(OWN_ERROR_SECONDS if is_own else HEAD_START_SECONDS)
         if is_own:
-            print(f"rank {_rank}:", file=sys.stderr)
+            print(f"rank {rank}:", file=sys.stderr)
             _print(error, trace)
+
+
+def _own_rank() -> int:
+    """The rank of the job, before there is one that of the launcher."""
+    return int(os.environ.get("RANK") or "0") if _rank is None else _rank
 
 
 def _help_of_torch(error: BaseException, trace: TracebackType | None) -> str:

@@ -1,4 +1,4 @@
-"""What all tests share: their process, and `--update-golden`, which rewrites the expected texts. See README.md here."""
+"""Settings of the process that runs tests, and `--update-golden`, which rewrites expected texts. See README.md here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-all`: every test, slow ones and many random examples too, in parts that can be run alone and go on.
+"""`make test-all`: every test, slow ones and many random examples too, in parts that can be run alone.
 
 `python tests/parts.py [PART ...]`. A part that passed on these files is not run again; results.json beside this file
 has the latest result of each. Ends with 1 where a part failed.

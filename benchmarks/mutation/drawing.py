@@ -1,6 +1,6 @@
 """Which mutants a seed draws: from every room in proportion to its lines, templates of kernels as a room of their own.
 
-The first hundred of a hundred and twenty are the hundred: a draw can be made longer.
+A draw of 120 begins with the draw of 100: a draw can be made longer.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ REDUCTIONS = re.compile(
 )
 TYPED = ("Literal", "Callable", "ClassVar", "Annotated", "Mapping", "Sequence", "Iterator", "type", "Union", "Optional")
 """What is subscripted with types, or with values as types."""
-UNORDERED = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "field")
+NOT_SWAPPED = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "field")
 """Calls whose arguments are not swapped: every swap fails at once."""
 
 
@@ -112,7 +112,7 @@ def _walk(node: ast.AST) -> Iterator[Any]:
 
 def _edits_of_call(at: Positions, node: ast.Call) -> Iterator[Edit]:
     starred = any(isinstance(argument, ast.Starred) for argument in node.args)
-    if not starred and _name(node.func) not in UNORDERED:
+    if not starred and _name(node.func) not in NOT_SWAPPED:
         for left, right in pairwise(node.args):
             before, between, after = _text(at, left), at.text(at.end(left), at.start(right)), _text(at, right)
             if before != after:

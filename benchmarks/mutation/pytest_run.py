@@ -33,6 +33,7 @@ class Run:
     """`status` is `passed`, `failed`, `hung` or `unfinished`; `test` the one that failed or hung.
 
     A test that cannot be collected counts as failed, and a process that dies during a test as that test's failure.
+    `slow`: every test that was collected, and whether it is slow.
     """
 
     status: str = "passed"
@@ -101,7 +102,7 @@ def _watch(
 ) -> str | None:
     """Waits for pytest's end; `hung` or `unfinished` where it is to be stopped before."""
     begun = time.monotonic()
-    running: str | None = None  # when the time was over
+    last_allowed: str | None = None  # the test that ran when the time was over
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
         now, last = time.monotonic(), _last(events)
@@ -110,8 +111,8 @@ def _watch(
         if since > allowed:
             return "hung"
         if seconds is not None and now - begun > seconds:
-            running = running or last.get("started")
-            if running is None or last["started"] != running:
+            last_allowed = last_allowed or last.get("started")
+            if last_allowed is None or last["started"] != last_allowed:
                 return "unfinished"
     return None
 

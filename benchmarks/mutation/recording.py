@@ -17,8 +17,6 @@ from mutation.pytest_run import Run, arguments_for, run_pytest
 
 FILES = 8
 """Test files of one process: coverage is stored after each, so that a recording goes on from there."""
-ALONE = ("tests/kernels",)
-"""Session fixtures there start processes for the tests of one file: each file has a process of its own."""
 HANGS = 1800.0
 """Seconds after which a test under coverage counts as hung."""
 
@@ -66,10 +64,9 @@ def record(tree: Path, database: CoverageDatabase, paths: Sequence[str], marks: 
 
 
 def _groups(files: Sequence[str]) -> Iterator[list[str]]:
-    for folder, of in groupby(files, key=lambda file: file.rpartition("/")[0]):
+    for _, of in groupby(files, key=lambda file: file.rpartition("/")[0]):
         names = list(of)
-        size = 1 if folder.startswith(ALONE) else FILES
-        yield from (names[i : i + size] for i in range(0, len(names), size))
+        yield from (names[i : i + FILES] for i in range(0, len(names), FILES))
 
 
 def _record_some(

@@ -23,7 +23,7 @@ from mutation.mutant import Mutant
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`first`: covering tests of `make test`. `rest`: covering slow tests. `beside`: others of the files of both."""
+    """`first`: covering tests of `make test`, `rest`: slow ones, `beside`: others of `make test`, of the same files."""
 
     first: tuple[Test, ...]
     rest: tuple[Test, ...]

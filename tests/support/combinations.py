@@ -12,7 +12,7 @@ import pytest
 def diagonals(*axes: Sequence[Any], number: int = 1) -> list[Any]:
     """Every combination of the axes' values, as `pytest.param`s; those off the first `number` diagonals are slow.
 
-    The first diagonal has every value of every axis at least once; another one is shifted by one more place per axis.
+    `diagonals("abc", "xy")`: ax, by and cx; `number=2` adds ay, bx and cy. Every value of every axis is there.
     """
     fast = {
         tuple((place + shift * axis) % len(values) for axis, values in enumerate(axes))
@@ -25,7 +25,7 @@ def diagonals(*axes: Sequence[Any], number: int = 1) -> list[Any]:
 def some(values: Sequence[Any], fast: Sequence[Any]) -> list[Any]:
     """`values` as `pytest.param`s of one argument; those that are not in `fast` are slow."""
     missing = [value for value in fast if value not in values]
-    assert not missing, f"{missing} are none of the values"
+    assert not missing, f"{missing} are not among the values"
     return [pytest.param(value, marks=() if value in fast else pytest.mark.slow, id=str(value)) for value in values]
 
 

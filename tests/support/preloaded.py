@@ -29,7 +29,6 @@ from types import ModuleType
 from typing import NoReturn
 
 from support.session import extent
-from support.session.leftovers import KEPT
 
 IMPORTED = [
     "torch.distributed.run",
@@ -62,7 +61,6 @@ def preloaded() -> str:
     listener.listen(64)
     server = CONTEXT.Process(target=_serve, args=(listener,), daemon=True)
     server.start()
-    KEPT.add(server.pid)
     listener.close()
     client = shlex.join([sys.executable, "-IS", str(CLIENT), str(folder / "socket")])
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):
@@ -92,13 +90,12 @@ def _serve(listener: socket.socket) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while parent.sentinel not in (ready := select.select([listener, parent.sentinel], [], [])[0]):
-        if ready:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                _supervise(connection)
-            connection.close()
+    while parent.sentinel not in select.select([listener, parent.sentinel], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _supervise(connection)
+        connection.close()
 
 
 def _supervise(connection: socket.socket) -> NoReturn:
@@ -144,8 +141,6 @@ def _become(words: list[str], folder: str, variables: dict[str, str], files: dic
     processes._current_process._config.pop("daemon")  # type: ignore[attr-defined]
     processes._parent_process = None  # type: ignore[attr-defined]
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    uncaught = sys.modules["moec.runtime.uncaught"]
-    uncaught._rank = int(variables.get("RANK") or "0")  # type: ignore[attr-defined]  # it is read when it is imported
     unbuffered = words[0] == "-u"
     sys.stdin = os.fdopen(0, closefd=False) if 0 in files else None
     streams = [_stream(number, unbuffered) if number in files else None for number in (1, 2)]

@@ -14,13 +14,19 @@ from support.session.seconds import LONGER, folder_of, table
 from support.session.sharing import RANKS, unit_of
 
 LEAVING = """
-import os, subprocess, sys, threading, time
+import multiprocessing, os, subprocess, sys, threading, time
 import pytest
 
 WAIT = "import time; time.sleep(60)"
 
 def test_process(): subprocess.Popen([sys.executable, "-c", WAIT])
 def test_orphan(): subprocess.run(["sh", "-c", f"'{sys.executable}' -c '{WAIT}' &"])
+def forked(): os.fork() or time.sleep(60)
+
+def test_forked_orphan():
+    process = multiprocessing.get_context("forkserver").Process(target=forked)
+    process.start(); process.join()
+
 def test_thread(): threading.Thread(target=time.sleep, args=(60,), name="left", daemon=True).start()
 def test_file(): open("left.txt", "w").close()
 def test_variable(): os.environ["LEFT"] = "1"
@@ -45,6 +51,7 @@ def test_repeated(): pass
 LEFT = {
     "process": "process ",
     "orphan": "process ",
+    "forked_orphan": "process ",
     "thread": "thread left",
     "file": "left.txt",
     "variable": "variable LEFT: '1', was None",
@@ -68,7 +75,7 @@ def run(folder: Path, *arguments: str) -> str:
 def test_a_test_that_leaves_something_behind_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     printed = run(tmp_path, "--counts", "counts.log", "--override-ini", "xfail_strict=true")
-    assert json.loads((tmp_path / "counts.log").read_text()) == {"passed": 9, "failed": 5, "skipped": 0}
+    assert json.loads((tmp_path / "counts.log").read_text()) == {"passed": 10, "failed": 6, "skipped": 0}
     for name, what in LEFT.items():
         (section,) = [each for each in printed.split("\n____") if f"of test_{name} _" in each.partition("\n")[0]]
         assert "it leaves behind:" in section

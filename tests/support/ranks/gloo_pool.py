@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from support.preloaded import CONTEXT
 from support.ranks.gloo_worker import ENTERED, Failure, Task, pack, serve, unpack
-from support.session.leftovers import KEPT
 
 STACK_SECONDS = 0.5
 """How long a hung worker gets to write its stack."""
@@ -124,7 +123,6 @@ class GlooPool:
             stack = Path(self._folder.name, f"{len(self._workers)}.stack")
             process = CONTEXT.Process(target=serve, args=(there, stack), daemon=True)
             process.start()
-            KEPT.add(process.pid)
             there.close()
             self._workers.append(Worker(process, here, stack))
         for worker in self._workers[started:]:

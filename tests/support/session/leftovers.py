@@ -16,12 +16,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 
-KEPT: set[int] = set()
-"""Processes that outlive the test which starts them, such as the pool's; whoever starts them adds them."""
-
-KEPT_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+KEPT_COMMANDS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Parts of the command lines of processes that libraries start once for all."""
 
 KEPT_THREADS = ("execnet", "tqdm_monitor", "moec-experts")
@@ -73,7 +71,9 @@ def _processes(before: Snapshot, grace: float) -> Iterator[str]:
 
 
 def _new_processes(before: Snapshot) -> set[int]:
-    return {pid for pid in _children() - before.processes - KEPT if not _ended_or_kept(pid)}
+    # The children of the fork server, such as the pool's workers, are its own until it or they end.
+    new = _children() - before.processes - {forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
+    return {pid for pid in new if not _ended_or_kept(pid)}
 
 
 def _children() -> set[int]:

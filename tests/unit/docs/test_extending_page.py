@@ -40,7 +40,7 @@ def test_every_file_exists() -> None:
     assert len(PATHS) > 60
     assert [path for path in PATHS if not (ROOT / path).exists()] == []
     links = re.findall(r"\]\(([^)]+)\)", PAGE)
-    assert len(links) == 4
+    assert len(links) == 5
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
