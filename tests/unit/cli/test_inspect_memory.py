@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ from support.plans import moe_text
 
 from moec.cli import app
 from moec.codegen.plan import Plan
+from moec.commands.memory_plot import BOTTOM, HEIGHT, TOP, svg
 from moec.commands.summary import peak_line, summary
 from moec.driver import compile as compile_source
 from moec.passes.cost.memory import Memory, memory_of
@@ -54,6 +56,15 @@ def test_the_plot_is_xml_with_a_bar_for_each_moment_and_kind(plan: tuple[Path, P
     assert run(path, "--memory", "--svg", tmp_path / "m.svg") == f"wrote {tmp_path / 'm.svg'}\n"
     titles = [node.text for node in ElementTree.parse(tmp_path / "m.svg").iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == sum(size > 0 for moment in memory.moments for size in moment.bytes.of.values())
+
+
+def test_the_plot_has_a_line_at_the_device_s_memory_if_it_is_near(plan: tuple[Path, Plan, Memory]) -> None:
+    _, _, memory = plan
+    peak = memory.peak.bytes.total
+    for capacity, top in ((peak / 2, peak), (1.5 * peak, 1.5 * peak), (3 * peak, None)):
+        dashed = re.findall(r'y1="(.*?)" .* stroke-dasharray', svg("m", memory, capacity))
+        height = HEIGHT - TOP - BOTTOM
+        assert dashed == ([] if top is None else [f"{TOP + height * (1 - capacity / top):.1f}"])
 
 
 def test_json_beside_a_plot_is_all_of_the_standard_output(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moec.commands import last_words
 from moec.commands.rank_output import RankOutput
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'a.py'\nValueError: {}\n"
@@ -98,6 +99,20 @@ def test_a_caught_traceback_explains_no_other_end(tmp_path: Path, status: int):
 def test_a_diagnostic_that_was_handled_explains_no_other_end(tmp_path: Path, status: int):
     text = HANDLED + ("going on\n" if status == 1 else "")
     assert ended(tmp_path, {0: "", 1: text}, 1, status)[:2] == (text, False)
+
+
+@pytest.mark.parametrize(("seconds", "explains"), [(0.0, True), (60.0, False)])
+def test_a_diagnostic_of_another_rank_explains_nothing_that_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, explains: bool
+):
+    output, now = RankOutput(tmp_path, "run", io.StringIO()), 1000.0
+    monkeypatch.setattr(last_words.time, "monotonic", lambda: now)
+    written(tmp_path, "run_x", 0, HANDLED.encode())
+    output._poll()
+    now += seconds
+    written(tmp_path, "run_x", 1, b"going on\n")
+    output.start()
+    assert output.finish(1, 1) == explains
 
 
 @pytest.mark.parametrize("status", [5, 1])
