@@ -60,7 +60,6 @@ WRONG: dict[str, tuple[str, Any, str]] = {
 
 def mistakes() -> dict[str, dict[str, str]]:
     """The diagnostic of each mistake of the last rank, in each way to run a batch; and that of a right step at last."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**OPTIONS), device="cpu", checks="all") as job:
         model = job.build(seed=1)
         tokens = torch.arange(32).view(4, 8) - job.data_rank

@@ -11,9 +11,10 @@ from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import (
     STEPS,
-    accumulate,
     batches,
     batches_of,
+    gradients_of,
+    own_part,
     parts_of_rank,
     require_same_training,
     require_the_unsharded_training,
@@ -115,6 +116,25 @@ def test_a_capacity_drops_the_same_choices_however_it_is_sharded(gloo: GlooPool,
         assert any(0 < rate < 0.9 for rate in rates), f"layer {layer} drops nothing, so it proves nothing"
 
 
+def accumulate(plan: Plan, micro_batches: int) -> dict[str, Any]:
+    """A batch in micro-batches without clearing between: means of losses and drop rates, and of the gradients.
+
+    Of every sequence one label is ignored, so that each micro-batch weighs as much.
+    """
+    ((tokens, _),) = batches_of(plan.spec, 1)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    losses, drops = [], []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        for each in zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            losses.append(job.step(model, *own_part(job, *each)).item())
+            drops.append(job.drop_rates(model))
+    gradients = {name: gradient / micro_batches for name, gradient in gradients_of(model).items()}
+    rates = {layer: sum(step[layer] for step in drops) / micro_batches for layer in drops[0]}
+    return {"loss": sum(losses) / micro_batches, "drops": rates, "gradients": gradients}
+
+
 CUT = [(1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)]
 
 
@@ -140,7 +160,6 @@ def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
 
 def evaluated_as_rank(plan: Plan) -> list[Tensor]:
     """The logits of a rank's part of one batch, in training and in evaluation."""
-    torch.set_num_threads(1)
     with moec.launch(plan, device="cpu") as job, torch.no_grad():
         model = job.build(seed=1)
         tokens, _ = batches_of(plan.spec, 1)[0]

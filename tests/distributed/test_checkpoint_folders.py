@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
 
@@ -101,7 +100,6 @@ def test_what_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: p
 
 
 def save_a_long_list(path: Path) -> int:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         numbers = list(range(10**6, 10**6 + 1_500_000))
@@ -117,7 +115,6 @@ def test_an_extra_of_any_length_reaches_rank_0(gloo: GlooPool, tmp_path: Path) -
 
 
 def fail_on_rank_1(path: Path) -> str:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         failing = mock.Mock(side_effect=RuntimeError("no memory on this rank"))

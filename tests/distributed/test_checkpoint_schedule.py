@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
 
@@ -28,7 +27,6 @@ def names_in(folder: Path) -> list[str]:
 
 def train_and_stop(folder: Path, stop: int, last: int) -> tuple[int, list[float]]:
     """Resumes and trains up to step `stop`, with a checkpoint every 2 steps."""
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
@@ -54,7 +52,6 @@ def test_a_run_that_stops_and_resumes_has_the_losses_of_one_that_does_not(gloo: 
 
 def by_the_clock_of_rank_0(folder: Path) -> list[bool]:
     """Rank 1's clock stands still; rank 0's goes 10 s per step."""
-    torch.set_num_threads(1)
     saved = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.combinations import some
-from support.ranks.checkpoints import STEPS, Options, assembled, load, part_of_rank, plan_of, save
+from support.ranks.checkpoints import (
+    STEPS,
+    Options,
+    assembled,
+    optimizer_of,
+    part_of_rank,
+    plan_of,
+    train,
+    values_of,
+)
 from support.ranks.gloo_pool import GlooPool
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+import moec
 
 SECONDS = 150.0
-"""How long a run may take: on a busy machine workers take a minute to import torch."""
+"""How long a job may take on a busy machine."""
 ONE: Options = {"ranks": 1, "ep": 1}
 PLANS: dict[str, Options] = {
     "one rank": ONE,
@@ -33,7 +47,47 @@ SAVED = [
     ("ep per layer", ["dp 2"]),
     ("zero 3", ["one rank"]),
 ]
-"""`make test-slow` loads every plan's checkpoint under every plan."""
+"""`make test-all` loads every plan's checkpoint under every plan."""
+
+
+def lies_as(state: DTensor, parameter: DTensor) -> bool:
+    """Whether a state lies as its parameter; dims of size 1, of Adafactor's factors, are whole."""
+    placements = [Replicate() if p.is_shard() and state.shape[p.dim] == 1 else p for p in parameter.placements]
+    return state.placements == tuple(placements)
+
+
+def save(options: Options, kind: str, path: Path) -> dict[str, Any]:
+    """Trains, saves, trains on. The values at the save, and the losses after it."""
+    with moec.launch(plan_of(options, kind), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = optimizer_of(job, model, kind)
+        train(job, model, optimizer, 0)
+        values = values_of(model, optimizer)
+        job.save(path, model, optimizer)
+        losses = train(job, model, optimizer, STEPS)  # while a thread writes
+    return {"values": values, "losses": losses}
+
+
+def load(plans: Sequence[Options], kind: str, path: Path) -> list[dict[str, Any]]:
+    """Under each plan: the values after loading, the losses of training on, and whether parameters are the same."""
+    found = []
+    for options in plans:
+        with moec.launch(plan_of(options, kind), device="cpu", check_replicas=1) as job:
+            model = job.build(seed=2)
+            optimizer = optimizer_of(job, model, kind)
+            before = {name: id(p) for name, p in model.named_parameters()}
+            job.load(path, model, optimizer)
+            values = values_of(model, optimizer)
+            lie = [
+                isinstance(value, DTensor) and lies_as(value, p)
+                for p in model.parameters()
+                for value in optimizer.state[p].values()
+                if isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim()
+            ]
+            losses = train(job, model, optimizer, STEPS)
+            same = before == {name: id(p) for name, p in model.named_parameters()} and all(lie)
+            found.append({"values": values, "losses": losses, "same": same, "steps": job.steps})
+    return found
 
 
 def load_all(gloo: GlooPool, kind: str, path: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:

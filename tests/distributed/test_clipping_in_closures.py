@@ -16,7 +16,6 @@ import moec
 
 def trained(options: dict[str, Any], inside: bool) -> dict[str, Tensor]:
     """Whole weights after a step with a closure, one after it, and one with `GradScaler`; all but the last clip."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         optimizer, scaler = job.optimizer(model), torch.amp.GradScaler("cpu", init_scale=4.0)

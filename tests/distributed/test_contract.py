@@ -10,45 +10,62 @@ from typing import Any
 
 import pytest
 from support.ranks import claims, contract, contract_jobs, own_losses, refusals
-from support.ranks.contract import FOUR, MIXED, ONE, TWO
+from support.ranks.contract import FOUR, MIXED, ONE, TWO, plain
 from support.ranks.gloo_pool import GlooPool
 from support.session import extent
 
 BOUNDS = {"fp32": 2e-5, "bf16": 4e-2}
 """Bounds of errors over the largest gradient. bf16 has 8 bits; its unsharded model has the same error."""
 
-CLAIMS: dict[str, contract.Run] = {
-    "a plain backward pass": contract.forward_backward,
-    "a step after an exception in backward": claims.after_an_exception,
-    "a step after an exception in forward": claims.after_an_exception_in_forward,
-    "torch.autograd.grad, which leaves .grad alone": claims.by_autograd_grad,
-    "a deep copy, whatever became of the original": claims.of_a_deep_copy,
-    "micro-batches, however labels are masked": claims.in_micro_batches,
-    "accumulation by hand": claims.accumulated_by_hand,
-    "one backward pass of several forward passes": claims.one_backward_of_many_forwards,
-    "two backward passes of one forward pass": claims.retained,
-    "activation checkpointing by torch": claims.checkpointed,
-    "a checkpoint of the whole model": claims.wholly_checkpointed,
-    "a replaced parameter": claims.replaced,
-    "weights loaded after the optimizer was made": claims.loaded_after_the_optimizer,
-    "an unsharded model's state_dict": claims.whole_state_loaded,
-    "a loss by hand, with the balance terms": own_losses.own_backward,
-    "steps of layers behind other modules": claims.of_wrapped_layers,
-    "torch's distributed checkpoint, which keeps every expert": claims.through_distributed_checkpoint,
-    "a layer that the last micro-batch skips": claims.skipped_in_the_last_micro_batch,
-    "a rank without a valid token": own_losses.constant_on_one_rank,
-    "a loss of one's own": partial(own_losses.own_loss, microbatches=1),
-    "a loss of one's own, in micro-batches": partial(own_losses.own_loss, microbatches=3),
-    "a loss of log-probabilities": partial(own_losses.own_logprob_loss, microbatches=1),
-    "a loss of log-probabilities, in micro-batches": partial(own_losses.own_logprob_loss, microbatches=3),
-}
-SCORES: dict[contract.Run, Callable[..., Any]] = {
-    claims.skipped_in_the_last_micro_batch: claims.skipped_unsharded,
-    own_losses.constant_on_one_rank: own_losses.constant_unsharded,
-    own_losses.own_loss: own_losses.own_loss_unsharded,
-    own_losses.own_logprob_loss: own_losses.own_logprob_loss_unsharded,
-}
-"""The losses of the unsharded model, where they are not the usual one."""
+
+def cases_in(folder: str = "", ranks: int = 1) -> dict[str, tuple[contract.Run, contract.Score]]:
+    """Ways to gradients, and the loss of the unsharded model. One saves in `folder`; `ranks`: data-parallel ones."""
+    return {
+        "a plain backward pass": (contract.forward_backward, plain),
+        "a step after an exception in backward": (claims.after_an_exception, plain),
+        "a step after an exception in forward": (claims.after_an_exception_in_forward, plain),
+        "torch.autograd.grad, which leaves .grad alone": (claims.by_autograd_grad, plain),
+        "a deep copy, whatever became of the original": (claims.of_a_deep_copy, plain),
+        "micro-batches, however labels are masked": (claims.in_micro_batches, plain),
+        "accumulation by hand": (claims.accumulated_by_hand, plain),
+        "one backward pass of several forward passes": (claims.one_backward_of_many_forwards, plain),
+        "two backward passes of one forward pass": (claims.retained, plain),
+        "activation checkpointing by torch": (claims.checkpointed, plain),
+        "a checkpoint of the whole model": (claims.wholly_checkpointed, plain),
+        "a replaced parameter": (claims.replaced, plain),
+        "weights loaded after the optimizer was made": (claims.loaded_after_the_optimizer, plain),
+        "an unsharded model's state_dict": (claims.whole_state_loaded, plain),
+        "a loss by hand, with the balance terms": (own_losses.own_backward, plain),
+        "steps of layers behind other modules": (claims.of_wrapped_layers, plain),
+        "torch's distributed checkpoint, which keeps every expert": (
+            partial(claims.through_distributed_checkpoint, folder=folder),
+            plain,
+        ),
+        "a layer that the last micro-batch skips": (
+            claims.skipped_in_the_last_micro_batch,
+            partial(claims.skipped_unsharded, ranks=ranks),
+        ),
+        "a rank without a valid token": (
+            own_losses.constant_on_one_rank,
+            partial(own_losses.constant_unsharded, ranks=ranks),
+        ),
+        "a loss of one's own": (partial(own_losses.own_loss, microbatches=1), own_losses.own_loss_unsharded),
+        "a loss of one's own, in micro-batches": (
+            partial(own_losses.own_loss, microbatches=3),
+            own_losses.own_loss_unsharded,
+        ),
+        "a loss of log-probabilities": (
+            partial(own_losses.own_logprob_loss, microbatches=1),
+            own_losses.own_logprob_loss_unsharded,
+        ),
+        "a loss of log-probabilities, in micro-batches": (
+            partial(own_losses.own_logprob_loss, microbatches=3),
+            own_losses.own_logprob_loss_unsharded,
+        ),
+    }
+
+
+CLAIMS = list(cases_in())
 
 PLACES: dict[str, dict[str, Any]] = {
     "1 rank": ONE,
@@ -62,11 +79,11 @@ PLACES: dict[str, dict[str, Any]] = {
     **{f"4 ranks, zero {stage}": {**FOUR, "zero": stage} for stage in (1, 2, 3)},
 }
 OFTEN = {
-    "1 rank, bf16": list(CLAIMS),
-    "2 ranks": list(CLAIMS),
+    "1 rank, bf16": CLAIMS,
+    "2 ranks": CLAIMS,
     "2 ranks, recompute": ["a step after an exception in backward", "two backward passes of one forward pass"],
     "2 ranks, zero 1": ["a step after an exception in backward", "accumulation by hand"],
-    "2 ranks, zero 3": list(CLAIMS),
+    "2 ranks, zero 3": CLAIMS,
     "4 ranks, zero 3": ["micro-batches, however labels are masked", "a loss of one's own, in micro-batches"],
     "4 ranks": [
         "a plain backward pass",
@@ -96,17 +113,9 @@ def errors_of(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Error
     @cache
     def run(place: str) -> list[dict[str, float | str]]:
         options, folder = PLACES[place], tmp_path_factory.mktemp("checkpoint")
-        data = 1 if options["ranks"] == 1 else 2
-        cases = {}
-        for claim in list(CLAIMS) if extent.everything else OFTEN[place]:
-            way = CLAIMS[claim]
-            score = SCORES.get(getattr(way, "func", way), contract.plain)
-            if way in (claims.skipped_in_the_last_micro_batch, own_losses.constant_on_one_rank):
-                score = partial(score, ranks=data)
-            if way is claims.through_distributed_checkpoint:
-                way = partial(way, folder=str(folder))
-            cases[claim] = way, score
-        return gloo.run(options["ranks"], contract.errors, options, cases, initialize=False, timeout=240.0)
+        cases = cases_in(str(folder), options["ranks"] // options.get("tp", 1))
+        tried = {claim: cases[claim] for claim in (CLAIMS if extent.everything else OFTEN[place])}
+        return gloo.run(options["ranks"], contract.errors, options, tried, initialize=False, timeout=240.0)
 
     return run
 

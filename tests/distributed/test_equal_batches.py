@@ -16,7 +16,6 @@ TOKENS = torch.arange(32).view(4, 8)
 
 def steps_as_rank(ep: int, tp: int, apart: bool) -> list[tuple[str, bool]]:
     """The warnings of two steps, and whether each is at a line of this file."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=2, ep=ep, tp=tp), device="cpu") as job:
         model = job.build(seed=1)
         tokens = TOKENS.chunk(job.data_size)[job.data_rank] if apart else TOKENS

@@ -18,7 +18,6 @@ TOKENS = torch.arange(32).view(4, 8)
 
 def raise_as_rank(kind: str) -> tuple[str, float]:
     """What a step with a loss that raises on rank 1 says, and the loss of the step after it."""
-    torch.set_num_threads(1)
     names = [f"an_input_with_a_long_name_{number}" for number in range(200)] if kind == "many inputs" else []
     with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:
         model = job.build(seed=1)

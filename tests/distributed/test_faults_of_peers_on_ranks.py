@@ -1,6 +1,6 @@
 """Faults that other trainers of mixtures had, on several ranks: a test has the name of its fault and says where it was.
 
-All run in four jobs. Of one rank: tests/unit/jobs/test_faults_of_peers.py.
+They share four calls of the pool. Of one rank: tests/unit/jobs/test_faults_of_peers.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def numbered() -> dict[str, Tensor]:
 
 
 def save_numbered(options: dict[str, Any], path: Path) -> None:
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=2)
         model.load_state_dict(numbered())
@@ -58,7 +57,6 @@ def save_numbered(options: dict[str, Any], path: Path) -> None:
 
 def load_numbered(options: dict[str, Any], path: Path) -> dict[str, Any]:
     """This rank's parts after a load, the layouts of parameters before and after it, and their local shapes."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=2)
         before = layouts(model)
@@ -177,7 +175,7 @@ def with_ties_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Te
 
 def norm_error(options: dict[str, Any]) -> float:
     """The relative error of the global norm."""
-    whole = contract.whole_gradients(options, contract.plain)
+    whole = contract.whole_gradients(**options)
     wanted = sum(float(gradient.double().square().sum()) for gradient in whole.values()) ** 0.5
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
@@ -210,25 +208,15 @@ ON_FOUR: dict[str, Callable[[], float]] = {
 """Each gives an error, or raises."""
 
 
-def everything(cases: dict[str, Callable[[], float]]) -> dict[str, float | str]:
-    """The error of each case by its name, or what it raised: one case fails no test of another."""
-    torch.set_num_threads(1)
-    outcomes: dict[str, float | str] = {}
-    for name, case in cases.items():
-        try:
-            outcomes[name] = case()
-        except Exception as error:  # noqa: BLE001
-            outcomes[name] = f"{type(error).__name__}: {error}"
-    return outcomes
-
-
 Errors = Callable[[str], float]
 
 
 @pytest.fixture(scope="module")
 def outcomes(gloo: GlooPool) -> list[dict[str, float | str]]:
     """What every rank found."""
-    two, four = (gloo.run(ranks, everything, cases, initialize=False) for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)))
+    two, four = (
+        gloo.run(ranks, contract.outcomes, cases, initialize=False) for ranks, cases in ((2, ON_TWO), (4, ON_FOUR))
+    )
     return [two[rank % 2] | each for rank, each in enumerate(four)]
 
 

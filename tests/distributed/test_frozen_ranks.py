@@ -20,7 +20,6 @@ OPTIONS = {"dtype": "bf16", "expert": "lora(3, alpha = 6)", "beside": "shared = 
 
 def train_over_a_frozen_base(options: dict[str, Any], folder: str) -> dict[str, Any]:
     """Two steps with clipping, and what the ranks then have; the last loss again after a load into a new model."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)

@@ -85,7 +85,6 @@ def prompts_of(options: dict[str, Any]) -> list[Tensor]:
 
 def as_rank(options: dict[str, Any], how: dict[str, Any]) -> tuple[int, Tensor, Tensor, bool]:
     """This rank's part of the batch and what it generates for it, before and after a step in training."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu", timeout=60) as job:
         model = livelier(job.build(seed=1))
         mine = prompts_of(options)
@@ -161,7 +160,6 @@ def test_ranks_step_together_until_the_last_sequence_ends(gloo: GlooPool, plan: 
 
 def uneven_batches(options: dict[str, Any]) -> list[list[int]]:
     """What this rank generates for as many prompts as its data rank's number and one, none on the last."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu", timeout=60) as job:
         model = livelier(job.build(seed=1))
         mine = own_prompts(job.data_rank, job.data_size)
@@ -204,7 +202,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 def mistakes(options: dict[str, Any]) -> dict[str, str]:
     """What this rank says of each mistake of the last rank, and what it generates after all of them."""
-    torch.set_num_threads(1)
     found = {}
     with moec.launch(moe_plan(**options), device="cpu", timeout=60) as job:
         model = livelier(job.build(seed=1))
@@ -233,7 +230,6 @@ def test_one_ranks_mistake_is_one_error_of_all_ranks(gloo: GlooPool, plan: str) 
 
 
 def batches_that_draw(sizes: list[int]) -> str:
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=2, ep=2), device="cpu", timeout=60) as job:
         model = job.build(seed=1)
         tokens = torch.ones(sizes[job.rank], 3, dtype=torch.int64)
@@ -246,7 +242,6 @@ def test_ranks_that_draw_for_different_numbers_of_prompts_need_their_numbers(glo
 
 
 def places_of_a_capacity(sizes: list[int]) -> str:
-    torch.set_num_threads(1)
     plan = moe_plan(ranks=2, ep=2, beside="capacity = factor(1.0, eval = 4.0); group = batch")
     with moec.launch(plan, device="cpu", timeout=60) as job:
         model = job.build(seed=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.hosts import clipped, worst_error
+from support.ranks.hosts import Host, clipped, in_compiled_ddp, in_ddp, in_fsdp, summed_by_hand, worst_error
 
 FP32 = 2e-5
 """Sums in another order; a gradient with a wrong factor is off by its whole size."""
@@ -19,20 +19,21 @@ def require_equal(found: list[dict[str, float]], bound: float = FP32) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-HOSTS = ["in_ddp", "in_fsdp", "summed_by_hand"]
+HOSTS: dict[Host, str] = {in_ddp: "mean", in_fsdp: "mean", summed_by_hand: "sum"}
+"""How each reduces the gradients of its ranks."""
 
 
 @pytest.mark.parametrize(
     ("host", "ranks", "ep"),
     [
-        ("in_ddp", 4, 2),
-        *((host, 2, 2) for host in HOSTS[1:]),
+        (in_ddp, 4, 2),
+        *((host, 2, 2) for host in (in_fsdp, summed_by_hand)),
         *(pytest.param(host, 4, 4, marks=pytest.mark.slow) for host in HOSTS),
-        *(pytest.param(host, 4, 2, marks=pytest.mark.slow) for host in HOSTS[1:]),
+        *(pytest.param(host, 4, 2, marks=pytest.mark.slow) for host in (in_fsdp, summed_by_hand)),
     ],
 )
-def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ranks: int, ep: int) -> None:
-    require_equal(gloo.run(ranks, worst_error, host, {"ep": ep}))
+def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: Host, ranks: int, ep: int) -> None:
+    require_equal(gloo.run(ranks, worst_error, host, {"ep": ep}, 1, HOSTS[host]))
 
 
 @pytest.mark.parametrize(
@@ -47,36 +48,36 @@ def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ranks: in
     ],
     ids=["beside", "batch", "sequence", "dynamic", "data parallel", "default"],
 )
-def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
-    require_equal(gloo.run(2, worst_error, "in_ddp", options))
+def test_gradients_are_the_unsharded_models_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
+    require_equal(gloo.run(2, worst_error, in_ddp, options))
 
 
 @pytest.mark.slow
 def test_gradients_of_a_compiled_model_in_ddp_are_those_of_the_unsharded_model(gloo: GlooPool) -> None:
-    require_equal(gloo.run(2, worst_error, "in_compiled_ddp", {"ep": 2}))
+    require_equal(gloo.run(2, worst_error, in_compiled_ddp, {"ep": 2}))
 
 
-@pytest.mark.parametrize(("host", "word"), [("in_fsdp", "layer"), ("in_ddp", "experts")])
-def test_a_recomputed_layer_in_a_host_has_the_unsharded_gradients(gloo: GlooPool, host: str, word: str) -> None:
+@pytest.mark.parametrize(("host", "word"), [(in_fsdp, "layer"), (in_ddp, "experts")])
+def test_a_recomputed_layer_in_a_host_has_the_unsharded_gradients(gloo: GlooPool, host: Host, word: str) -> None:
     options = {"tail": f"parallel {{ ep = 2; recompute = {word} }}", "beside": "capacity = factor(1.0); group = batch"}
     require_equal(gloo.run(2, worst_error, host, options))
 
 
 def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
-    require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
+    require_equal(gloo.run(2, worst_error, in_ddp, {"ep": 2}, 3))
 
 
 @pytest.mark.parametrize(
     ("ranks", "host", "max_norm"),
     [
-        (4, "in_ddp", 0.01),
-        (2, "in_fsdp", 100.0),
-        pytest.param(4, "in_ddp", 100.0, marks=pytest.mark.slow),
-        *(pytest.param(4, "in_fsdp", norm, marks=pytest.mark.slow) for norm in (0.01, 100.0)),
+        (4, in_ddp, 0.01),
+        (2, in_fsdp, 100.0),
+        pytest.param(4, in_ddp, 100.0, marks=pytest.mark.slow),
+        *(pytest.param(4, in_fsdp, norm, marks=pytest.mark.slow) for norm in (0.01, 100.0)),
     ],
 )
 def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
-    gloo: GlooPool, ranks: int, host: str, max_norm: float
+    gloo: GlooPool, ranks: int, host: Host, max_norm: float
 ) -> None:
     found = gloo.run(ranks, clipped, host, max_norm)
     assert len({each["norm"] for each in found}) == 1

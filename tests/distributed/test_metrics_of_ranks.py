@@ -10,21 +10,20 @@ import pytest
 import torch
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.training import batches, share
+from support.ranks.training import batches, own_part
 
 import moec
 from moec.runtime.errors import JobError
 
 
 def train(path: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     plan = moe_plan(ranks=4, tp=2, ep=2, beside="capacity = factor(0.5)")
     with moec.launch(plan, device="cpu") as job, job.metrics(path, every=2) as metrics:
         model = job.build(seed=1)
         before = job.collective_seconds
         records = []
         for tokens, labels in batches(32, 8, 8, 4):
-            mine = [share(part, None, job.data_rank, job.data_size) for part in (tokens, labels)]
+            mine = own_part(job, tokens, labels)
             records.append(metrics.step(model, job.step(model, *mine)))
         return {"records": records, "loads": job.expert_loads(model), "seconds": job.collective_seconds - before}
 
@@ -46,7 +45,6 @@ def test_the_first_rank_alone_writes_loads_and_tokens_of_all(gloo: GlooPool, tmp
 
 def tokens_of_uneven_parts() -> tuple[int, int]:
     """This rank's tokens and all ranks', after a block whose parts are 1 and 3 sequences."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=4, tp=2, ep=2), device="cpu") as job:
         model = job.build(seed=1)
         mine = torch.arange(32).view(4, 8).split([1, 3])[job.data_rank]
@@ -60,7 +58,6 @@ def test_accumulated_tokens_of_uneven_parts_are_counted_over_all_ranks(gloo: Glo
 
 
 def metrics_on_rank_0() -> str:
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:
         try:
             job.metrics("never.jsonl" if job.rank == 0 else None)
@@ -75,7 +72,6 @@ def test_outputs_on_the_first_rank_alone_are_refused_on_every_rank(gloo: GlooPoo
 
 def metrics_but_on_rank_1(path: str, every: int) -> str:
     """The error of a script whose second rank leaves `metrics.step` out."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job, job.metrics(path, every=every) as metrics:
         model = job.build(seed=1)
         tokens = torch.arange(16).view(2, 8)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan, moe_spec
-from support.ranks import torch_optimizers
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import (
     MAX_NORM,
+    batches_of,
+    own_part,
     require_learning,
     require_same_training,
     train_as_rank,
-    train_clipping_in_the_step,
     train_unsharded,
 )
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import _muon
 
 import moec
+from moec.codegen.plan import Plan
 from moec.grammar.spec import Adafactor, Muon
 from moec.passes.ir import Matrices
 from moec.runtime.job.masters import Master, local_part
@@ -36,12 +37,22 @@ OPTIMIZERS = {
 }
 
 
+def newton_schulz(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Torch's iteration of one matrix in fp32: torch's own is in bf16."""
+    a, b, c = coefficients
+    x = gradient / gradient.norm().clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x
+
+
 @cache
 def of_torch(optimizer: str, steps: int, dtype: str = "fp32") -> dict[str, Any]:
     """The training of the unsharded model by torch's optimizer, whose matrices of Muon are in fp32 here."""
     given: dict[str, Any] = {"batch": 8, "bias": "all", "dtype": dtype, "optimizer": OPTIMIZERS[optimizer]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_muon, "_zeropower_via_newtonschulz", torch_optimizers.newton_schulz)
+        patch.setattr(_muon, "_zeropower_via_newtonschulz", newton_schulz)
         return train_unsharded(moe_spec(**given), steps)
 
 
@@ -170,6 +181,24 @@ CLIPPED: list[tuple[dict[str, int], str]] = [
     ({"ranks": 4, "tp": 2, "ep": 2}, "muon"),
     ({"ranks": 4, "tp": 2, "ep": 2}, "adafactor"),
 ]
+
+
+def train_clipping_in_the_step(plan: Plan, steps: int) -> dict[str, Any]:
+    """Trains as a rank twice: clipped before the step and in it. Gives both curves."""
+    curves: dict[str, Any] = {}
+    with moec.launch(plan, device="cpu") as job:
+        for where in ("before", "inside"):
+            model = job.build(seed=1)
+            optimizer = job.optimizer(model)
+            losses, norms = [], []
+            for tokens, labels in batches_of(plan.spec, steps):
+                losses.append(job.step(model, *own_part(job, tokens, labels)).item())
+                given = {"optimizer": optimizer} if where == "inside" else {}
+                norms.append(job.clip_grad_norm_(model, MAX_NORM, **given).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            curves[where] = losses, norms
+    return curves
 
 
 @pytest.mark.parametrize(

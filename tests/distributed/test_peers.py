@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from support.plans import moe_plan
 from support.preloaded import environment, python
 from support.ranks.checkpoints import plan_of
@@ -60,7 +59,6 @@ def test_rank_0_ends_its_process_only_when_the_others_know_that_the_last_save_is
 
 def waited_for(what: str) -> str:
     """What rank 0 finds out about a rank that takes longer than the timeout, or whose watch stands still."""
-    torch.set_num_threads(1)
     said = ""
     with moec.launch(plan_of(TWO), device="cpu", timeout=SECONDS) as job:
         peers = job.saves.peers
@@ -88,7 +86,6 @@ def test_a_slow_rank_is_waited_for_and_a_silent_one_is_not(gloo: GlooPool) -> No
 
 def messages(folder: Path) -> list[int]:
     """How many keys the store has after saves and loads, a failure and a long extra among them."""
-    torch.set_num_threads(1)
     found = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
@@ -110,7 +107,8 @@ def test_messages_of_finished_saves_and_loads_do_not_stay_in_the_store(gloo: Glo
         assert found[1:] == [found[1]] * 3
 
 
-@pytest.mark.slow  # once, beside another lane, it did not end within its time
+@pytest.mark.slow
+@pytest.mark.repeated  # once, beside another run of the tests, it did not end within its time
 def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
     moe_plan(ranks=2, ep=2).save(tmp_path / "two.plan")
     (tmp_path / "train.py").write_text(

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ def drawn(generator: random.Random, folder: Path, start: float = 0.0) -> Run:
     return Run(str(folder), plan, tuple(kills))
 
 
-def under_torchrun(run: Run, folder: Path, interpreter: str) -> None:
+def under_torchrun(run: Run, interpreter: str) -> None:
     """Makes a run; its ranks, and torchrun, are processes of `interpreter`."""
+    folder = Path(run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     given = folder / "run.json"
     given.write_text(run.to_json(), encoding="utf-8")
@@ -112,11 +113,11 @@ def save_once_more(folder: Path, options: Options) -> None:
     assert sorted(int(name) for name in os.listdir(folder) if name.isdigit()) == [STEPS, STEPS + 1]
 
 
-def killed_and_resumed(folder: Path, runs: list[Run], interpreters: Mapping[Run, str]) -> Counter[str]:
-    """Makes all runs; checks each against one that is not killed. `interpreters`: others than `preloaded()`."""
+def killed_and_resumed(folder: Path, runs: list[Run], real: Collection[Run] = ()) -> Counter[str]:
+    """Makes all runs, those of `real` with the real interpreter; checks each against one that is not killed."""
     whole = [Run(str(folder / "whole" / plan), plan, ()) for plan in PLANS if plan in {run.plan for run in runs}]
     for run in whole + runs:
-        under_torchrun(run, Path(run.folder), interpreters.get(run, preloaded()))
+        under_torchrun(run, sys.executable if run in real else preloaded())
     expected = {run.plan: losses_of(run) for run in whole}
     total = Counter[str]()
     for run in runs:
@@ -126,7 +127,7 @@ def killed_and_resumed(folder: Path, runs: list[Run], interpreters: Mapping[Run,
 
 def test_a_run_goes_on_by_itself_after_a_kill_while_it_saves(tmp_path: Path) -> None:
     run = Run(str(tmp_path / "killed"), "2 ranks, ep 2", (Kill(0, "save", 1, 0.002),))
-    assert killed_and_resumed(tmp_path, [run], {})["kills"] == 1
+    assert killed_and_resumed(tmp_path, [run])["kills"] == 1
 
 
 @pytest.mark.slow
@@ -135,7 +136,7 @@ def test_fifty_runs_go_on_by_themselves_after_kills_at_random_moments(tmp_path: 
     generator = random.Random(14)
     real = [drawn(generator, tmp_path / f"{number}", start=5.0) for number in range(10)]
     runs = real + [drawn(generator, tmp_path / f"{number}") for number in range(10, 50)]
-    total = killed_and_resumed(tmp_path, runs, dict.fromkeys(real, sys.executable))
+    total = killed_and_resumed(tmp_path, runs, real)
     places = Counter(kill.place for run in runs for kill in run.kills)
     print(f"{total['kills']} kills in 50 runs, {total['while_saving']} while saving; {dict(places)}")
     assert total["kills"] >= 50

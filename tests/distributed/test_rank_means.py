@@ -35,7 +35,6 @@ def loss_of(kind: str, logits: Tensor, labels: Tensor, ranks: int) -> Tensor:
 
 def steps_as_rank(kind: str, ranks: int, tp: int) -> list[tuple[str, bool]]:
     """The warnings of two steps in a loop of one's own, and whether each is at a line of this file."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=ranks, ep=1, tp=tp), device="cpu") as job:
         model = job.build(seed=1)
         tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(job.data_rank))

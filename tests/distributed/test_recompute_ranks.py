@@ -9,7 +9,7 @@ import torch
 from support.combinations import some
 from support.plans import moe_plan, moe_spec
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.training import STEPS, batches, require_same_training, share, train_as_rank, unsharded
+from support.ranks.training import STEPS, batches, own_part, require_same_training, train_as_rank, unsharded
 from torch import Tensor
 
 import moec
@@ -53,13 +53,12 @@ BIASES = [f"layers.{layer}.moe.gate.bias" for layer in (1, 2)]
 
 def one_run(options: dict[str, Any]) -> dict[str, Any]:
     """Losses, biases and loads of three steps as this process's rank of a plan."""
-    torch.set_num_threads(1)
     found: dict[str, Any] = {"losses": [], "biases": [], "loads": []}
     with moec.launch(moe_plan(**options), device="cpu", check_replicas=1) as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         for tokens, labels in batches(32, 8, 8, 3):
-            mine = [share(t, None, job.data_rank, job.data_size) for t in (tokens, labels)]
+            mine = own_part(job, tokens, labels)
             found["losses"].append(job.step(model, *mine).item())
             found["biases"].append([model.get_buffer(name).clone() for name in BIASES])
             found["loads"].append(job.expert_loads(model))  # of the last micro-batch

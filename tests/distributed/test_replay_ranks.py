@@ -28,7 +28,6 @@ TOKENS, LABELS = torch.randint(32, (2, 8, 8), generator=torch.Generator().manual
 
 def rolled_out_and_trained() -> dict[str, Any]:
     """A rollout of this rank's sequences, and a step of another plan and other weights with the routes of all ranks."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**ROLLOUT), device="cpu") as job:
         mine = TOKENS.chunk(job.data_size)[job.data_rank]
         texts = SEGMENTS[: len(mine)]

@@ -110,7 +110,6 @@ class Around(nn.Module):
 
 def with_wrapped_layers(kind: str) -> tuple[list[float], str, str]:
     """Gradient norms of two steps, and what the job says of an expert and of a bias that rank 1 has changed."""
-    torch.set_num_threads(1)
     tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
     with moec.launch(moe_plan(**ONLINE), device="cpu", check_replicas=1) as job:
         model, norms = job.build(seed=1), []

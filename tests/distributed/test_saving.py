@@ -27,7 +27,6 @@ FOUR = {"ranks": 4, "ep": 2, "tp": 2}
 
 def fail_on_rank_one(folder: Path) -> list[str]:
     """Rank 1 may write no file above 32 kB, as on a full disk, until the second save. The ranks' store is smaller."""
-    torch.set_num_threads(1)
     said = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
@@ -61,7 +60,6 @@ def test_half_a_save_raises_on_every_rank_and_leaves_nothing(gloo: GlooPool, tmp
 
 
 def refused_on_every_rank(folder: Path) -> list[str]:
-    torch.set_num_threads(1)
     said = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
@@ -154,7 +152,6 @@ class Broken(Position):
 
 
 def save_extras(folder: Path) -> None:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(FOUR), device="cpu") as job:
         model = job.build(seed=1)
         job.save(folder / "a", model, loader=Position(10 + job.data_rank), same=Position(3), by_rank=job.data_rank)
@@ -163,7 +160,6 @@ def save_extras(folder: Path) -> None:
 
 
 def load_extras(options: dict[str, Any], folder: Path) -> Any:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(options), device="cpu") as job:
         model, loader, same = job.build(seed=1), Position(0), Position(0)
         with pytest.warns(UserWarning, match="not loaded: .*loader") if job.rank == 0 else nullcontext():
@@ -187,7 +183,6 @@ def test_extras_that_differ_load_by_data_rank_and_under_as_many_only(gloo: GlooP
 
 
 def load_other_things(folder: Path) -> list[str]:
-    torch.set_num_threads(1)
     said = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
@@ -228,7 +223,6 @@ class Refusing(UserDict[str, Any]):
 
 def load_into_a_dict_that_refuses(folder: Path) -> tuple[str, str]:
     """What both ranks raise, and the cause on each."""
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         job.save(folder / "a", model, epoch={"of": 1}).wait()
@@ -245,7 +239,6 @@ def test_an_error_of_one_ranks_own_dict_is_raised_on_every_rank(gloo: GlooPool, 
 
 
 def random_numbers(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         optimizer = optimizer_of(job, model, "sgd")
@@ -265,7 +258,6 @@ def test_every_rank_gets_its_own_random_state_back(gloo: GlooPool, tmp_path: Pat
 
 def damaged_on_one_rank(folder: Path) -> tuple[str, bool, int, bool, list[str]]:
     """Rank 1 alone reads the damaged bytes of checkpoint 2: those of its experts. `resume` goes back to 1."""
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
         saved = [p.to_local().clone() for p in model.parameters()]
@@ -311,7 +303,6 @@ def test_a_flipped_byte_of_one_ranks_experts_is_raised_on_every_rank_and_all_res
 
 
 def average_saved_and_loaded(folder: Path) -> tuple[str, bool]:
-    torch.set_num_threads(1)
     with moec.launch(plan_of(TWO | {"zero": 2}), device="cpu") as job:
         model = job.build(seed=1)
         average = torch.optim.swa_utils.AveragedModel(model)

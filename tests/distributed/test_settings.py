@@ -9,7 +9,7 @@ import torch
 from support.plans import moe_plan, moe_spec
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.refusals import said
-from support.ranks.training import batches, gradients_of, share
+from support.ranks.training import batches, gradients_of, own_part
 
 import moec
 from moec.passes.ir import local_slices
@@ -27,7 +27,7 @@ def jittered(options: dict[str, Any], microbatches: int) -> dict[str, Any]:
         losses = []
         for tokens, labels in batches(32, 8, 8, 2):
             model.zero_grad()
-            mine = [share(each, None, job.data_rank, job.data_size) for each in (tokens, labels)]
+            mine = own_part(job, tokens, labels)
             losses.append(job.step(model, *mine, microbatches=microbatches).item())
         return {"losses": losses, "gradients": gradients_of(model), "settings": model.settings}
 
@@ -43,7 +43,7 @@ def set_on_ranks(options: dict[str, Any]) -> dict[str, Any]:
             "unlike": said(lambda: model.set(step=job.rank)),
             "one sets another": said(lambda: model.set(**({"seed": 1} if last else {"step": 1}))),
         }
-        tokens, labels = (share(each, None, job.data_rank, job.data_size) for each in batches(32, 8, 8, 1)[0])
+        tokens, labels = own_part(job, *batches(32, 8, 8, 1)[0])
         settings = dict(model.settings)
         model.settings["step"] = job.rank
         unset = said(lambda: job.step(model, tokens, labels))

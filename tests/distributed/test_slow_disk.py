@@ -30,7 +30,6 @@ SOON = 0.3
 
 def on_a_slow_disk(folder: Path) -> dict[str, Any]:
     """Every sync waits until `disk` is set. What is done and what is the last checkpoint, at four moments."""
-    torch.set_num_threads(1)
     disk, plain, said = threading.Event(), os.fsync, dict[str, Any]()
 
     def slow(file: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.plans import moe_plan, moe_spec
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.training import batches, share
+from support.ranks.training import batches, own_part
 from torch import Tensor
 
 import moec
@@ -27,13 +27,12 @@ LOOPS = {"one micro-batch": 1, "micro-batches": 2, "accumulated by hand": 2, "a 
 
 def train(options: dict[str, Any], loop: str) -> dict[str, Any]:
     """The biases after every step, as this process's rank of a plan."""
-    torch.set_num_threads(1)
     plan, found = moe_plan(**options), []
     with moec.launch(plan, device="cpu", check_replicas=1) as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         for tokens, labels in batches(32, 8, 8, STEPS):
-            parts = [share(t, None, job.data_rank, job.data_size).chunk(LOOPS[loop]) for t in (tokens, labels)]
+            parts = [each.chunk(LOOPS[loop]) for each in own_part(job, tokens, labels)]
             mine = [torch.cat(part) for part in parts]
             if loop == "accumulated by hand":
                 with job.accumulate(model, *parts[1]):
@@ -98,7 +97,6 @@ def test_biases_are_those_of_one_process_on_every_rank(
 
 def changed_on_rank_one(options: dict[str, Any]) -> str:
     """What a job says of a bias that one rank has changed, and of an update that one rank has no rows for."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         if job.rank == 1:
@@ -119,7 +117,6 @@ def test_a_bias_that_differs_on_one_rank_is_named_on_every_rank(gloo: GlooPool) 
 
 def load_elsewhere(options: dict[str, Any]) -> list[Tensor]:
     """Biases that a rank takes from an unsharded model's `state_dict`, and a wrong shape refused."""
-    torch.set_num_threads(1)
     whole = reference(moe_spec(**options), seed=2)
     for name in NAMES:
         whole.get_buffer(name).copy_(torch.arange(8) / 8)
@@ -140,7 +137,6 @@ def test_every_rank_takes_whole_biases_from_a_model_that_is_not_sharded(gloo: Gl
 
 def not_finite_on_rank_one(options: dict[str, Any]) -> str:
     """What a job says of a bias that is NaN on one rank."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         (tokens, labels), *_ = batches(32, 8, 8, 1)

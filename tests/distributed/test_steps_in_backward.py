@@ -34,7 +34,6 @@ def step_in_backward(parameter: nn.Parameter, optimizer: str) -> None:
 
 def trained(options: dict[str, Any], optimizer: str) -> dict[str, Tensor]:
     """Whole weights after two steps of two micro-batches, each of which updates the weights."""
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         for parameter in model.parameters():

@@ -23,7 +23,6 @@ OPTIONS = {"balance": "[switch_loss(0.5)]"}
 
 
 def evaluated(options: dict[str, Any]) -> dict[str, float]:
-    torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         return train.evaluate(job, job.build(seed=1), TEXT)
 

@@ -12,17 +12,19 @@ from support.ranks.gloo_pool import GlooPool
 from support.ranks.patchwork import patchwork
 from support.ranks.training import (
     STEPS,
-    backward_twice,
     batches_of,
-    complain,
+    gradients_of,
+    own_part,
     parts_of_rank,
     require_same_training,
     require_the_unsharded_training,
     train_as_rank,
     train_unsharded,
 )
+from torch import Tensor
 
 import moec
+from moec.codegen.plan import Plan
 from moec.runtime.job.reference import reference
 
 PADDED = "embedding = tokens(padding = 3)"
@@ -216,6 +218,15 @@ def test_dense_paths_beside_experts_and_a_tied_embedding_give_the_unsharded_curv
     require_the_unsharded_training(gloo, model, {"ranks": ranks, "ep": 2})
 
 
+def backward_twice(plan: Plan) -> dict[str, Tensor]:
+    """Gradients after two plain backward passes without clearing, this rank's part of each batch."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        for tokens, labels in batches_of(plan.spec, 2):
+            model(*own_part(job, tokens, labels)).loss.backward()
+        return gradients_of(model)
+
+
 @pytest.mark.parametrize("ranks", some([2, 4], [2]))
 def test_plain_backward_accumulates_as_it_does_without_ranks(gloo: GlooPool, ranks: int):
     plan = moe_plan(ranks=ranks, ep=2)
@@ -227,6 +238,23 @@ def test_plain_backward_accumulates_as_it_does_without_ranks(gloo: GlooPool, ran
     for rank, gradients in enumerate(results):
         for name, gradient in parts_of_rank(plan, whole, rank).items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def complain(plan: Plan) -> list[tuple[str, str]]:
+    """Each rank in turn has ids out of range; gives every rank's errors, and checks that the job still works."""
+    found = []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        for bad_rank in range(job.world_size):
+            try:
+                model(tokens + 99 if job.rank == bad_rank else tokens)
+            except moec.DiagnosticError as error:
+                said = error.diagnostics[0].message
+            else:
+                said = "nothing"
+            found.append((said, str(tuple(model(tokens).logits.shape))))
+    return found
 
 
 @pytest.mark.parametrize("ranks", some([2, 4], [2]))

@@ -52,7 +52,6 @@ def under_both(request: pytest.FixtureRequest, gloo: GlooPool, folder: Path, tmp
 
 
 def _inside(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    torch.set_num_threads(1)
     os.chdir(folder)
     return function(*arguments)
 

@@ -109,7 +109,6 @@ def test_ranks_that_share_a_sequence_agree_as_well(gloo: GlooPool) -> None:
 
 SCRIPT = """
 import sys, torch, moec
-torch.set_num_threads(1)
 with moec.launch(moec.load("two.plan"), device="cpu") as job:
     model = job.build(seed=1)
     tokens = torch.arange(16).reshape(4, 4)

@@ -25,7 +25,6 @@ PROMPTS = [torch.arange(length) * 3 % 32 for length in (5, 2, 3)]
 
 
 def as_rank(steps: int) -> tuple[list[float], Tensor]:
-    torch.set_num_threads(1)
     with moec.launch(moec.compile(TEXT), device="cpu", timeout=60) as job:
         model = livelier(job.build(seed=1))
         optimizer = job.optimizer(model)

@@ -48,7 +48,6 @@ class Gathers:
 
 def gathers_of_passes(options: dict[str, Any]) -> dict[str, Any]:
     """How many weights are in memory at several times, and how many gathers were begun."""
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with moec.launch(moe_plan(**options), device="cpu") as job, pytest.MonkeyPatch.context() as monkeypatch:
         model = job.build(seed=1)
@@ -111,7 +110,6 @@ class Elsewhere(torch.nn.Module):
 
 def order_of_collectives(options: dict[str, Any]) -> dict[str, Any]:
     """Every collective that this rank begins or waits for, while layers are replaced, skipped or raise errors."""
-    torch.set_num_threads(1)
     order: list[tuple[str, str, bool]] = []
     with moec.launch(moe_plan(**options), device="cpu") as job, pytest.MonkeyPatch.context() as monkeypatch:
         enter = collective.__enter__

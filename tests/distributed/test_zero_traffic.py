@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import torch
 from support.plans import moe_plan
 from support.ranks import contract
 from support.ranks.gloo_pool import GlooPool
@@ -21,7 +20,6 @@ PURPOSES = {"all_gather": "all_gather of weights", "reduce_scatter": "reduce_sca
 
 def bytes_sent(options: dict[str, Any]) -> dict[str, float]:
     """The bytes that leave this rank in one step, by collective; a ring sends n − 1 of n parts."""
-    torch.set_num_threads(1)
     found: dict[str, float] = defaultdict(float)
 
     def counting(name: str, run: Any) -> Any:

@@ -83,4 +83,4 @@ def test_plans_of_every_kind_equal_the_unsharded_model(place: int) -> None:
 @examples(3, 200)
 @given(specs(max_ranks=8, attentions=list(itertools.chain(*KINDS.values())), models=IN_CONTEXT))
 def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec)
+    require_equal(spec, float32=False)

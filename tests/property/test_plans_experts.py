@@ -124,4 +124,4 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
 @examples(8, 150)
 @given(st.one_of(list(DRAWS.values())))
 def test_plans_with_experts_of_each_kind_equal_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec)
+    require_equal(spec, float32=False)

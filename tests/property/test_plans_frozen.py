@@ -51,5 +51,5 @@ def frozen(draw: st.DrawFn) -> Spec:
 @examples(3, 25)
 @given(frozen())
 def test_a_model_with_frozen_parts_equals_the_unsharded_model(spec: Spec):
-    report = require_equal(spec, float32=True)
+    report = require_equal(spec)
     assert report.max_gradient_error < 1e-12

@@ -46,4 +46,4 @@ def test_plans_of_every_kind_equal_the_unsharded_model() -> None:
 @examples(3, 50)
 @given(specs(max_ranks=8, max_layers=3, attentions=list(itertools.chain(*KINDS.values())), models=IN_CONTEXT))
 def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec, float32=True)
+    require_equal(spec)

@@ -36,7 +36,7 @@ FORMS = list(itertools.chain(*WORDS.values()))
 @examples(3, 125)
 @given(specs(max_ranks=16, max_layers=3, models=FORMS))
 def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec)
+    require_equal(spec, float32=False)
 
 
 @pytest.mark.parametrize(("model", "sequence_parallel"), diagonals(FORMS, [True, False]))

@@ -52,7 +52,7 @@ WORDS["smear"] = specs(max_ranks=8, max_layers=3, gates=["smear"], balances=["[]
 @examples(5, 300)
 @given(st.one_of(list(WORDS.values())))
 def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec)
+    require_equal(spec, float32=False)
 
 
 KINDS = (

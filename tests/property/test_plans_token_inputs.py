@@ -41,10 +41,10 @@ def replaying(spec: Spec) -> Spec:
 @examples(3, 25)
 @given(specs(max_ranks=16, max_layers=3, gates=GATES))
 def test_every_plan_that_replays_routes_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(replaying(spec))
+    require_equal(replaying(spec), float32=False)
 
 
 @examples(3, 25)
 @given(specs(max_ranks=16, max_layers=3, models=MODELS, capacities=CAPACITIES))
 def test_every_plan_of_packed_texts_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec)
+    require_equal(spec, float32=False)

@@ -52,7 +52,7 @@ def on(spec: Spec, *sizes: int, speeds: list[float]) -> Spec:
 @examples(3, 25)
 @given(levelled(16))
 def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
-    require_equal(spec, float32=True)
+    require_equal(spec)
 
 
 @pytest.mark.parametrize(

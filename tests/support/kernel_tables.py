@@ -181,12 +181,15 @@ class Anchor:
         return found.tflops("forward") / forward, found.tflops("backward") / backward if backward else None
 
 
-def _anchor(who: str, device: str, layer: ExpertLayer, tokens: int, *rest: object) -> Anchor:
-    *rates, ways = rest
-    forward, backward = rates
-    assert isinstance(forward, int)
-    assert backward is None or isinstance(backward, int)
-    assert isinstance(ways, Ways | dict)
+def _anchor(
+    who: str,
+    device: str,
+    layer: ExpertLayer,
+    tokens: int,
+    forward: int,
+    backward: int | None,
+    ways: Ways | dict[Kernel, Schedule],
+) -> Anchor:
     return Anchor(who=who, device=device, layer=layer, tokens=tokens, published=(forward, backward), ways=ways)
 
 

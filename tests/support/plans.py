@@ -12,6 +12,8 @@ from moec.grammar.spec import Spec
 
 GATE = "topk(2, normalize = true)"
 BALANCE = "[switch_loss(0.01), z_loss(1e-3)]"
+BODY = "layers[1..2]"
+"""The block of the layers with a mixture, of `depth` 3."""
 
 
 FOUR = 'level "node" { size = 2; bandwidth = 4GB/s }; level "rail" { size = 2; bandwidth = 1GB/s }'

@@ -56,8 +56,7 @@ def sliced_plan(*, copied: bool = False) -> Plan:
     program = _sliced(compile_program(spec, stop_after="tensor_parallel").program, copied)
     for each in (ShardLayouts(), Communicate(), Fuse(), Partition()):
         program = each.apply(program)
-        if not isinstance(each, ShardLayouts | Communicate | Fuse):
-            check_program(program)
+    check_program(program)
     return make_plan(spec, program, moec.__version__)
 
 
@@ -72,7 +71,7 @@ def _sliced(program: Program, copied: bool) -> Program:
 
 
 def _with_cut(p: Parameter) -> Parameter:
-    placed: dict[str, int] = {**dict(p.shard), "etp": 2}
+    placed: dict[str, int] = {**dict(p.shard), "etp": ETP}
     return replace(p, shard=tuple(placed.items())) if "experts" in p.name else p
 
 

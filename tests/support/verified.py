@@ -12,8 +12,8 @@ from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import Report
 
 
-def require_equal(plan: Plan | Spec | Path, *, float32: bool = False, **options: Any) -> Report:
-    """The report of `verify`, which must have found no difference."""
-    report = verify(plan if isinstance(plan, Plan) else compile_source(plan), float32=float32, **options)
+def require_equal(plan: Plan | Spec | Path, **options: Any) -> Report:
+    """The report of `verify`, which must have found no difference. `options`: those of `verify`."""
+    report = verify(plan if isinstance(plan, Plan) else compile_source(plan), **options)
     assert report.ok, report
     return report

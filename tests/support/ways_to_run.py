@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moec.runtime.job.job import Job
 from moec.runtime.job.module import PlanModule
@@ -44,7 +44,7 @@ def require_every_way_alike(job: Job, model: PlanModule, tokens: Tensor, labels:
             torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
 
 
-def gradients(model: PlanModule) -> dict[str, Tensor]:
+def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients by name, which it takes out of the model."""
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

@@ -70,6 +70,14 @@ def _renamed(op: Op, old: str, new: str) -> Op:
     return replace(op, operands=tuple(new if name == old else name for name in op.operands))
 
 
+def change_every(plan: Plan, kind: type[Op], change: Callable[[Any], Op]) -> Plan:
+    """Replaces each op of a kind, in whichever block, by the result of `change`."""
+    blocks = (
+        replace(b, ops=tuple(change(op) if isinstance(op, kind) else op for op in b.ops)) for b in plan.program.blocks
+    )
+    return with_program(plan, replace(plan.program, blocks=tuple(blocks)))
+
+
 def change_parameter(plan: Plan, block: str, name: str, **update: object) -> Plan:
     """Replaces fields of a parameter."""
     parameters = plan.program.block(block).parameters

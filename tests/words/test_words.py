@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.verified import require_equal
 from words.uses import Use, known_uses, name_of, uses_of
 
-from moec.driver import compile as compile_file
 from moec.grammar.spec.attention import Attention
 from moec.grammar.spec.balance import Capacity, Loss
 from moec.grammar.spec.experts import FeedForward, Mixture
 from moec.grammar.spec.gates import Gate
-from moec.runtime.verify.verification import verify
 
 HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("*.moe"))
@@ -25,8 +24,7 @@ MARK = "<!-- generated -->\n"
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_equals_the_unsharded_model(path: Path):
-    report = verify(compile_file(path), float32=False)
-    assert report.ok, report
+    require_equal(path, float32=False)
 
 
 def test_every_word_is_in_a_file():

@@ -1,19 +1,16 @@
-"""Runs that save and load checkpoints, as this process's rank of a plan. test_checkpoints.py compares them."""
+"""Runs that save and load checkpoints, as this process's rank of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from support.plans import moe_plan
-from support.ranks.training import batches, share
+from support.ranks.training import batches, own_part
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-import moec
 from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.job.job import Job
@@ -50,7 +47,7 @@ def train(job: Job, model: PlanModule, optimizer: Optimizer, first: int, steps: 
     """The losses of `steps` steps from number `first` on."""
     losses = []
     for tokens, labels in batches(32, 8, 8, first + steps)[first:]:
-        mine = [share(t, None, job.data_rank, job.data_size) for t in (tokens, labels)]
+        mine = own_part(job, tokens, labels)
         losses.append(job.step(model, *mine).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -96,45 +93,3 @@ def assembled(plan: Plan, of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Te
         for rank, values in enumerate(of_ranks):
             part_of_rank(plan, name, wholes[name], rank).copy_(values[name])
     return wholes
-
-
-def lies_as(state: DTensor, parameter: DTensor) -> bool:
-    """Whether a state lies as its parameter; dims of size 1, of Adafactor's factors, are whole."""
-    placements = [Replicate() if p.is_shard() and state.shape[p.dim] == 1 else p for p in parameter.placements]
-    return state.placements == tuple(placements)
-
-
-def save(options: Options, kind: str, path: Path) -> dict[str, Any]:
-    """Trains, saves, trains on. The values at the save, and the losses after it."""
-    torch.set_num_threads(1)
-    with moec.launch(plan_of(options, kind), device="cpu") as job:
-        model = job.build(seed=1)
-        optimizer = optimizer_of(job, model, kind)
-        train(job, model, optimizer, 0)
-        values = values_of(model, optimizer)
-        job.save(path, model, optimizer)
-        losses = train(job, model, optimizer, STEPS)  # while a thread writes
-    return {"values": values, "losses": losses}
-
-
-def load(plans: Sequence[Options], kind: str, path: Path) -> list[dict[str, Any]]:
-    """Under each plan: the values after loading, the losses of training on, and whether parameters are the same."""
-    torch.set_num_threads(1)
-    found = []
-    for options in plans:
-        with moec.launch(plan_of(options, kind), device="cpu", check_replicas=1) as job:
-            model = job.build(seed=2)
-            optimizer = optimizer_of(job, model, kind)
-            before = {name: id(p) for name, p in model.named_parameters()}
-            job.load(path, model, optimizer)
-            values = values_of(model, optimizer)
-            lie = [
-                isinstance(value, DTensor) and lies_as(value, p)
-                for p in model.parameters()
-                for value in optimizer.state[p].values()
-                if isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim()
-            ]
-            losses = train(job, model, optimizer, STEPS)
-            same = before == {name: id(p) for name, p in model.named_parameters()} and all(lie)
-            found.append({"values": values, "losses": losses, "same": same, "steps": job.steps})
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from support.plans import moe_plan
 from support.ranks.contract import Gradients, batch, forward_backward, mine, plain
@@ -39,12 +40,8 @@ def after_an_exception(job: Job, model: PlanModule) -> Gradients:
 
     for microbatches in (1, 2):
         handle = model.layers[1].register_forward_hook(fail)
-        try:
+        with pytest.raises(torch.OutOfMemoryError):
             job.step(model, *mine(job, *batch()), microbatches=microbatches)
-        except torch.OutOfMemoryError:
-            pass
-        else:
-            raise AssertionError("backward did not fail")
         handle.remove()
     model.zero_grad()
     job.step(model, *mine(job, *batch()))
@@ -58,10 +55,9 @@ def after_an_exception_in_forward(job: Job, model: PlanModule) -> Gradients:
         raise KeyError("boom")
 
     handle = model.layers[2].register_forward_pre_hook(fail)
-    try:
+    with pytest.raises(KeyError):
         job.step(model, *mine(job, *batch()), microbatches=2)
-    except KeyError:
-        handle.remove()
+    handle.remove()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,13 +83,18 @@ def of_a_deep_copy(job: Job, model: PlanModule) -> Gradients:
     return forward_backward(job, copied)
 
 
+def halves(job: Job) -> list[tuple[Tensor, ...]]:
+    """The tokens and labels of each half of this rank's sequences."""
+    return list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
+
+
 def in_micro_batches(job: Job, model: PlanModule) -> Gradients:
     job.step(model, *mine(job, *batch()), microbatches=3)
     return gradients_of(model)
 
 
 def accumulated_by_hand(job: Job, model: PlanModule) -> Gradients:
-    pairs = list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
+    pairs = halves(job)
     with job.accumulate(model, *(labels for _, labels in pairs)):
         for tokens, labels in pairs:
             plain(model, tokens, labels).backward()
@@ -101,7 +102,7 @@ def accumulated_by_hand(job: Job, model: PlanModule) -> Gradients:
 
 
 def one_backward_of_many_forwards(job: Job, model: PlanModule) -> Gradients:
-    pairs = list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
+    pairs = halves(job)
     with job.accumulate(model, *(labels for _, labels in pairs)):
         sum(plain(model, tokens, labels) for tokens, labels in pairs).backward()
     return gradients_of(model)
@@ -129,7 +130,7 @@ def wholly_checkpointed(job: Job, model: PlanModule) -> Gradients:
     """The whole model recomputed in backward, inside of `job.accumulate`."""
     from torch.utils.checkpoint import checkpoint
 
-    pairs = list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
+    pairs = halves(job)
     with job.accumulate(model, *(labels for _, labels in pairs)):
         losses = [checkpoint(plain, model, tokens, labels, use_reentrant=False) for tokens, labels in pairs]
         sum(losses).backward()
@@ -208,12 +209,11 @@ def of_wrapped_layers(job: Job, model: PlanModule) -> Gradients:
             raise KeyError("boom")
         return logits.float().square().sum()
 
-    try:
+    with pytest.raises(KeyError):
         job.step(model, *mine(job, *batch(1)), loss=loss, microbatches=2)
-    except KeyError:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
     model.zero_grad()
     job.step(model, *mine(job, *batch(1)))
     for number, layer in enumerate(layers):

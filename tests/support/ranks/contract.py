@@ -1,11 +1,12 @@
-"""Functions that test_contract.py runs on the ranks of a job and on the unsharded model: PyTorch users' code."""
+"""A plan, a batch and its gradients, sharded and unsharded: what tests of PyTorch users' code compare."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from support.plans import moe_plan
 from support.ranks.training import gradients_of, parts_of_rank
@@ -55,36 +56,24 @@ def distance(got: Gradients, wanted: Gradients) -> float:
     return max(float((got[name] - wanted[name]).abs().max()) for name in wanted) / scale
 
 
-def whole_gradients(options: dict[str, Any], score: Score) -> Gradients:
-    """The unsharded model's gradients of a loss over the whole batch, from the weights of `job.build(seed=1)`."""
-    if score is plain:
-        return _plain_gradients(tuple(options.items()))
-    model = reference(plan_of(options).spec, seed=1)
-    score(model, *batch()).backward()
-    return gradients_of(model)
-
-
 @cache
-def _plain_gradients(options: tuple[tuple[str, Any], ...]) -> Gradients:
-    model = reference(_plan(options).spec, seed=1)
-    plain(model, *batch()).backward()
-    return gradients_of(model)
-
-
-def plan_of(options: dict[str, Any]) -> Plan:
+def plan_of(**options: Any) -> Plan:
     """The plan of these options, compiled once in this process: many claims are tried on few plans."""
-    return _plan(tuple(options.items()))
-
-
-@cache
-def _plan(options: tuple[tuple[str, Any], ...]) -> Plan:
-    return moe_plan(**dict(options))
+    return moe_plan(**options)
 
 
 def plain(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
     loss = model(tokens, labels).loss
     assert loss is not None
     return loss
+
+
+@cache
+def whole_gradients(score: Score = plain, **options: Any) -> Gradients:
+    """The unsharded model's gradients of a loss over the whole batch, from the weights of `job.build(seed=1)`."""
+    model = reference(plan_of(**options).spec, seed=1)
+    score(model, *batch()).backward()
+    return gradients_of(model)
 
 
 def forward_backward(job: Job, model: PlanModule) -> Gradients:
@@ -96,23 +85,26 @@ def forward_backward(job: Job, model: PlanModule) -> Gradients:
 
 def off(options: dict[str, Any], run: Run, score: Score = plain) -> float:
     """`distance` of the gradients that `run` gives from the unsharded model's gradients of `score`."""
-    torch.set_num_threads(1)
-    with moec.launch(plan_of(options), device="cpu") as job:
+    with moec.launch(plan_of(**options), device="cpu") as job:
         return _off(job, options, run, score)
 
 
 def errors(options: dict[str, Any], cases: Mapping[str, tuple[Run, Score]]) -> dict[str, float | str]:
-    """`off` of each case by its name, or what it raised: all in one job, each with a model of its own."""
-    torch.set_num_threads(1)
+    """`outcomes` of `off` of each case: all in one job, each with a model of its own."""
+    with moec.launch(plan_of(**options), device="cpu") as job:
+        return outcomes({name: partial(_off, job, options, *case) for name, case in cases.items()})
+
+
+def outcomes(cases: Mapping[str, Callable[[], float]]) -> dict[str, float | str]:
+    """What each case gives, by its name, or what it raised: one case fails no other."""
     found: dict[str, float | str] = {}
-    with moec.launch(plan_of(options), device="cpu") as job:
-        for name, (run, score) in cases.items():
-            try:
-                found[name] = _off(job, options, run, score)
-            except Exception as error:  # noqa: BLE001 - one case fails no other
-                found[name] = f"{type(error).__name__}: {error}"
+    for name, case in cases.items():
+        try:
+            found[name] = case()
+        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
 def _off(job: Job, options: dict[str, Any], run: Run, score: Score) -> float:
-    return distance(run(job, job.build(seed=1)), parts_of(whole_gradients(options, score), job))
+    return distance(run(job, job.build(seed=1)), parts_of(whole_gradients(score, **options), job))

@@ -1,4 +1,4 @@
-"""Functions that test_contract.py runs on ranks: several jobs, frozen parameters, norms, averaged weights."""
+"""Jobs that test_contract.py runs on ranks: several jobs, frozen parameters, norms, averaged weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from moec.runtime.job.masters import local_part
 
 def two_jobs(swapped: bool) -> tuple[float, float]:
     """A student at tp 2 and a teacher at tp 1 in one process: `distance` of the gradients of each."""
-    torch.set_num_threads(1)
     student, teacher = {**FOUR, "experts": 4}, {"ranks": 4, "ep": 4, "experts": 4, "dim": 24}
     first, second = (teacher, student) if swapped else (student, teacher)
     with moec.launch(moe_plan(**first), device="cpu") as one, moec.launch(moe_plan(**second), device="cpu") as two:
@@ -24,7 +23,7 @@ def two_jobs(swapped: bool) -> tuple[float, float]:
         for loss in losses:
             loss.backward()
         found = [
-            distance(gradients_of(model), parts_of(whole_gradients(options, plain), job))
+            distance(gradients_of(model), parts_of(whole_gradients(**options), job))
             for job, model, options in zip((one, two), models, (first, second), strict=True)
         ]
     return found[0], found[1]
@@ -40,7 +39,7 @@ def frozen(options: dict[str, Any]) -> tuple[bool, bool, float]:
         before = {name: local_part(model.get_parameter(name)).clone() for name in kept}
         optimizer = job.optimizer(model)
         found = forward_backward(job, model)
-        wanted = parts_of(whole_gradients(options, plain), job)
+        wanted = parts_of(whole_gradients(**options), job)
         error = distance(found, {name: wanted[name] for name in wanted.keys() - kept})
         optimizer.step()
         alike = all(torch.equal(local_part(model.get_parameter(name)), value) for name, value in before.items())

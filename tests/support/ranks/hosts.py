@@ -18,8 +18,9 @@ import moec
 from moec.passes.ir import local_slices
 from moec.runtime.job.layer import MoeLayer
 
-DIM, SEQUENCE, SEQUENCES = 16, 6, 2
-"""Sequences per rank."""
+DIM, SEQUENCE = 16, 6
+SEQUENCES = 2
+"""Per rank."""
 
 
 class Block(nn.Module):
@@ -77,13 +78,18 @@ def whole_gradients(text: str, ranks: int) -> tuple[dict[str, Tensor], list[floa
     return gradients, [float(layer.aux_loss.detach()) for layer in layers_of(model)]
 
 
-def in_ddp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
+Hosted = tuple[Callable[[Tensor], Tensor], Callable[[], None]]
+"""A model in its host, and what sums the gradients where the host does not."""
+Host = Callable[[Transformer], Hosted]
+
+
+def in_ddp(model: Transformer) -> Hosted:
     """The model in DistributedDataParallel."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, moec.expert_parameters(model))
     return DistributedDataParallel(model), lambda: None
 
 
-def in_compiled_ddp(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+def in_compiled_ddp(model: Transformer) -> Hosted:
     """`torch.compile` around DistributedDataParallel, without the warnings of Dynamo while it compiles."""
     hosted, reduce = in_ddp(model)
     compiled = torch.compile(hosted, backend="aot_eager")
@@ -96,7 +102,7 @@ def in_compiled_ddp(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Cal
     return quietly, reduce
 
 
-def in_fsdp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
+def in_fsdp(model: Transformer) -> Hosted:
     """Each block, then the rest of the model, under `fully_shard`."""
     experts = set(moec.expert_parameters(model).values())
     for block in model.blocks:
@@ -105,7 +111,7 @@ def in_fsdp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
     return model, lambda: None
 
 
-def summed_by_hand(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
+def summed_by_hand(model: Transformer) -> Hosted:
     """A host that sums the gradients of its ranks."""
     experts = moec.expert_parameters(model)
 
@@ -117,16 +123,15 @@ def summed_by_hand(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
     return model, reduce
 
 
-def worst_error(host: str, options: dict[str, Any], steps: int = 1) -> dict[str, float]:
+def worst_error(host: Host, options: dict[str, Any], steps: int = 1, reduction: str = "mean") -> dict[str, float]:
     """As one rank: the largest error of each gradient, and of `aux_loss`, against the unsharded model's.
 
     Over the largest element of that gradient. `steps` backward passes, whose gradients add up.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = layer_text(ranks=None, dim=DIM, **options)
-    reduction = "sum" if host == "summed_by_hand" else "mean"
     model = Transformer(lambda number: moec.layer(text, seed=number, reduction=reduction))
-    hosted, reduce = globals()[host](model)
+    hosted, reduce = host(model)
     x, wanted = (part.chunk(ranks)[rank] for part in batch(ranks))
     for _ in range(steps):
         loss = (hosted(x) - wanted).square().mean()
@@ -160,12 +165,12 @@ def gradient_errors(model: Transformer, expected: dict[str, Tensor]) -> dict[str
     return errors
 
 
-def clipped(host: str, max_norm: float) -> dict[str, float]:
+def clipped(host: Host, max_norm: float) -> dict[str, float]:
     """As one rank: the norm before, the unsharded model's, and the largest error of a gradient after clipping."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = layer_text(ranks=None, dim=DIM, ep=2)
     model = Transformer(lambda number: moec.layer(text, seed=number))
-    hosted, _ = globals()[host](model)
+    hosted, _ = host(model)
     x, wanted = (part.chunk(ranks)[rank] for part in batch(ranks))
     ((hosted(x) - wanted).square().mean() + model.aux_loss()).backward()
     norm = moec.clip_grad_norm_(model, max_norm)

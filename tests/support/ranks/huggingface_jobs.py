@@ -25,7 +25,6 @@ def plan_of(folder: str, degrees: str, batch: int = 4, sequence: int = 24) -> Pl
 
 def load_and_save(folder: str, degrees: str, saved: str, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of all tokens with the folder's weights, of this rank's sequences; and the weights saved again."""
-    torch.set_num_threads(1)
     plan = plan_of(folder, degrees, batch=len(tokens))
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=7)
@@ -40,7 +39,6 @@ def load_and_save(folder: str, degrees: str, saved: str, tokens: torch.Tensor) -
 
 def refused(folder: str, damaged: str, saved: str) -> list[str]:
     """What every rank says of weights that one rank alone cannot read, and of a name that is in use."""
-    torch.set_num_threads(1)
     plan = plan_of(folder, "ep = 2")
     said = []
     with moec.launch(plan, device="cpu") as job:
@@ -61,7 +59,6 @@ def refused(folder: str, damaged: str, saved: str) -> list[str]:
 
 def load_other_files(one: str, other: str) -> str:
     """What every rank says where rank 1 has files of its own, with the same headers."""
-    torch.set_num_threads(1)
     with moec.launch(plan_of(one, "ep = 2"), device="cpu") as job:
         model = job.build()
         with pytest.raises(DiagnosticError) as error:
@@ -71,7 +68,6 @@ def load_other_files(one: str, other: str) -> str:
 
 def train_after_load(folder: str, degrees: str, tokens: torch.Tensor, optimizer_first: bool) -> float:
     """The loss after a step from the folder's weights, with the optimizer made before or after they are loaded."""
-    torch.set_num_threads(1)
     plan = plan_of(folder, degrees, batch=len(tokens))
     with moec.launch(plan, device="cpu") as job:
         model = job.build()

@@ -1,4 +1,4 @@
-"""Functions that test_contract.py runs on ranks: mistakes, and the error that each rank raises."""
+"""Mistakes on ranks, and the error that each rank raises."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             "layers": said(lambda: with_a_layer_more(job, tokens)),
             "without gradients": said(lambda: torch.no_grad()(step())()),
             "all frozen": said(lambda: job.step(job.build().requires_grad_(False), tokens, labels)),
-            "fully_shard": refused_by_name(lambda: fully_sharded(job, tokens)),
+            "fully_shard": said_or_torchs(lambda: fully_sharded(job, tokens)),
             "autocast": said(autocast),
             "data parallel": said(lambda: nn.parallel.DistributedDataParallel(model)),
         }
@@ -165,7 +165,7 @@ def fully_sharded(job: Job, tokens: Tensor) -> None:
     fully_shard(job.build())(tokens)
 
 
-def refused_by_name(act: Callable[[], object]) -> str:
+def said_or_torchs(act: Callable[[], object]) -> str:
     """moec's error, or torch's if torch raises first."""
     try:
         return said(act)
@@ -183,7 +183,7 @@ def inside_another(job: Job) -> None:
 
 
 def raised(act: Callable[[], object]) -> str:
-    """The first words of torch's own error."""
+    """Torch's own error."""
     try:
         act()
     except NotImplementedError as error:

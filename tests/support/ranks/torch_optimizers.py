@@ -54,16 +54,6 @@ def matrices_of(name: str, tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 3 else tensor[None]
 
 
-def newton_schulz(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Torch's iteration of one matrix in fp32: torch's own is in bf16."""
-    a, b, c = coefficients
-    x = gradient / gradient.norm().clamp(min=eps)
-    for _ in range(steps):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return x
-
-
 class _OfMatrices(torch.optim.Optimizer):
     """An optimizer of torch over the matrices of every parameter, which share its memory."""
 

@@ -19,11 +19,12 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
 from moec.passes.ir import local_slices
+from moec.runtime.job.job import Job
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
 STEPS = 8 if extent.everything else 4
-"""The last batch but three is the last one too: the loss of each batch falls."""
+"""Steps of a run: more than three, so that the last one sees a batch again (`batches`)."""
 MAX_NORM = 0.5
 TOLERANCE = 1e-4
 # At larger rates AdamW makes whole steps of gradients that are rounding noise: with lr = 1e-2 curves part at step 10,
@@ -58,13 +59,17 @@ def share(tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int) ->
     return tensor.split(list(sizes))[rank] if sizes else tensor.chunk(ranks)[rank]
 
 
+def own_part(job: Job, *tensors: Tensor) -> list[Tensor]:
+    """This rank's sequences of each: an equal part."""
+    return [share(tensor, None, job.data_rank, job.data_size) for tensor in tensors]
+
+
 def train_as_rank(plan: Plan, steps: int, sizes: Sequence[int] | None = None, compiled: str = "") -> dict[str, Any]:
     """Trains as this process's rank of a plan.
 
     Gives the curve, gradient norms, loads, the first step's gradients, final parameters and logits. `compiled` names a
     backend of `torch.compile`.
     """
-    torch.set_num_threads(1)
     losses, norms, loads, drops = [], [], [], []
     gradients: dict[str, Tensor] = {}
     with moec.launch(plan, device="cpu") as job:
@@ -178,71 +183,3 @@ def parts_of_rank(plan: Plan, whole: Mapping[str, Tensor], rank: int) -> dict[st
         data = plan.parameters[name]
         found[name] = tensor[local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)]
     return found
-
-
-def backward_twice(plan: Plan) -> dict[str, Tensor]:
-    """Gradients after two plain backward passes without clearing, this rank's part of each batch."""
-    with moec.launch(plan, device="cpu") as job:
-        model = job.build(seed=1)
-        for tokens, labels in batches_of(plan.spec, 2):
-            mine = [share(t, None, job.data_rank, job.data_size) for t in (tokens, labels)]
-            model(*mine).loss.backward()
-        return gradients_of(model)
-
-
-def accumulate(plan: Plan, micro_batches: int) -> dict[str, Any]:
-    """A batch in micro-batches without clearing between: means of losses and drop rates, and of the gradients.
-
-    Of every sequence one label is ignored, so that each micro-batch weighs as much.
-    """
-    ((tokens, _),) = batches_of(plan.spec, 1)
-    labels = tokens.roll(-1, 1)
-    labels[:, -1] = -100
-    losses, drops = [], []
-    with moec.launch(plan, device="cpu") as job:
-        model = job.build(seed=1)
-        for part in zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
-            mine = [share(ids, None, job.data_rank, job.data_size) for ids in part]
-            losses.append(job.step(model, *mine).item())
-            drops.append(job.drop_rates(model))
-    gradients = {name: gradient / micro_batches for name, gradient in gradients_of(model).items()}
-    rates = {layer: sum(step[layer] for step in drops) / micro_batches for layer in drops[0]}
-    return {"loss": sum(losses) / micro_batches, "drops": rates, "gradients": gradients}
-
-
-def complain(plan: Plan) -> list[tuple[str, str]]:
-    """Each rank in turn has ids out of range; gives every rank's errors, and checks that the job still works."""
-    found = []
-    with moec.launch(plan, device="cpu") as job:
-        model = job.build(seed=1)
-        tokens = torch.zeros(1, 4, dtype=torch.int64)
-        for bad_rank in range(job.world_size):
-            try:
-                model(tokens + 99 if job.rank == bad_rank else tokens)
-            except moec.DiagnosticError as error:
-                said = error.diagnostics[0].message
-            else:
-                said = "nothing"
-            found.append((said, str(tuple(model(tokens).logits.shape))))
-    return found
-
-
-def train_clipping_in_the_step(plan: Plan, steps: int) -> dict[str, Any]:
-    """Trains as a rank twice: clipped before the step and in it. Gives both curves."""
-    torch.set_num_threads(1)
-    curves: dict[str, Any] = {}
-    with moec.launch(plan, device="cpu") as job:
-        for where in ("before", "inside"):
-            model = job.build(seed=1)
-            optimizer = job.optimizer(model)
-            losses, norms = [], []
-            for tokens, labels in batches_of(plan.spec, steps):
-                losses.append(
-                    job.step(model, *(share(t, None, job.data_rank, job.data_size) for t in (tokens, labels))).item()
-                )
-                given = {"optimizer": optimizer} if where == "inside" else {}
-                norms.append(job.clip_grad_norm_(model, MAX_NORM, **given).item())
-                optimizer.step()
-                optimizer.zero_grad()
-            curves[where] = losses, norms
-    return curves

@@ -1,4 +1,4 @@
-"""Scripts that tests run as processes: ranks that die or end at a chosen moment."""
+"""Scripts that tests run as processes: ranks that die or end at a chosen moment, and an interpreter's client."""
 
 from pathlib import Path
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from support.ranks.checkpoints import plan_of, train
+from support.scripts.forked_ranks import forked_ranks
 
 import moec
 from moec.runtime.checkpoint import writing
@@ -65,7 +64,6 @@ plain_shard, writing.write_shard = writing.write_shard, slow_shard
 
 
 def run_rank(folder: Path, case: str, trained: Told) -> None:
-    torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     with moec.launch(plan_of({"ranks": ranks, "ep": ranks}), device="cpu", timeout=TIMEOUT) as job:
         if job._watch is not None:
@@ -113,24 +111,11 @@ def main(folder: Path) -> None:
 
 def begin(folder: Path, ranks: int, case: str) -> list[tuple[int, int]]:
     """Each rank's process, and the pipe into which it writes the steps that it has trained."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
-    children = []
-    for rank in range(ranks):
-        reading, writing_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            try:
-                run_rank(folder, case, Told(writing_end))
-            except BaseException:  # noqa: BLE001
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
-            os._exit(0)
+    pipes = [os.pipe() for _ in range(ranks)]
+    children = forked_ranks(ranks, lambda rank: run_rank(folder, case, Told(pipes[rank][1])))
+    for _, writing_end in pipes:
         os.close(writing_end)
-        children.append((child, reading))
-    return children
+    return [(child, reading) for child, (reading, _) in zip(children, pipes, strict=True)]
 
 
 def ending(child: int, pipe: int) -> tuple[int, list[int]]:

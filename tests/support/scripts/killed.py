@@ -14,7 +14,6 @@ from support.plans import moe_plan
 
 import moec
 
-torch.set_num_threads(1)
 with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:
     model = job.build()
     plain = dist.all_to_all_single

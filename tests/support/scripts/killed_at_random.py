@@ -32,7 +32,10 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Rank `rank` dies `delay` seconds after it has come to `place` for the `number`-th time, or else at its end."""
+    """Rank `rank` dies `delay` seconds after it has come to `place` for the `number`-th time, or else at its end.
+
+    `number` counts from 0.
+    """
 
     rank: int
     place: str
@@ -111,12 +114,10 @@ def train(run: Run) -> None:
     log = Log(folder)
     deadly = Deadly(run, log)
     deadly.reach("start", since=_begun)
-    import torch
     from support.plans import moe_plan
 
     import moec
 
-    torch.set_num_threads(1)
     data = Position()
     with moec.launch(moe_plan(gate=GATE, **PLANS[run.plan]), device="cpu", timeout=TIMEOUT) as job:
         deadly.reach("launched")
@@ -130,7 +131,7 @@ def train(run: Run) -> None:
         saves, saving = 0, None
         for number in range(STEPS - first):
             deadly.reach("step", number)
-            tokens, labels = data.next(torch, int(job.plan.spec.train.batch))
+            tokens, labels = data.next(int(job.plan.spec.train.batch))
             loss = job.step(model, *(part.chunk(job.data_size)[job.data_rank] for part in (tokens, labels)))
             optimizer.step()
             optimizer.zero_grad()
@@ -159,8 +160,10 @@ class Position:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._position = state["position"]
 
-    def next(self, torch: Any, batch: int) -> tuple[Any, Any]:
+    def next(self, batch: int) -> tuple[Any, Any]:
         """The next tokens and labels, int64 `[batch, 8]`."""
+        import torch
+
         self._position += 1
         generator = torch.Generator().manual_seed(self._position)
         tokens = torch.randint(32, (batch, 9), generator=generator)

@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import torch
 from support.ranks.checkpoints import plan_of, train
 
 import moec
@@ -34,7 +33,6 @@ def save_and_die(folder: Path, number: int) -> None:
         waits.set()
         time.sleep(600)
 
-    torch.set_num_threads(1)
     with moec.launch(plan_of({"ranks": 1, "ep": 1}), device="cpu") as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from support.ranks.checkpoints import plan_of
+from support.scripts.forked_ranks import forked_ranks
 
 import moec
 from moec.runtime.checkpoint import peers, writing
@@ -29,7 +28,6 @@ NONE = -1
 
 def save_with_a_dead_rank(folder: Path, dead: int, deaths: int) -> None:
     """`deaths`: a pipe that ends with the process of rank `dead`."""
-    torch.set_num_threads(1)
     with moec.launch(plan_of({"ranks": 2, "ep": 2}), device="cpu", timeout=TIMEOUT) as job:
         model = job.build(seed=1)
         job.save(folder / "1", model).wait()
@@ -49,42 +47,36 @@ def save_with_a_dead_rank(folder: Path, dead: int, deaths: int) -> None:
 
 
 def save_and_end(folder: Path) -> None:
-    torch.set_num_threads(1)
     with moec.launch(plan_of({"ranks": 2, "ep": 2}), device="cpu", timeout=TIMEOUT) as job:
         if job.rank == 1:
             peers.FIRST_PAUSE = peers.LONGEST_PAUSE = 0.5
         job.save(folder / "1", job.build(seed=1))
 
 
-def begin(folder: Path, dead: int) -> dict[int, int]:
-    """Both ranks, by the id of the process that each is."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+def begin(folder: Path, dead: int) -> list[int]:
+    """The processes of both ranks."""
     deaths, alive = os.pipe()
-    children = {}
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            if rank != dead:
-                os.close(alive)
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            try:
-                if dead == NONE:
-                    save_and_end(folder)
-                    os._exit(0)
+
+    def run(rank: int) -> None:
+        if rank != dead:
+            os.close(alive)
+        try:
+            if dead == NONE:
+                save_and_end(folder)
+            else:
                 save_with_a_dead_rank(folder, dead, deaths)
-            except RankError as error:
-                print(f"{dead} dies, rank {rank}: {error}", flush=True)
-            os._exit(1)
-        children[child] = rank
+        except RankError as error:
+            print(f"{dead} dies, rank {rank}: {error}", flush=True)
+            raise
+
+    children = forked_ranks(2, run)
     os.close(alive)
     return children
 
 
 def main() -> None:
     for dead, children in [(dead, begin(Path(sys.argv[1], str(dead)), dead)) for dead in (0, 1, NONE)]:
-        for child, rank in children.items():
+        for rank, child in enumerate(children):
             _, status = os.waitpid(child, 0)
             print(f"{dead} dies, rank {rank} ends with {os.waitstatus_to_exitcode(status)}", flush=True)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.verified import require_equal
 
 import moec
 from moec.grammar.spec import Spec
 from moec.passes.place.degrees import choose_degrees
-from moec.runtime.verify.verification import verify
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "deepspeed"
@@ -48,5 +48,4 @@ def test_a_file_has_its_combination_and_its_plan_equals_the_unsharded_model(name
     plan = moec.compile(FOLDER / f"{name}.moe")
     assert plan.name == name
     assert letters(plan.spec) == COMBINATIONS[name]
-    report = verify(plan, scale=True)
-    assert report.ok, report
+    require_equal(plan, scale=True)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.combinations import some
-from support.plans import moe_plan, moe_spec
+from support.plans import BODY, moe_plan, moe_spec
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, change_sums
 
 from moec.codegen.plan import Plan
@@ -15,7 +16,6 @@ from moec.driver import compile as compile_source
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 TP = {"ranks": 8, "tp": 2, "ep": 4}
 YARN = "scaling = yarn(4, original = 4, mscale = 0.7, mscale_all = 1)"
 ROPE = f"rope = rope(fraction = 0.5, interleaved = true, {YARN})"
@@ -53,8 +53,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_equals_the_unsharded_model(name: str) -> None:
-    report = verify(moe_plan(**PLANS[name]))
-    assert report.ok, report
+    require_equal(moe_plan(**PLANS[name]))
 
 
 class Fault(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.plans import moe_plan, moe_spec, moe_text
+from support.plans import BODY, moe_plan, moe_spec, moe_text
 from support.wrong_plans import bypass
 
 import moec
@@ -14,8 +14,6 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllReduce
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
-
-BODY = "layers[1..2]"
 
 
 def test_even_weights_have_no_variation_and_one_busy_expert_has_the_most() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.combinations import some
-from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_plan, moe_plan, moe_spec, moe_text
 from support.wrong_plans import change_op
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from moec.passes.ir.ops import SumGroups
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 PADDED = "embedding = tokens(padding = 3)"
 V3 = "topk(2, score = sigmoid, normalize = true, groups = 4, keep_groups = 2, bias = online(0.01))"
 TERMS = ["sequence_loss(0.5)", "device_loss(0.5, groups = 2)"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.combinations import diagonals, some
-from support.plans import moe_plan
+from support.plans import BODY, moe_plan
 from support.sliced_plans import sliced_plan
 from support.wrong_plans import op_giving
 from torch import fx
@@ -88,7 +88,6 @@ def doubled(result: Any) -> Any:
     return Doubled.apply(result) if floating else result
 
 
-BODY = "layers[1..2]"
 SHARED = {"beside": "shared = swiglu(8, gated = true)"}
 SIBLINGS: list[tuple[str, dict[str, Any]]] = [
     ("rows#1", {"ep": 4}),

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 from support.combinations import diagonals
-from support.plans import moe_plan
+from support.plans import BODY, moe_plan
+from support.verified import require_equal
 from support.wrong_plans import change_op, op_giving, with_program
 
 from moec.passes.ir.ops import Capacity, PermutePadded
 from moec.runtime.verify.verification import verify
 
 EVALUATED = "capacity = factor(0.5, eval = 1.5); group = {}"
-BODY = "layers[1..2]"
 CAPACITIES = ["factor(0.5, eval = 1.5)", "factor(1.5, eval = 0.5)", "dynamic(max = 0.7)"]
 DEGREES = [{"ep": 4}, {"ep": 2, "tp": 2}]
 GROUPS = ["sequence", "batch", "rank"]
@@ -24,8 +24,7 @@ GROUPS = ["sequence", "batch", "rank"]
 
 @pytest.mark.parametrize(("capacity", "group", "degrees"), diagonals(CAPACITIES, GROUPS, DEGREES))
 def test_plans_equal_the_unsharded_model(capacity: str, group: str, degrees: dict[str, int]):
-    report = verify(moe_plan(beside=f"capacity = {capacity}; group = {group}", **degrees), float32=False)
-    assert report.ok, report
+    require_equal(moe_plan(beside=f"capacity = {capacity}; group = {group}", **degrees))
 
 
 @pytest.mark.parametrize("wrong", [{"eval_whole": 4}, {"eval_parts": 1, "eval_whole": 1}, {"eval_parts": 1}], ids=str)

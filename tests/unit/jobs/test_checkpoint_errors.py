@@ -5,23 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plans import moe_plan
 
 import moec
 from moec.runtime.checkpoint import content, loading
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        yield job
 
 
 def failing(error: Exception) -> Any:

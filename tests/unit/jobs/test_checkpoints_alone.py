@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_b
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.job.module import PlanModule
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        yield job
 
 
 def values_of(model: PlanModule, optimizer: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_spec, moe_text
 from support.wrong_plans import change_op, change_sums
 
 import moec
@@ -15,8 +15,6 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
-
-BODY = "layers[1..2]"
 
 
 def aux_loss(scale: float, k: int, entropy: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.combinations import diagonals
-from support.plans import moe_plan, moe_spec
+from support.plans import BODY, moe_plan, moe_spec
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, change_sums, op_giving
 
 from moec.codegen.plan import Plan
@@ -12,7 +13,6 @@ from moec.passes.ir import Init
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 EXPERT = "swiglu(16, bias = true)"
 CAPACITIES = ["dropless", "factor(1.25)", "dynamic", "dynamic(max = 0.75)"]
 DEGREES = [{"ep": 1}, {"ep": 2}, {"ep": 1, "tp": 2}, {"ep": 2, "tp": 2}]
@@ -24,15 +24,13 @@ def biased(capacity: str = "dropless", expert: str = EXPERT, **options: object) 
 
 @pytest.mark.parametrize(("capacity", "degrees"), diagonals(CAPACITIES, DEGREES))
 def test_plans_equal_the_unsharded_model(capacity: str, degrees: dict[str, int]) -> None:
-    report = verify(biased(capacity, **degrees), float32=False)
-    assert report.ok, report
+    require_equal(biased(capacity, **degrees))
 
 
 def test_with_other_activations_in_float32_too() -> None:
     """A layer for each, on one rank of ep and on two."""
     layers = [f"moe {{ experts = 8 * {kind}(16, bias = true) }}" for kind in ("geglu", "gelu", "relu2", "silu")]
-    report = verify(moe_plan(layers=layers, mixtures=((8, 1), (8, 2), (8, 1), (8, 2))))
-    assert report.ok, report
+    report = require_equal(moe_plan(layers=layers, mixtures=((8, 1), (8, 2), (8, 1), (8, 2))))
     assert report.rounding is not None
     assert report.rounding.ok
 
@@ -40,9 +38,8 @@ def test_with_other_activations_in_float32_too() -> None:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_at_toy_widths(ep: int) -> None:
     plan = biased(expert="swiglu(4096, bias = true)", dim=1024, dtype="bf16", ep=ep)
-    report = verify(plan, scale=True)
+    report = require_equal(plan, scale=True)
     assert report.scaled
-    assert report.ok, report
 
 
 @pytest.mark.parametrize("part", ["up", "down"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.combinations import diagonals
-from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_plan, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.wrong_plans import change_op, change_sums, op_giving
 
 import moec
@@ -20,7 +21,6 @@ from moec.passes.ir.verifier import check_program
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 DEVICE = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }\n'
 
 # ---- clamp and alpha -----------------------------------------------------------------------------------
@@ -33,8 +33,7 @@ def bounded(**options: object) -> Plan:
 
 @pytest.mark.parametrize(("ep", "dtype"), [(1, "bf16"), (2, "fp32")])
 def test_rounding_at_a_clamp_is_not_taken_for_a_fault(ep: int, dtype: str) -> None:
-    report = verify(bounded(ep=ep, dtype=dtype))
-    assert report.ok, report
+    report = require_equal(bounded(ep=ep, dtype=dtype))
     assert report.rounding is not None
     assert report.rounding.ok
 
@@ -110,8 +109,7 @@ def test_a_gradient_of_linear_experts_that_is_not_summed_is_found() -> None:
 
 def test_linear_experts_of_a_layer_file_equal_the_unsharded_ones_in_both_dtypes() -> None:
     for dtype in ("fp32", "bf16"):
-        report = verify(layer_plan(expert="linear(bias = true)", ep=2, dtype=dtype, beside="shared = linear"))
-        assert report.ok, report
+        require_equal(layer_plan(expert="linear(bias = true)", ep=2, dtype=dtype, beside="shared = linear"))
 
 
 def test_the_kernels_of_linear_experts_are_those_of_their_rows() -> None:
@@ -147,8 +145,7 @@ def test_both_matrices_of_a_low_rank_expert_decay_and_lie_with_their_experts() -
 
 @pytest.mark.parametrize("expert", ["lora(3, alpha = 6)", "linear(bias = true)"])
 def test_experts_without_a_hidden_width_are_right_at_toy_widths(expert: str) -> None:
-    report = verify(moe_plan(expert=expert, dim=64, ep=2, beside=f"shared = {expert}"), scale=True)
-    assert report.ok, report
+    require_equal(moe_plan(expert=expert, dim=64, ep=2, beside=f"shared = {expert}"), scale=True)
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -194,9 +191,8 @@ def test_windows_are_of_whole_sequences_under_tensor_parallelism() -> None:
         window = op_giving(plan, BODY, "window").results[0]
         assert window.layout is not None
         assert window.layout.axes == ("dp",) or not window.layout.axes
-        report = verify(plan)
-        assert report.ok, report
-    assert verify(plan, scale=True).ok
+        require_equal(plan)
+    require_equal(plan, scale=True)
 
 
 @pytest.mark.parametrize("causal", ["false", "true"])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.combinations import diagonals, some
-from support.plans import layer_text, moe_text
+from support.plans import BODY, layer_text, moe_text
+from support.verified import require_equal
 from support.wrong_plans import change_op
 
 import moec
@@ -25,8 +26,6 @@ from moec.runtime import ops
 from moec.runtime.job.reference import layer_reference, reference_program
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
-
 # ---- experts of several kinds and sizes ----------------------------------------------------------------
 
 PARTS = "[4 * swiglu(8, bias = true), 2 * gelu(24), 2 * lora(4, alpha = 8)]"
@@ -40,8 +39,8 @@ def in_parts(experts: str = PARTS, **options: object) -> Plan:
 @pytest.mark.parametrize("dtype", some(["fp32", "bf16"], ["bf16"]))
 def test_a_plan_of_several_kinds_of_experts_is_right_in_both_dtypes_and_at_toy_widths(dtype: str) -> None:
     plan = in_parts(ep=2, tp=2, dtype=dtype, beside="capacity = factor(1.25, eval = 2.0)")
-    for report in (verify(plan), verify(plan, scale=True)):
-        assert report.ok, report
+    require_equal(plan)
+    require_equal(plan, scale=True)
 
 
 def test_a_list_of_equal_parts_gives_the_same_as_one_part() -> None:
@@ -121,8 +120,8 @@ def nested(
 @pytest.mark.parametrize("dtype", some(["fp32", "bf16"], ["bf16"]))
 def test_mixtures_of_mixtures_are_right_in_both_dtypes_and_at_toy_widths(dtype: str) -> None:
     plan = moec.compile(nested(ep=4, dtype=dtype))
-    for report in (verify(plan), verify(plan, scale=True)):
-        assert report.ok, report
+    require_equal(plan)
+    require_equal(plan, scale=True)
 
 
 def test_pairs_that_are_given_get_the_weights_that_the_op_gives() -> None:
@@ -199,8 +198,8 @@ def test_the_inner_experts_of_another_outer_one_are_found(ep: int) -> None:
 def test_a_layer_file_of_a_mixture_of_mixtures_is_right_at_toy_widths() -> None:
     text = layer_text(ep=2, dim=64, expert="gelu(3)", balance="[]").replace("8 * gelu(3)", '8 * mixture("inner")')
     plan = moec.compile(text + INNER.format("swiglu(40)", ""))
-    for report in (verify(plan), verify(plan, scale=True)):
-        assert report.ok, report
+    require_equal(plan)
+    require_equal(plan, scale=True)
 
 
 def test_a_plan_of_mixtures_of_mixtures_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_a_plan_of_mixtures_of_mixtures_is_saved_and_loaded(tmp_path: Path) -> N
     plan.save(tmp_path / "nested.plan")
     loaded = moec.load(tmp_path / "nested.plan")
     assert loaded.program == plan.program
-    assert verify(loaded, float32=False).ok
+    require_equal(loaded)
 
 
 # ---- different numbers of experts per layer ------------------------------------------------------------
@@ -226,5 +225,4 @@ cluster"""
     plan = moec.compile(text.replace("}\ncluster", later, 1).replace("parallel {\n", degrees, 1))
     counts = [plan.parameters[f"layers.{layer}.moe.gate.weight"].shape[0] for layer in range(1, 5)]
     assert counts == [8, 9, 15, 21]
-    report = verify(plan)
-    assert report.ok, report
+    require_equal(plan)

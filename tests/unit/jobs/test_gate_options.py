@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.plans import layer_plan, moe_plan, moe_text
+from support.plans import BODY, layer_plan, moe_plan, moe_text
 from support.wrong_plans import change_op, change_sums
 
 from moec.grammar import load_text
@@ -13,7 +13,6 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops.gate_ops import Route
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 GATE = "topk(2, score = sigmoid, scale = 2.5, groups = 4, keep_groups = 2)"
 FAULTS: dict[str, dict[str, Any]] = {
     "another scale": {"scale": 2.4},

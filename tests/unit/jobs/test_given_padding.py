@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan, moe_spec
+from support.verified import require_equal
 from support.ways_to_run import require_every_way_alike
 
 import moec
@@ -15,7 +16,6 @@ from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.job.reference import reference
-from moec.runtime.verify.verification import verify
 
 GIVEN = "embedding = tokens(padding = given)"
 PADDED = torch.rand(8, 8, generator=torch.Generator().manual_seed(6)) < 0.3
@@ -73,8 +73,7 @@ def test_bools_and_numbers_are_alike_and_none_is_no_padding() -> None:
     ids=["tp", "segments", "replay"],
 )  # fmt: skip
 def test_plans_equal_the_unsharded_model(options: dict[str, Any]) -> None:
-    report = verify(padded(**options), float32=False)
-    assert report.ok, report
+    require_equal(padded(**options), float32=False)
 
 
 @pytest.fixture

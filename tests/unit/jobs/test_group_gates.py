@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.plans import layer_plan, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_plan, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, change_sums, op_giving
 from torch import Tensor
 
@@ -19,9 +20,6 @@ from moec.runtime import ops
 from moec.runtime.job.forward_checks import counts_own_tokens
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
-
-BODY = "layers[1..2]"
-
 
 # ---- expert_choice -----------------------------------------------------------------------------------------
 
@@ -229,7 +227,7 @@ SOFT_FAULTS: dict[str, Callable[[Plan], Plan]] = {
 
 def test_a_plan_with_other_slots_is_refused() -> None:
     plan = moe_plan(ranks=4, tp=2, ep=2, **SOFT)
-    assert verify(plan, float32=False).ok
+    require_equal(plan)
     for fault, planted in SOFT_FAULTS.items():
         assert not verify(planted(plan), float32=False).ok, fault
 
@@ -277,7 +275,7 @@ SMEAR_FAULTS: dict[str, Callable[[Plan], Plan]] = {
 
 def test_a_plan_with_other_merged_experts_is_refused() -> None:
     plan = moe_plan(ranks=4, tp=2, ep=2, expert="gelu(16)", dim=16, **SMEAR)
-    assert verify(plan, float32=False).ok
+    require_equal(plan)
     for fault, planted in SMEAR_FAULTS.items():
         assert not verify(planted(plan), float32=False).ok, fault
 
@@ -314,8 +312,7 @@ def test_merged_experts_have_no_rows() -> None:
 @pytest.mark.parametrize("gate", ["soft(2)", "expert_choice(2)", "base"])
 def test_these_gates_work_in_the_file_of_one_layer(gate: str) -> None:
     plan = layer_plan(gate=gate, balance="[]", ep=2)
-    report = verify(plan, float32=False)
-    assert report.ok, report
+    require_equal(plan)
 
 
 def test_merged_experts_in_the_file_of_one_layer_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.plans import layer_text, moe_plan, moe_spec
+from support.plans import BODY, layer_text, moe_plan, moe_spec
 from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.unsharded import unsharded
 from moec.runtime.verify.verification import verify
 
-BODY, GATE = "layers[1..2]", {"gate": "gshard"}
+GATE = {"gate": "gshard"}
 
 
 def test_evaluation_takes_both_experts_as_topk_does() -> None:

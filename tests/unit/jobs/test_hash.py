@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.combinations import diagonals, some
-from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, insert_after
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from moec.passes.lower.lower_losses import of_tokens
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-VOCAB, PADDING, BODY = 32, 3, "layers[1..2]"
+VOCAB, PADDING = 32, 3
 HASH = {"gate": "hash(2)", "balance": "[]"}
 PADDED = f"embedding = tokens(padding = {PADDING})"
 CAPACITIES = ["", "capacity = factor(0.7, eval = 1.2)", "capacity = dynamic()", "capacity = dynamic(max = 0.8)"]
@@ -118,8 +119,7 @@ def test_half_of_the_ids_change_their_expert_with_the_seed_of_two() -> None:
 
 @pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES))
 def test_plans_equal_the_unsharded_model(model: str, capacity: str, degrees: dict[str, int]) -> None:
-    report = verify(moe_plan(model=model, beside=capacity, **HASH, **degrees), float32=False)
-    assert report.ok, report
+    require_equal(moe_plan(model=model, beside=capacity, **HASH, **degrees))
 
 
 BF16: list[tuple[dict[str, Any], str]] = [
@@ -132,8 +132,7 @@ BF16: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("place", some(range(3), [1]))
 def test_plans_in_bf16_lose_no_more_than_the_unsharded_model(place: int) -> None:
     degrees, beside = BF16[place]
-    report = verify(moe_plan(gate="hash(3, seed = 5)", balance="[]", beside=beside, dtype="bf16", **degrees))
-    assert report.ok, report
+    require_equal(moe_plan(gate="hash(3, seed = 5)", balance="[]", beside=beside, dtype="bf16", **degrees))
 
 
 def test_a_layer_with_a_router_and_one_without_stand_in_one_model() -> None:
@@ -143,14 +142,12 @@ def test_a_layer_with_a_router_and_one_without_stand_in_one_model() -> None:
     taken = {block.name: [value.role for value in block.inputs] for block in plan.program.blocks}
     assert taken["layers[1]"] == ["residual", "real"]
     assert taken["layers[2]"] == ["residual", "tokens", "real"]
-    report = verify(plan, float32=False)
-    assert report.ok, report
+    require_equal(plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "embedding = tokens(padding = 31)", "beside": CAPACITIES[1]}])
 def test_a_plan_is_verified_at_toy_widths_too(options: dict[str, str]) -> None:
-    report = verify(moe_plan(**HASH, **options), scale=True)
-    assert report.ok, report
+    require_equal(moe_plan(**HASH, **options), scale=True)
 
 
 def test_ids_are_cut_with_the_tokens_of_a_rank() -> None:

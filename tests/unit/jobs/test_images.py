@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.image_plans import CHANNELS, CLASSES, IMAGE, PATCH, image_plan, image_spec, image_text
 from support.plans import moe_text
+from support.ways_to_run import gradients
 from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
@@ -34,12 +35,6 @@ def batch() -> tuple[Tensor, Tensor]:
     labels = torch.randint(CLASSES, (BATCH,), generator=generator)
     labels[:3] = -100
     return torch.randn(BATCH, CHANNELS, IMAGE, IMAGE, generator=generator), labels
-
-
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def test_every_way_to_cut_a_batch_gives_one_gradient() -> None:

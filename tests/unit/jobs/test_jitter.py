@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.combinations import some
-from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
+from support.ways_to_run import gradients
 from support.wrong_plans import bypass, change_op, op_giving
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +32,6 @@ from moec.runtime.verify import virtual
 from moec.runtime.verify.verification import verify
 
 JITTER = {"gate": "topk(2, jitter = 0.3)"}
-BODY = "layers[1..2]"
 DEGREES: list[dict[str, Any]] = [
     {"ranks": 1, "ep": 1},
     {"ep": 4},
@@ -55,10 +56,6 @@ def batch(sequences: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(32, (2, sequences, 8), generator=generator)
     return tokens, labels
-
-
-def gradients(model: PlanModule) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # ---- the numbers -----------------------------------------------------------------------------------------
@@ -163,13 +160,11 @@ def test_micro_batches_draw_what_the_whole_batch_draws(microbatches: int) -> Non
         model = job.build(seed=1)
         whole = job.step(model, tokens, labels)
         expected = gradients(model)
-        model.zero_grad()
         model.set(step=0)
         parts = job.step(model, tokens, labels, microbatches=microbatches)
         assert model.settings["step"] == 1
         torch.testing.assert_close(parts, whole)
         torch.testing.assert_close(gradients(model), expected)
-        model.zero_grad()
         model.set(step=0)
         cut = list(zip(tokens.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True))
         with job.accumulate(model, *(each for _, each in cut)):
@@ -295,8 +290,7 @@ def test_a_program_with_another_setting_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("place", some(range(len(DEGREES)), [3, 5, 6, 7]))
 def test_plans_are_the_unsharded_model(place: int) -> None:
-    report = verify(moe_plan(**JITTER, **DEGREES[place]))
-    assert report.ok, report.first_difference
+    require_equal(moe_plan(**JITTER, **DEGREES[place]))
 
 
 FAULTS: dict[str, Any] = {
@@ -363,10 +357,11 @@ def test_a_copy_made_between_micro_batches_has_no_collected_gradients() -> None:
         expected = copy.deepcopy(model)
         job.step(model, tokens, labels, microbatches=2, loss=copied)
         job.step(expected, tokens, labels)
+        wanted = gradients(expected)
         for each in copies:
             each.zero_grad()
             job.step(each, tokens, labels)
-            torch.testing.assert_close(gradients(each), gradients(expected))
+            torch.testing.assert_close(gradients(each), wanted)
 
 
 WRONG_LABELS = {
@@ -399,7 +394,6 @@ def test_passes_without_a_gradient_take_no_numbers() -> None:
         model = job.build(seed=1)
         job.step(model, tokens, labels)
         expected = gradients(model)
-        model.zero_grad()
         model.set(step=0)
         with job.accumulate(model, *labels.chunk(2)):
             for half in zip(tokens.chunk(2), labels.chunk(2), strict=True):

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.plans import moe_plan
 from torch import nn
 
-import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        yield job
 
 
 def test_keep_removes_no_checkpoint_that_a_script_has_named(job: Job, tmp_path: Path) -> None:

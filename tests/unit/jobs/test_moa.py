@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.combinations import some
 from support.plans import moe_plan, moe_spec
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, change_sums
 
 import moec
@@ -60,8 +61,7 @@ IN_OTHERS = {"tokens whole", "repeated kv heads", "zero 1, experts recomputed"}
 
 @pytest.mark.parametrize("name", some(list(PLANS), [name for name in PLANS if name not in IN_OTHERS]))
 def test_a_plan_equals_the_unsharded_model(name: str) -> None:
-    report = verify(moe_plan(**PLANS[name]))
-    assert report.ok, report
+    require_equal(moe_plan(**PLANS[name]))
 
 
 def test_a_wide_plan_is_verified_at_toy_widths() -> None:
@@ -69,8 +69,7 @@ def test_a_wide_plan_is_verified_at_toy_widths() -> None:
     for kv_heads in ("", ", kv_heads = 2"):
         wide = attention.replace("experts = 5", f"experts = 5{kv_heads}")
         plan = moe_plan(tp=2, ep=2, dim=64, expert="swiglu(64)", depth=2, attention=wide)
-        report = verify(plan, scale=True, float32=False)
-        assert report.ok, report
+        report = require_equal(plan, scale=True)
         assert {width.name for width in report.widths} >= {"heads", "head_dim", "hidden"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.plans import moe_plan
+from support.plans import BODY, moe_plan
 from support.wrong_plans import bypass, change_op, change_ops
 
 from moec.passes.ir import Op
@@ -14,7 +14,6 @@ from moec.runtime.verify.verification import verify
 
 TP = {"ranks": 8, "tp": 2, "ep": 4}
 MULTIPLIED = "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0, logits_multiplier = 0.1)"
-BODY = "layers[1..2]"
 
 
 @pytest.mark.parametrize("block", ["forward", BODY])

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.plans import moe_plan, moe_spec
+from support.plans import BODY, moe_plan, moe_spec
 from support.wrong_plans import change_op, change_sums
 
 from moec.codegen.plan import Plan
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-GATE, BODY = {"gate": "noisy_topk(2)"}, "layers[1..2]"
+GATE = {"gate": "noisy_topk(2)"}
 
 
 def test_evaluation_is_topk_of_the_clean_logits() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.combinations import diagonals
 from support.plans import moe_plan
+from support.verified import require_equal
 
 from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 from moec.runtime.verify import inputs, unsharded
-from moec.runtime.verify.verification import verify
 
 CAPACITIES = {
     "dropless": "",
@@ -45,8 +45,7 @@ def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
 
     monkeypatch.setattr(unsharded, "reference", undecided)
     plan = moe_plan(gate="topk(1)", experts=4, dim=8, expert="swiglu(4)", beside=CAPACITIES[capacity], **degrees)
-    report = verify(plan, float32=False)
-    assert report.ok, report
+    require_equal(plan)
     tokens = degrees["ranks"] * inputs.SEQUENCES_PER_RANK * plan.spec.train.sequence
     # A factor of 1 has as many places as evenly loaded experts would need.
     kept = tokens if capacity in ("dropless", "dynamic") else tokens // 4

@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.combinations import diagonals
 from support.inspected_text import inspected
-from support.plans import layer_text, moe_plan, moe_spec, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_block, change_op
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,7 @@ from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-RATE, BODY, UPDATE = 0.01, "layers[1..2]", "update[1..2]"
+RATE, UPDATE = 0.01, "update[1..2]"
 GATE = f"topk(2, score = sigmoid, normalize = true, bias = online({RATE}))"
 BIASED: dict[str, Any] = {"gate": GATE}
 ONE: dict[str, Any] = {"ranks": 1, "ep": 1, **BIASED}
@@ -66,18 +67,16 @@ def moved(bias: Tensor, loads: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES))
 def test_plans_equal_the_unsharded_model(model: str, capacity: str, degrees: dict[str, Any]) -> None:
-    report = verify(moe_plan(model=model, beside=capacity, **BIASED, **degrees), float32=False)
-    assert report.ok, report
+    require_equal(moe_plan(model=model, beside=capacity, **BIASED, **degrees))
 
 
 @pytest.mark.parametrize("gate", ["topk(2, bias = online())", "topk(3, order = after, bias = online(1e-2))"])
 def test_plans_of_other_scores_equal_the_unsharded_model_in_bf16_too(gate: str) -> None:
-    report = verify(moe_plan(gate=gate, ep=2, tp=2, dtype="bf16"))
-    assert report.ok, report
+    require_equal(moe_plan(gate=gate, ep=2, tp=2, dtype="bf16"))
 
 
 def test_a_plan_is_verified_at_toy_widths_too() -> None:
-    assert verify(moe_plan(**BIASED), scale=True).ok
+    require_equal(moe_plan(**BIASED), scale=True)
 
 
 FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {

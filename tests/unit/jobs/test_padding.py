@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.combinations import diagonals
-from support.plans import moe_plan, moe_spec
+from support.plans import BODY, moe_plan, moe_spec
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_kind, change_op
 from torch import Tensor
 
@@ -122,16 +123,11 @@ GROUPS = ("sequence", "batch", "rank")
 
 @pytest.mark.parametrize(("capacity", "group", "degrees"), diagonals(CAPACITIES, GROUPS, DEGREES))
 def test_plans_with_padding_equal_the_unsharded_model(capacity: str, group: str, degrees: dict[str, int]) -> None:
-    report = verify(moe_plan(model=EMBEDDING, beside=f"{capacity}; group = {group}", **degrees), float32=False)
-    assert report.ok, report
+    require_equal(moe_plan(model=EMBEDDING, beside=f"{capacity}; group = {group}", **degrees))
 
 
 def test_a_plan_with_padding_is_verified_at_toy_widths_too() -> None:
-    report = verify(moe_plan(model="embedding = tokens(padding = 31)"), scale=True)
-    assert report.ok, report
-
-
-BODY = "layers[1..2]"
+    require_equal(moe_plan(model="embedding = tokens(padding = 31)"), scale=True)
 
 
 THROUGH: dict[str, tuple[str, Callable[[Plan], Plan]]] = {

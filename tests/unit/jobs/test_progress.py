@@ -24,12 +24,6 @@ SHOWN = Shown(
 
 
 @pytest.fixture
-def job():
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        yield job
-
-
-@pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_display, "SECONDS_BETWEEN_LINES", 0.0)
 

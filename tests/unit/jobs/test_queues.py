@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.plans import layer_text, moe_plan, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_text
 from support.wrong_plans import bypass, change_op, op_giving
 
 from moec.codegen.plan import Plan
@@ -18,7 +18,6 @@ from moec.runtime import ops
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 ORDERED = "capacity = factor(1.0, order = {}); group = {}"
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.combinations import some
 from support.plans import layer_text, moe_plan
-from torch import Tensor, nn
+from support.ways_to_run import gradients
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -48,10 +49,6 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
     tokens, labels = (torch.randint(32, (8, 8), generator=generator) for _ in range(2))
     labels[torch.rand(8, 8, generator=generator) < 0.3] = -100
     return tokens, labels
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def two_steps(**options: Any) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from plain_moe import PlainModel
 from plain_weights import plain_state_dict
 from support.forced_routes import force, random_routes
 from support.plans import moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.ways_to_run import gradients, require_every_way_alike
+from support.wrong_plans import change_every
 from torch import Tensor
 
 import moec
@@ -111,23 +113,14 @@ def test_a_rollout_over_ep_4_trains_a_plan_of_tp_2_and_ep_2(sequence_parallel: b
     ids=["microbatches", "capacity", "zero", "online", "padding", "two meshes"],
 )  # fmt: skip
 def test_plans_equal_the_unsharded_model(options: dict[str, Any]) -> None:
-    report = verify(replaying(**options), float32=False)
-    assert report.ok, report
+    require_equal(replaying(**options), float32=False)
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def changed(plan: Plan, kind: Any, change: Any) -> Plan:
-    """`plan` with `change` made to each op of a kind."""
-    blocks = (
-        replace(b, ops=tuple(change(op) if isinstance(op, kind) else op for op in b.ops)) for b in plan.program.blocks
-    )
-    return replace(plan, program=replace(plan.program, blocks=tuple(blocks)))
-
-
 def test_routes_of_another_layer_are_found() -> None:
-    plan = changed(replaying(ep=2), TakeRoutes, lambda op: replace(op, mixture=1 - op.mixture))
+    plan = change_every(replaying(ep=2), TakeRoutes, lambda op: replace(op, mixture=1 - op.mixture))
     report = verify(plan, float32=False)
     assert not report.ok
     assert report.first_difference is not None
@@ -135,10 +128,16 @@ def test_routes_of_another_layer_are_found() -> None:
 
 
 def test_choices_given_in_another_order_are_found() -> None:
-    plan = changed(replaying(ep=2), StackRoutes, lambda op: replace(op, operands=op.operands[::-1]))
+    plan = change_every(replaying(ep=2), StackRoutes, lambda op: replace(op, operands=op.operands[::-1]))
     report = verify(plan, float32=False)
     assert not report.ok
     assert "routes" in report.worst or report.first_difference.op == "stack_routes"
+
+
+def test_more_choices_than_places_are_refused() -> None:
+    plan = change_every(replaying(ep=2), StackRoutes, lambda op: replace(op, most=op.most - 1))
+    with pytest.raises(InternalError, match="has too few places"):
+        check_program(plan.program)
 
 
 def test_a_program_that_replays_what_no_gate_chose_is_refused() -> None:
@@ -147,7 +146,7 @@ def test_a_program_that_replays_what_no_gate_chose_is_refused() -> None:
     def swapped(op: Replay) -> Replay:
         return replace(op, operands=(op.operands[0], op.operands[2], op.operands[2]))
 
-    plan = changed(replaying(ep=2), Replay, swapped)
+    plan = change_every(replaying(ep=2), Replay, swapped)
     check_program(program)
     with pytest.raises(InternalError, match="no gate chose"):
         check_program(plan.program)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from support.combinations import diagonals
-from support.plans import moe_plan, moe_text
+from support.plans import BODY, moe_plan, moe_text
+from support.verified import require_equal
 from support.wrong_plans import (
     EMITTED,
     Planted,
@@ -31,7 +32,6 @@ from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import FACTOR, STEP_BOUND
 from moec.runtime.verify.virtual import VirtualCluster
 
-BODY = "layers[1..2]"
 SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
 
 
@@ -39,8 +39,7 @@ SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
     ("options", "dtype"), diagonals([{}, SHARDED, {**SHARDED, "sequence_parallel": False}], ["bf16", "fp32"])
 )
 def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(options: dict[str, object], dtype: str):
-    report = verify(moe_plan(dtype=dtype, **options))
-    assert report.ok
+    report = require_equal(moe_plan(dtype=dtype, **options))
     found = report.rounding
     assert found is not None
     assert found.ok
@@ -169,7 +168,7 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
         return gradients
 
     plan = moe_plan(ranks=64, ep=4, batch=64, dtype="bf16", depth=2)
-    assert verify(plan, float32=False).ok
+    require_equal(plan, float32=False)
     monkeypatch.setattr(VirtualCluster, "_summed", in_bf16)
     report = verify(plan, float32=False)
     assert not report.ok
@@ -215,13 +214,11 @@ def narrow_model(norm: str, dim: int, dtype: str = "fp32") -> Plan:
 )
 def test_a_plan_whose_true_gradients_are_zero_is_right(norm: str, dim: int, dtype: str):
     """A layer norm of one number gives its bias: what is left of gradients before it is rounding."""
-    report = verify(narrow_model(norm, dim, dtype), float32=False)
-    assert report.ok, report
+    require_equal(narrow_model(norm, dim, dtype), float32=False)
 
 
 def test_rounding_that_an_epsilon_multiplies_is_no_difference():
-    report = verify(narrow_model("layer_norm(bias = true, eps = 1e-12)", 1, "bf16"), float32=False)
-    assert report.ok, report
+    require_equal(narrow_model("layer_norm(bias = true, eps = 1e-12)", 1, "bf16"), float32=False)
 
 
 def test_a_wrong_plan_of_zero_gradients_is_refused():

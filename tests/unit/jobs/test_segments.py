@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.ways_to_run import require_every_way_alike
+from support.wrong_plans import change_every
 
 import moec
 from moec.codegen.plan import Plan
@@ -49,8 +51,7 @@ def packed(**options: Any) -> Plan:
     ids=["microbatches", "evaluation", "zero", "padding", "online", "batches"],
 )  # fmt: skip
 def test_plans_equal_the_unsharded_model(options: dict[str, Any]) -> None:
-    report = verify(packed(**options), float32=False)
-    assert report.ok, report
+    require_equal(packed(**options), float32=False)
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -82,14 +83,6 @@ def test_numbers_of_segments_do_not_matter() -> None:
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def changed(plan: Plan, kind: Any, change: Any) -> Plan:
-    """`plan` with `change` made to each op of a kind."""
-    blocks = (
-        replace(b, ops=tuple(change(op) if isinstance(op, kind) else op for op in b.ops)) for b in plan.program.blocks
-    )
-    return replace(plan, program=replace(plan.program, blocks=tuple(blocks)))
-
-
 FAULTS: dict[str, tuple[Any, Any]] = {
     "positions for segments": (KeepInSegments, lambda op: replace(op, operands=(op.operands[0], "positions"))),
     "a place too many": (KeepInSegments, lambda op: replace(op, least=op.least + 1)),
@@ -102,7 +95,7 @@ FAULTS: dict[str, tuple[Any, Any]] = {
 def test_a_planted_fault_is_found(name: str) -> None:
     kind, change = FAULTS[name]
     plan = packed(tp=2, ep=2, beside="capacity = factor(0.5)")
-    report = verify(changed(plan, kind, change), float32=False)
+    report = verify(change_every(plan, kind, change), float32=False)
     assert not report.ok
     assert report.first_difference is not None
 
@@ -117,7 +110,7 @@ def test_a_packed_batch_has_the_balance_terms_of_its_texts() -> None:
     texts = [(model(text[None]).aux_loss, len(text)) for row in TOKENS for text in row.split([5, 2, 1])]
     torch.testing.assert_close(whole, sum(value * size for value, size in texts) / 64, rtol=1e-12, atol=1e-12)
     assert abs(whole - model(TOKENS).aux_loss) > 1e-6
-    assert verify(packed(tp=2, ep=2), float32=False).ok
+    require_equal(packed(tp=2, ep=2))
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------

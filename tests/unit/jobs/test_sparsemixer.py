@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.plans import moe_plan, moe_spec
+from support.plans import BODY, moe_plan, moe_spec
 from support.wrong_plans import change_op
 
 from moec.codegen.plan import Plan
@@ -17,8 +17,6 @@ from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun
 from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.verification import verify
-
-BODY = "layers[1..2]"
 
 
 def test_first_choices_are_drawn_from_the_softmax_of_candidates() -> None:

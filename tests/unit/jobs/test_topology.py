@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.plans import FOUR, moe_plan, moe_spec, moe_text
+from support.plans import BODY, FOUR, moe_plan, moe_spec, moe_text
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from moec.passes.place.ranks import for_ranks
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
-VOCAB, BODY = 32, "layers[1..2]"
+VOCAB = 32
 GATE = {"gate": "topology(2, weight = 0.5, share = 0.2)", "balance": "[]", "levels": FOUR}
 FLAT = 'level "node" { size = 4; bandwidth = 4GB/s }'
 
@@ -108,8 +109,7 @@ def test_a_compiled_graph_chooses_alike() -> None:
 
 def test_given_choices_are_replayed_and_counted() -> None:
     text = moe_text(ep=4, tp=2, gate="topology(2, weight = 0.5)", levels=FOUR, balance="[]")
-    report = verify(compile_source(text.replace("train {", "train { replay = true;")), float32=False)
-    assert report.ok, report
+    require_equal(compile_source(text.replace("train {", "train { replay = true;")))
 
 
 # ---- plans that are wrong ----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def codes(**options: Any) -> set[str]:
         ({"gate": "topology(2)", "balance": "[load_loss(0.1)]"}, {"MOE0315", "MOE0325"}),
     ],
 )
-def test_diagnostics(options: dict[str, Any], expected: set[str]) -> None:
+def test_options_give_exactly_these_diagnostics(options: dict[str, Any], expected: set[str]) -> None:
     assert codes(**options) - {"MOE0322"} == expected
 
 

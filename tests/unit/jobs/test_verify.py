@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.combinations import some
-from support.plans import moe_plan
+from support.plans import BODY, moe_plan
+from support.verified import require_equal
 from support.wrong_plans import (
     Planted,
     bypass,
@@ -31,17 +32,13 @@ from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
 
-BODY = "layers[1..2]"
-
-
 DEGREES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (16, 8)]
 
 
 @pytest.mark.parametrize("degrees", some(DEGREES, [(1, 1), (4, 1), (16, 8)]))
 def test_a_compiled_plan_equals_the_unsharded_model(degrees: tuple[int, int]):
     ranks, ep = degrees
-    report = verify(moe_plan(ranks=ranks, ep=ep, batch=ranks))
-    assert report.ok
+    report = require_equal(moe_plan(ranks=ranks, ep=ep, batch=ranks))
     assert report.world_size == ranks
     assert not report.scaled
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
@@ -59,12 +56,11 @@ def test_a_degree_per_layer_equals_the_unsharded_model(degrees: tuple[int, int |
     ranks, ep = degrees
     plan = moe_plan(ranks=ranks, ep=ep, batch=ranks, mixtures=PYRAMID)
     assert len({(mesh.size("ep"), mesh.size("edp")) for mesh in plan.expert_meshes.values()}) >= 3
-    report = verify(plan)
-    assert report.ok, report
+    require_equal(plan)
 
 
 def test_bf16_models_are_verified_in_float64_to_the_last_literal():
-    assert verify(moe_plan(dtype="bf16")).ok
+    require_equal(moe_plan(dtype="bf16"))
 
 
 # ---- planted faults --------------------------------------------------------------------------------
@@ -214,7 +210,7 @@ def test_weights_of_rows_and_weighted_rows_are_known_by_their_ops():
         return replace(op, operands=tuple(new.get(name, name) for name in op.operands), results=results)
 
     plan = change_ops(moe_plan(), BODY, lambda ops: [rename(op) for op in ops])
-    assert verify(plan, float32=False).ok
+    require_equal(plan)
     found = verify(bypass(moe_plan(), BODY, "row_weights.1")).first_difference
     renamed = verify(bypass(plan, BODY, "first.1")).first_difference
     assert found is not None

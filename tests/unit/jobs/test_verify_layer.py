@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.combinations import some
 from support.plans import layer_plan, moe_plan
+from support.verified import require_equal
 from support.wrong_plans import (
     Planted,
     bypass,
@@ -66,8 +67,7 @@ PLAIN = ("one rank", "dp", "ep", "capacity", "switch")
 )
 def test_a_compiled_layer_equals_the_unsharded_one(kind: str, dtype: str):
     plan = layer_plan(dtype=dtype, **KINDS[kind])
-    report = verify(plan)
-    assert report.ok, report
+    report = require_equal(plan)
     assert report.subject == "layer"
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert report.rounding is not None
@@ -229,7 +229,7 @@ def test_what_rounds_where_the_layer_does_not_is_refused(dtype: str, block: str,
 
 def test_rounding_what_has_that_dtype_already_is_no_fault():
     plan = change_kind(layer_plan(dtype="bf16"), BODY, "logits", Planted, emitted="router of bf16")
-    assert verify(plan, float32=False).ok
+    require_equal(plan, float32=False)
 
 
 # ---- at toy widths ---------------------------------------------------------------------------------
@@ -239,8 +239,7 @@ LARGE: dict[str, object] = {"dim": 4096, "expert": "swiglu(14336)", "experts": 1
 
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(4096); capacity = factor(1.0)", "residual = gelu(4096)"])
 def test_a_layer_too_large_is_verified_at_toy_widths(beside: str):
-    report = verify(layer_plan(ranks=8, ep=4, beside=beside, **LARGE))
-    assert report.ok, report
+    report = require_equal(layer_plan(ranks=8, ep=4, beside=beside, **LARGE))
     assert report.scaled
     assert str(report.widths[0]) == "dim 4096 → 16"
     assert {width.name for width in report.widths} == {"dim", "hidden"}

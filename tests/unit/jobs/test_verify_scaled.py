@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.combinations import diagonals, some
-from support.plans import moe_plan, moe_text
+from support.plans import BODY, moe_plan, moe_text
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_op, change_parameter, change_result, change_sums, op_giving
 
 import moec
@@ -16,7 +17,6 @@ from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND, Report
 
 LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)", "memory": "1TB"}
-BODY = "layers[1..2]"
 
 
 def widths(report: Report) -> dict[str, list[int]]:
@@ -27,8 +27,7 @@ def widths(report: Report) -> dict[str, list[int]]:
 
 
 def test_a_plan_too_large_is_verified_at_toy_widths_and_says_which():
-    report = verify(moe_plan(**LARGE))
-    assert report.ok
+    report = require_equal(moe_plan(**LARGE))
     assert report.scaled
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert widths(report) == {"dim": [4096], "head_dim": [1024], "hidden": [8192, 14336]}
@@ -50,8 +49,7 @@ def test_heads_become_few_and_stay_grouped_and_divided_as_they_were(given: tuple
     heads, kv_heads, tp = given
     text = moe_text(dim=4 * heads, tp=tp, ranks=4).replace("mha(heads = 4)", f"mha(heads = {heads})")
     text = text.replace("gqa(heads = 4, kv_heads = 2", f"gqa(heads = {heads}, kv_heads = {kv_heads}")
-    report = verify(moec.compile(text), scale=True)
-    assert report.ok, report
+    report = require_equal(moec.compile(text), scale=True)
     assert HEADS[given] <= {str(width) for width in report.widths}
 
 
@@ -74,8 +72,7 @@ def test_a_plan_too_large_at_its_own_widths_is_refused_where_scaling_is_not_want
     ),
 )
 def test_every_kind_of_layer_shrinks(beside: str, model: str):
-    report = verify(moe_plan(ranks=8, ep=4, beside=beside, model=model, **LARGE))
-    assert report.ok, report
+    report = require_equal(moe_plan(ranks=8, ep=4, beside=beside, model=model, **LARGE))
     assert report.scaled
 
 
@@ -86,7 +83,7 @@ def test_experts_become_fewer_only_where_memory_wants_it():
     assert few.unlike is None
     assert few.plan.spec.model.layers[1].moe.num_experts == 4
     assert few.plan.spec.model.layers[1].moe.gate.k == 2
-    assert verify(few.plan).ok
+    require_equal(few.plan)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +96,7 @@ def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, gr
     few = at_toy_widths(plan, fewer_experts=True)
     assert "experts 64 → 2" in map(str, few.widths)
     assert few.unlike is None
-    report = verify(few.plan, float32=False)
-    assert report.ok, report
+    require_equal(few.plan)
 
 
 def test_the_toy_plan_runs_the_ops_that_were_given():
@@ -146,8 +142,7 @@ def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(pla
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
     monkeypatch.setattr("moec.runtime.verify.memory.KEPT_BYTES", 0)
-    report = verify(moe_plan(ranks=4, ep=2))
-    assert report.ok, report
+    require_equal(moe_plan(ranks=4, ep=2))
 
 
 @pytest.mark.parametrize(("dim", "threads"), [(16, 1), (256, 3)])

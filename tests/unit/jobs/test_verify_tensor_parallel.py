@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 from support.combinations import diagonals, some
-from support.plans import moe_plan
+from support.plans import BODY, moe_plan
+from support.verified import require_equal
 from support.wrong_plans import (
     Planted,
     bypass,
@@ -26,7 +27,6 @@ from moec.passes.ir.ops import AllGatherAlike, AllReduce, Slice
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
 
-BODY = "layers[1..2]"
 TP = {"ranks": 8, "tp": 2, "ep": 4, "beside": "shared = swiglu(8)"}
 COPIED = {**TP, "sequence_parallel": False}
 REPEATED = {"ranks": 8, "tp": 4, "ep": 4}
@@ -312,8 +312,7 @@ PLANS = {
 @pytest.mark.parametrize(("name", "scale"), diagonals(list(PLANS), [False, True]))
 def test_a_plan_equals_the_unsharded_model(name: str, scale: bool):
     options = PLANS[name]
-    report = verify(moe_plan(**options, **({"dim": 64, "expert": "gelu(96)"} if scale else {})), scale=scale)
-    assert report.ok, report
+    report = require_equal(moe_plan(**options, **({"dim": 64, "expert": "gelu(96)"} if scale else {})), scale=scale)
     assert report.scaled == scale
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.inspected_text import inspected
-from support.plans import layer_plan, moe_plan
+from support.plans import BODY, layer_plan, moe_plan
 from support.tables import each_row
 from support.wrong_plans import change_block
 
@@ -27,7 +27,6 @@ from moec.runtime.job.rank import RankHome
 from moec.runtime.verify.verification import verify
 
 SECONDS = 1.0
-BODY = "layers[1..2]"
 EXPERT = "moe.experts.up.weight"
 NORM = "attention_norm.weight"
 

@@ -4,15 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.plans import moe_spec
+from support.plans import BODY, moe_spec
 from support.tables import each_row
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import REPLICATED, Block, Layout, Mesh, Op, Output, Program, Shard
 from moec.passes.ir.verifier import connected, laid_out, placed, staged, well_typed
 from moec.passes.pipeline import compile_program
-
-BODY = "layers[1..2]"
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from support.combinations import diagonals
-from support.plans import layer_text, moe_plan, moe_text
+from support.plans import BODY, layer_text, moe_plan, moe_text
 from support.tables import each_row
+from support.verified import require_equal
 from support.wrong_plans import bypass, change_block, change_kind, change_sums
 
 import moec
@@ -22,7 +23,6 @@ from moec.passes.ir.verifier import check_program
 from moec.runtime.job.shards import require_executable, require_gathered
 from moec.runtime.verify.verification import verify
 
-BODY = "layers[1..2]"
 UP = "moe.experts.up.weight"
 DEGREES: list[dict[str, Any]] = [
     {"ranks": 4, "ep": 2},
@@ -66,8 +66,7 @@ def test_each_stage_cuts_one_layout_more_and_the_plan_is_right(zero: int, degree
             ranks if d == first else 1 for d in range(len(p.shape))
         ]
     assert number_cut > 0.6 * len(plan.parameters)
-    report = verify(plan)
-    assert report.ok, report
+    require_equal(plan)
     assert moec.load(plan.save(tmp_path / "p.plan")) == plan
 
 
@@ -106,8 +105,7 @@ def test_nothing_changes_where_there_are_no_replicas(zero: int):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_toy_widths_keep_every_cut(zero: int):
     wide: dict[str, Any] = {"dim": 96, "expert": "swiglu(60)", "ffn": "gelu(90)", "ranks": 12, "batch": 12}
-    report = verify(moe_plan(zero=zero, ep=2, tp=2, **wide), scale=True)
-    assert report.ok, report
+    report = require_equal(moe_plan(zero=zero, ep=2, tp=2, **wide), scale=True)
     assert report.widths
 
 

@@ -142,7 +142,7 @@ def test_layouts_that_are_not_contiguous_give_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize(("load", "activation", "beside"), diagonals(*AXES))
-def test_gradients(load: str, activation: str, beside: str) -> None:
+def test_gradients_are_those_of_finite_differences(load: str, activation: str, beside: str) -> None:
     counts = COUNTS[load]
     tensors = inputs(counts, activation, torch.float64)
     tensors += biases_of(*tensors[1:]) if beside == "biases" else []

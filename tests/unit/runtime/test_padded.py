@@ -127,7 +127,7 @@ def test_what_is_dropped_adds_nothing_and_other_weights_stay():
 
 
 @pytest.mark.parametrize("groups", [0, 1])
-def test_gradients(groups: int):
+def test_gradients_are_those_of_finite_differences(groups: int):
     experts = chosen()
     x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(3, 5, 2, dtype=torch.float64, requires_grad=True)

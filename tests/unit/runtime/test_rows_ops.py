@@ -155,7 +155,7 @@ def test_shapes_that_disagree_are_refused() -> None:
         ops.permute(torch.randn(1, 2, 3), torch.zeros(1, 3, 1, dtype=torch.int64), 4)
 
 
-def test_gradients() -> None:
+def test_gradients_are_those_of_finite_differences() -> None:
     experts = choose(2, 3, 5, 2)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     rows, _, positions = ops.permute(x, experts, 5)
