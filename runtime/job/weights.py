@@ -11,6 +11,7 @@ before the layers run, so the engine runs it after the backward of all layers: s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,7 +46,8 @@ class Weights:
 
     def __init__(self, owner: nn.Module, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
         self.specs = tuple(specs)
-        self._owner = owner
+        # Weak: autograd's nodes refer to this, the layer to its `aux_loss`, and Python sees no cycle through autograd.
+        self._owner = ref(owner)
         self._microbatches = microbatches
         self._paths = [split_name(spec.name) for spec in specs]
         self._buckets = by_groups(Summed(i, spec.shape, spec.groups, spec.zero) for i, spec in enumerate(specs))
@@ -59,9 +61,18 @@ class Weights:
         self._ahead: Gathering | None = None
         self._kept: _Kept | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies, which belong to no open step."""
-        return self.__dict__ | {"_collected": None, "_begun": None, "_ahead": None, "_kept": None}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
+        """For the copy of the module, which belongs to no open step."""
+        copied = memo[id(self)] = Weights.__new__(Weights)
+        copied.__dict__ |= self.__dict__ | {"_collected": None, "_begun": None, "_ahead": None, "_kept": None}
+        copied._owner = ref(deepcopy(self._module(), memo))
+        copied._microbatches = deepcopy(self._microbatches, memo)
+        return copied
+
+    def _module(self) -> nn.Module:
+        module = self._owner()
+        assert module is not None, "no pass runs without its module"
+        return module
 
     @property
     def is_hooked(self) -> bool:
@@ -164,7 +175,7 @@ class Weights:
         return again
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
-        registered = registered_parameter(self._owner, *path)
+        registered = registered_parameter(self._module(), *path)
         return registered is parameter or registered is None  # None if a parametrization computes it
 
     def _parameters(self) -> list[Tensor]:
@@ -180,7 +191,7 @@ class Weights:
         return Taken(parameters, Unwrap.apply(one_pass, *parameters), one_pass)  # type: ignore[no-untyped-call]
 
     def _parameter(self, index: int) -> Tensor:
-        parameter, spec = read_parameter(self._owner, *self._paths[index]), self.specs[index]
+        parameter, spec = read_parameter(self._module(), *self._paths[index]), self.specs[index]
         shape = parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape
         if shape != spec.shape:
             raise JobError(

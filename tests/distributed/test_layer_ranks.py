@@ -7,6 +7,7 @@ import gc
 import re
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -133,6 +134,19 @@ def shared_groups() -> tuple[int, int]:
     return counts[1] - counts[0], counts[2] - counts[1]
 
 
+def used_and_dropped(backward: bool) -> bool:
+    """Whether a layer is freed after a pass, whose graph its `aux_loss` keeps."""
+    layer = moec.layer(layer_text(ranks=None, ep=2))
+    y = layer(torch.ones(2, 16))
+    assert layer.aux_loss is not None
+    if backward:
+        (y.sum() + layer.aux_loss).backward()
+    dropped = ref(layer)
+    del layer, y
+    gc.collect()
+    return dropped() is None
+
+
 def states() -> dict[str, Any]:
     rank, text = dist.get_rank(), layer_text(ranks=None, ep=2)
     layer, whole = moec.layer(text, seed=1), moec.reference(text, seed=2)
@@ -219,6 +233,11 @@ def test_it_takes_the_group_that_it_is_given(gloo: GlooPool) -> None:
 
 def test_layers_share_their_process_groups(gloo: GlooPool) -> None:
     assert gloo.run(4, shared_groups) == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_layer_that_is_dropped_is_freed(gloo: GlooPool, backward: bool) -> None:
+    assert gloo.run(2, used_and_dropped, backward) == [True, True]
 
 
 def test_of_whole_tensors_a_rank_takes_its_part_and_of_parts_only_its_own(gloo: GlooPool) -> None:

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moec.runtime.job.layer import MoeLayer
-
 ENTERED = b"entered"
 """What a worker sends before it runs its task."""
 
@@ -101,8 +99,6 @@ def _let_groups_go() -> None:
     for each in gc.get_objects():
         if type(each) is DeviceMesh:
             getattr(each, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
-        elif type(each) is MoeLayer:
-            each.aux_loss = None  # autograd's nodes refer to the layer: a cycle that the garbage collector does not see
     gc.collect()
 
 
