@@ -28,6 +28,7 @@ def test_every_layer_of_every_run_is_told_and_steps_only_grow(options: dict[str,
     assert {total for _, _, total in told} == {told[0][2]}
     assert 0.7 < done[-1] / told[0][2] <= 1
     for run in runs:
+        assert next(what for what, _, _ in told if what.startswith(run)) == f"{run}: the unsharded model"
         for layer in (1, 2, 3):
             assert any(what.startswith(f"{run}, 2 ranks: forward, layer {layer} of 3") for what, _, _ in told)
         assert any(what.startswith(f"{run}, 2 ranks: backward, layer 2 of 3") for what, _, _ in told)
