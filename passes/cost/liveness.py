@@ -150,9 +150,7 @@ def run_forward(steps: Sequence[Step], alive: Buffers, kept: Iterable[str]) -> I
     outside, last = frozenset(kept), last_uses(steps)
     for index, step in enumerate(steps):
         for name, size in step.results.items():
-            if step.is_view and step.operands[0] in alive:
-                alive.alias(name, step.operands[0])
-            elif not step.is_view:
+            if not step.is_view:  # views are of a block's inputs, which are not in `alive`
                 alive.add(name, "communication" if isinstance(step.op, Conversion) else "work", size)
         for name, size in step.saved.items():
             if name not in outside or name in alive:

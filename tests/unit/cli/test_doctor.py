@@ -46,6 +46,10 @@ def test_this_machine_can_train(tmp_path):
     names = {finding["name"] for finding in report["findings"]}
     assert {"Python", "torch", "numpy", "lark", "click", "gloo", "cores", "memory", "hostname", "tensorboard"} <= names
     assert all(finding["help"] for finding in report["findings"] if finding["state"] == "wrong")
+    (tensorboard,) = (finding for finding in report["findings"] if finding["name"] == "tensorboard")
+    missing = tensorboard["found"] == "not installed"
+    assert re.fullmatch(r"[\d.]+|not installed", tensorboard["found"])
+    assert ("pip install" in tensorboard["help"]) == missing
 
 
 def test_without_torch_doctor_says_so_and_fails(tmp_path):

@@ -9,7 +9,7 @@ from running import Run
 from support.tables import each_row
 
 from moec.commands.explain import explain
-from moec.commands.markdown import rendered
+from moec.commands.markdown import NARROW_COLUMN, _fitted, rendered
 from moec.grammar.diagnostics import CODES
 from moec.grammar.resolve.library import library_paths, library_text
 
@@ -31,6 +31,12 @@ def test_a_page_fits_the_width_and_loses_no_word(subject: str, width: int) -> No
     code = "".join(re.findall(r"```\w+\n(.*?)```", markdown, re.DOTALL))
     for line in shown.splitlines():
         assert len(line) <= width or line.strip() in code, line
+
+
+def test_columns_shrink_to_the_narrow_width_and_no_further() -> None:
+    wide = [3 * NARROW_COLUMN, NARROW_COLUMN]
+    assert _fitted(wide, 2 * NARROW_COLUMN) == [NARROW_COLUMN] * 2
+    assert _fitted(wide, 2 * NARROW_COLUMN - 1) is None
 
 
 def test_styles_end_where_they_began() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from running import Run
 
+from moec.cli.completing import script_of
+
 BASH = shutil.which("bash")
 
 ASK = """
@@ -90,6 +92,11 @@ def test_installing_twice_adds_one_line(moec: Run, monkeypatch: pytest.MonkeyPat
     assert file.read_text().endswith(script)
     assert start.read_text() == f'alias l=ls\nsource "{file}"  # moec --install-completion\n'
     assert "reads it already" in second.out
+
+
+def test_a_script_is_shown_by_itself(moec: Run) -> None:
+    ran = moec("--show-completion", "fish")
+    assert (ran.status, ran.out, ran.err) == (0, script_of("fish"), "")
 
 
 def test_a_shell_that_is_not_known_is_refused(moec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

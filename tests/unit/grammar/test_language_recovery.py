@@ -87,6 +87,7 @@ def test_nesting_is_bounded() -> None:
         ("let step = 3", "expected a name, found `step`", "a word of the language"),
         ("x", "found the end of the file", ""),
         ("x = f(1 2)", "a comma is missing before `2`", "commas between them"),
+        ("x = f(1 b)", "a comma is missing before `b`", "commas between them"),
         ("1f1b = 3", "found `1f1b`", "names begin with a letter"),
         ("x = .5", "U+002E", "`0.5`"),
         ("x = “a”", "U+201C", '`"`'),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 
@@ -35,6 +36,12 @@ def test_keep_removes_older_checkpoints_whose_names_differ_in_the_last_number_al
         job.save(tmp_path / f"step-{step}", model, keep=2)
         job.save(tmp_path / f"{step:06}", model, keep=1).wait()
     assert sorted(os.listdir(tmp_path)) == ["000011", "step-10", "step-11"]
+
+
+def test_a_keep_of_a_save_that_is_no_number_is_refused(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(moec.DiagnosticError, match="keep must be a number of checkpoints, at least 1, not 0"):
+        job.save(tmp_path / "1", job.build(), keep=0)
+    assert os.listdir(tmp_path) == []
 
 
 def test_keep_leaves_the_checkpoints_of_other_runs(job: Job, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ MODELS = {
     "load_loss": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]"},
     "sparsemixer": {"gate": "sparsemixer(3)"},
     "dselect_k": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]"},
+    "dselect_k of one": {"gate": "dselect_k(1)", "balance": "[]"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "attention both ways": {
         "attention": "mha(heads = 4, causal = false)",

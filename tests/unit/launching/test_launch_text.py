@@ -208,7 +208,7 @@ def test_the_manifest_is_yaml_of_the_operator(nodes):
     assert document["spec"]["nprocPerNode"] == str(8 // nodes)
     assert document["spec"]["runPolicy"]["backoffLimit"] == 3 * nodes
     replicas = document["spec"]["pytorchReplicaSpecs"]
-    assert {kind: spec["replicas"] for kind, spec in replicas.items() if spec["replicas"]} == (
+    assert {kind: spec["replicas"] for kind, spec in replicas.items()} == (
         {"Master": 1, "Worker": nodes - 1} if nodes > 1 else {"Master": 1}
     )
     (container,) = replicas["Master"]["template"]["spec"]["containers"]
