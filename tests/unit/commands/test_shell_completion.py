@@ -83,6 +83,7 @@ def test_installing_twice_adds_one_line(moec: Run, monkeypatch: pytest.MonkeyPat
     start.write_text("alias l=ls")
     first, second = moec("--install-completion"), moec("--install-completion", shell)
     assert (first.status, second.status) == (0, 0)
+    assert "Usage" not in first.out
     script = moec("--show-completion", shell).out
     if shell == "fish":
         assert (tmp_path / ".config/fish/completions/moec.fish").read_text() == script
