@@ -8,8 +8,9 @@
 
 A mutant has five minutes of the tests of `make test`, those that cover the fewest lines first, and, if it survives,
 five more of the slow tests, of those left over, and of others of the same files. A test that has begun is waited for.
-Tests that fail without the mutant do not count. Everything happens in copies of the checkout under `.mutants/`; `copy`
-takes new ones, for which recordings still hold.
+Tests that fail without the mutant, or not twice, do not count. Everything happens in copies of the checkout under
+`.mutants/`; `copy` takes new ones, for which recordings still hold. Outcomes hold for the tests that there were: to try
+a mutant on those of now, take its line out of the results.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,19 @@ def main() -> None:
     unknown = set(wanted) - {*PARTS, REST}
     if unknown:
         sys.exit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, REST])}")
-    files = digest()
-    results = [passed_before(part, files) or run(part, files) for part in wanted]
+    results = [passed_before(part, digest()) or run(part) for part in wanted]
     sys.exit(any(result["failed"] for result in results))
 
 
 def digest() -> str:
-    """A hash of every tracked or new file as it lies here, but for RESULTS."""
+    """A hash of every tracked or new file as it lies here, but for RESULTS, and of what runs the tests."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
     ).stdout
-    found = hashlib.sha256()
+    found = hashlib.sha256(f"{sys.version} {versions()} {os.environ.get('MOEC_BACKEND')} {devices()}".encode())
     for name in sorted(filter(None, listed.decode().split("\0"))):
         path = ROOT / name
         if path.is_file() and path != RESULTS:
@@ -64,14 +64,25 @@ def digest() -> str:
 def passed_before(part: str, files: str) -> dict[str, Any] | None:
     """The result of a part that passed on the same files."""
     result: dict[str, Any] = stored().get(part, {})
-    if result.get("files") != files or result["failed"]:
+    if result.get("files") != files or result["failed"] or not result["passed"]:
         return None
     print(f"== {part}: passed on these files on {result['date']}, {result['passed']} tests in {result['seconds']} s")
     return result
 
 
-def run(part: str, files: str) -> dict[str, Any]:
-    """Runs a part and stores its result."""
+def versions() -> list[str]:
+    """Of torch and triton."""
+    return [f"{each.name} {each.version}" for each in metadata.distributions() if each.name in ("torch", "triton")]
+
+
+def devices() -> list[str]:
+    """The drivers of GPUs: without one, their tests are skipped."""
+    return [path for path in ("/dev/nvidia0", "/dev/kfd") if os.path.exists(path)]
+
+
+def run(part: str) -> dict[str, Any]:
+    """Runs a part and stores its result. It counts for no files where they change meanwhile."""
+    files = digest()
     day = datetime.date.today()
     seed, begun = day.strftime("%Y%m%d"), time.monotonic()
     print(f"== {part}: random examples are drawn with the seed {seed}", flush=True)
@@ -80,11 +91,13 @@ def run(part: str, files: str) -> dict[str, Any]:
         counts = Path(folder, "counts.json")
         command = [sys.executable, "-m", "pytest", "--everything", f"--hypothesis-seed={seed}", f"--counts={counts}"]
         command += ["-n", str(PROCESSES.get(part, 2)), *PARTS.get(part, ["tests", *elsewhere])]
-        status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+        variables = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env=variables, check=False).returncode
         counted = json.loads(counts.read_text()) if counts.exists() else {}
     result = {"passed": 0, "failed": 0, "skipped": 0} | counted
     result["failed"] = result["failed"] or int(status != 0)
-    result |= {"seconds": round(time.monotonic() - begun), "seed": int(seed), "date": str(day), "files": files}
+    result |= {"seconds": round(time.monotonic() - begun), "seed": int(seed), "date": str(day)}
+    result["files"] = files if digest() == files else "changed meanwhile"
     store(part, result)
     return result
 

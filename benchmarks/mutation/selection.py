@@ -2,7 +2,8 @@
 
 Lines that run on import (constants, tables, decorators, bodies of classes) have no test of their own: theirs are the
 tests that cover any line of a function of the file, or, failing that, of the files that import it. So it is for lines
-of functions that are called on import. The lines of a template are covered by the tests that render it.
+of functions that are called on import, and for those that no test is known to cover: threads that C starts are not
+traced. The lines of a template are covered by the tests that render it.
 
 Functions with a cache run in the first test that calls them. Tests of the same file as a covering test, which may see
 what is cached, come last.
@@ -57,7 +58,7 @@ class Selector:
         on_import = not mutant.in_function
         if mutant.in_function:
             found, on_import = self._on_lines(mutant.file, set(range(mutant.first, mutant.last + 1)))
-        if on_import:
+        if on_import or not found:
             found = found | self._of_functions(mutant.file)
             for importer in () if found else importers(self.tree).get(mutant.file, ()):
                 found = found | self._of_functions(importer)

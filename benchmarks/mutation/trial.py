@@ -89,10 +89,10 @@ class Trials:
                 if run.status == "passed":
                     break
                 killer = _killer(run, left)
-                # Only what the mutant changes counts: on the source the same test must pass.
-                if self._passes(killer):
+                # Only what the mutant changes counts: on the source the same test must pass, and here fail once more.
+                if self._passes(killer) and run_tests(self.mutated, [killer]).status != "passed":
                     return killer, "timeout" if run.status == "hung" else "failed", done + len(run.outcomes)
-                print(f"  fails on the source too: {killer.name}", file=sys.stderr, flush=True)
+                print(f"  fails on the source too, or not alone: {killer.name}", file=sys.stderr, flush=True)
                 self.flaky.add(killer.name)
                 left = [test for test in left if test.name not in self.flaky and test.name not in run.outcomes]
             done += len(chunk)

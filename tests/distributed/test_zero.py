@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.job import weights
+from moec.runtime.job.gradients import Bucket, Summed
 from moec.runtime.job.reference import reference
 
 FOUR = {"ranks": 4, "ep": 2}
@@ -225,3 +227,34 @@ def backward_of_changed() -> list[str]:
 def test_tokens_or_labels_that_are_changed_before_backward_are_an_error(gloo: GlooPool) -> None:
     for said in gloo.run(2, backward_of_changed):
         assert all("modified by an inplace operation" in words for words in said)
+
+
+def sums_of_narrow_gradients(zero: int) -> tuple[set[torch.dtype], list[Any]]:
+    """The dtypes in which a step in bf16 sums gradients, and the sum of one that rank 0 alone has."""
+    found = set[torch.dtype]()
+
+    class Noted(Bucket):
+        def begin(self, gradients: Any) -> Any:
+            found.add(self.dtype)
+            return super().begin(gradients)
+
+    options = {**MIXED, "zero": zero, "dtype": "bf16"}
+    with moec.launch(moe_plan(**options), device="cpu") as job, pytest.MonkeyPatch.context() as patch:
+        model = job.build(seed=1)
+        patch.setattr(weights, "Bucket", Noted)
+        job.step(model, *contract.mine(job, *contract.batch()))
+        specs = [spec for each in model.all_weights() for spec in each.specs]
+        groups = next(spec.groups or (spec.zero.group,) for spec in specs if spec.groups or spec.zero)
+        members = [Summed(0, (2,), groups), Summed(1, (2,), groups)]
+        bucket = Bucket(members, "here", torch.float32, torch.device("cpu"))
+        bucket.begin([torch.ones(2) if job.rank == 0 else None, None])
+        return found, bucket.finish()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sums_are_wide_and_all_ranks_have_the_gradient_of_one(gloo: GlooPool, zero: int) -> None:
+    for dtypes, (of_one, of_none) in gloo.run(2, sums_of_narrow_gradients, zero, initialize=False):
+        assert dtypes == {torch.float32}
+        assert of_one is not None
+        assert of_one.tolist() == [1.0, 1.0]
+        assert of_none is None

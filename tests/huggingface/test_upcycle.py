@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface.decoders import config_of
 from huggingface.equal import both, text
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moec
@@ -138,12 +139,17 @@ def test_noise_makes_experts_differ_by_its_deviation(tmp_path: Path) -> None:
 
 
 def test_dropped_units_are_the_same_in_gate_up_and_down_and_drawn_like_those_they_replace(tmp_path: Path) -> None:
-    pair = both(
+    both(
         tmp_path / "dense", "llama", **config_of("llama") | {"intermediate_size": 64, "hidden_size": 64, "head_dim": 16}
     )
+    (file,) = (tmp_path / "dense").glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({name: tensor + 5 * ("gate_proj" in name) for name, tensor in tensors.items()}, file, {"format": "pt"})
     spec = sparse(tmp_path / "dense", "experts = 8 * swiglu(64); gate = topk(2)")
     upcycle(tmp_path / "dense", spec, tmp_path / "0", VERSION, Upcycling(drop=0.5))
-    model, dense = parameters(loaded(spec, tmp_path / "0")), parameters(pair.ours)
+    source = moec.reference(moec.from_hf(tmp_path / "dense"))
+    moec.load_hf(source, tmp_path / "dense")
+    model, dense = parameters(loaded(spec, tmp_path / "0")), parameters(source)
     up, down = (model[f"layers.1.moe.experts.{part}.weight"] for part in ("up", "down"))
     dense_up, dense_down = (dense[f"layers.1.ffn.{part}.weight"] for part in ("up", "down"))
     kept_by_expert = []
@@ -156,6 +162,7 @@ def test_dropped_units_are_the_same_in_gate_up_and_down_and_drawn_like_those_the
         dropped = ~kept[0]
         for new, old in ((up[expert][0], dense_up[0]), (up[expert][1], dense_up[1])):
             assert abs(float(new[dropped].std() / old[dropped].std()) - 1) < 0.1
+            assert abs(float(new[dropped].mean() - old[dropped].mean())) < 0.1
     assert len({tuple(kept.tolist()) for kept in kept_by_expert}) > 1
 
 

@@ -338,11 +338,13 @@ def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
 def test_a_model_is_saved_like_the_folder_that_it_came_from(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    special = {f"{name}_token_id": number for number, name in enumerate(("bos", "eos", "pad", "sep", "eod"), 5)}
+    special |= {"tokenizer_class": "Own"}
+    (folder / "config.json").write_text(json.dumps(config | special))
     module = moec.reference(moec.from_hf(folder))
     moec.load_hf(module, folder)
     moec.save_hf(module, tmp_path / "ours", like=folder)
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["eos_token_id"] == 7
+    assert special.items() <= json.loads((tmp_path / "ours" / "config.json").read_text()).items()
     for name in ("tokenizer.json", "merges.txt", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (folder / name).read_bytes()
     require_refused("MOE0900", "nowhere", lambda: moec.save_hf(module, tmp_path / "more", like=tmp_path / "nowhere"))

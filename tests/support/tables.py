@@ -28,8 +28,8 @@ def each_row(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Te
             for row in listed:
                 values = dict(zip(arguments, [row] if len(arguments) == 1 else row, strict=True))
                 try:
-                    claim(**fixtures, **values)
-                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - raised below
+                    assert claim(**fixtures, **values) is None, "a test returns nothing, and does not yield"
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - raised below
                     error.add_note(f"of the row {values!s:.500}")
                     failed.append(error)
             if len(failed) == 1:

@@ -30,6 +30,7 @@ def test_forked_orphan():
 def test_thread(): threading.Thread(target=time.sleep, args=(60,), name="left", daemon=True).start()
 def test_file(): open("left.txt", "w").close()
 def test_variable(): os.environ["LEFT"] = "1"
+def test_folder(): os.chdir("/")
 def test_variable_is_restored(): assert "LEFT" not in os.environ
 def test_nothing(): subprocess.run([sys.executable, "-c", "pass"]); open("ignored.log", "w").close()
 
@@ -46,6 +47,12 @@ def test_slow(): pass
 
 @pytest.mark.repeated
 def test_repeated(): pass
+
+@pytest.fixture(scope="module")
+def left_running():
+    subprocess.Popen([sys.executable, "-c", WAIT])
+
+def test_process_of_a_file(left_running): pass
 """
 
 LEFT = {
@@ -55,6 +62,8 @@ LEFT = {
     "thread": "thread left",
     "file": "left.txt",
     "variable": "variable LEFT: '1', was None",
+    "folder": "the working folder: '/', was",
+    "process_of_a_file": "its file leaves behind:\nprocess ",
 }
 
 
@@ -75,10 +84,10 @@ def run(folder: Path, *arguments: str) -> str:
 def test_a_test_that_leaves_something_behind_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     printed = run(tmp_path, "--counts", "counts.log", "--override-ini", "xfail_strict=true")
-    assert json.loads((tmp_path / "counts.log").read_text()) == {"passed": 10, "failed": 6, "skipped": 0}
+    assert json.loads((tmp_path / "counts.log").read_text()) == {"passed": 12, "failed": 8, "skipped": 0}
     for name, what in LEFT.items():
         (section,) = [each for each in printed.split("\n____") if f"of test_{name} _" in each.partition("\n")[0]]
-        assert "it leaves behind:" in section
+        assert "leaves behind:" in section
         assert what in section
     assert "1 deselected" in printed
 

@@ -38,6 +38,26 @@ def test_a_row_that_raises_nothing_where_it_must_fails_alone() -> None:
     assert raised.value.__notes__ == ["of the row {'text': '1'}"]
 
 
+def test_a_row_that_skips_hides_no_row_that_fails() -> None:
+    @each_row("number", [1, 2])
+    def test(number: int) -> None:
+        if number == 2:
+            pytest.skip("later")
+        raise ValueError
+
+    with pytest.raises(BaseExceptionGroup, match="2 of 2 rows"):
+        test()
+
+
+def test_a_claim_that_yields_or_returns_is_no_test() -> None:
+    @each_row("number", [1])
+    def test(number: int) -> object:
+        return number > 0
+
+    with pytest.raises(AssertionError, match="returns nothing"):
+        test()
+
+
 def test_a_table_without_rows_is_refused() -> None:
     with pytest.raises(AssertionError, match="proves nothing"):
         each_row("text", [])

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.session.leftovers import changed, settings
 from torch.distributed.device_mesh import DeviceMesh
 
 ENTERED = b"entered"
@@ -111,7 +112,13 @@ def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
                 warnings.filterwarnings("ignore", usual)
             _enter(task)
             entered()
-            return pack(task.function(*task.arguments))
+            before = settings()
+            try:
+                packed = pack(task.function(*task.arguments))
+            finally:
+                left = list(changed(before))
+            assert not left, f"rank {task.rank} leaves behind: {', '.join(left)}"
+            return packed
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the test's to see
         failure = Failure(time.monotonic(), error, traceback.format_exc())
         try:

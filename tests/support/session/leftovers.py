@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, threads, files in the checkout, environment variables.
+"""What a test leaves behind: processes, threads, files in the checkout, variables, the working folder, torch's dtype.
 
 The fixture `leaves_nothing` compares before and after each test. Fixtures of a module or of the session begin
 before it and end after it, and may keep what they need.
@@ -25,7 +25,7 @@ KEPT_COMMANDS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_wo
 KEPT_THREADS = ("execnet", "tqdm_monitor", "moec-experts")
 """Beginnings of the names of threads that libraries, and moec itself, start once for all."""
 
-OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON", "KMP_")
+OTHERS_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TORCHELASTIC_", "TORCH_", "TRITON_CACHE_DIR", "KMP_")
 """Beginnings of the names of variables that pytest changes in each test, and libraries when they are imported."""
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,7 +39,7 @@ class Snapshot:
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
     files: Mapping[str, frozenset[str]]
-    variables: Mapping[str, str]
+    settings: Mapping[str, str]
 
 
 def adopt() -> None:
@@ -50,15 +50,15 @@ def adopt() -> None:
 
 def snapshot(root: Path) -> Snapshot:
     """What there is now."""
-    return Snapshot(root, frozenset(_children()), frozenset(threading.enumerate()), _listing(root), _own_variables())
+    return Snapshot(root, frozenset(_children()), frozenset(threading.enumerate()), _listing(root), settings())
 
 
 def left_since(before: Snapshot, grace: float) -> list[str]:
-    """What there is and was not, one line each. Ends the processes, removes nothing, restores the variables.
+    """What there is and was not, one line each. Ends the processes, removes nothing, restores the settings.
 
     Processes and threads that are ending get `grace` seconds for it.
     """
-    return [*_processes(before, grace), *_threads(before, grace), *_files(before), *_variables(before)]
+    return [*_processes(before, grace), *_threads(before, grace), *_files(before), *changed(before.settings)]
 
 
 def _processes(before: Snapshot, grace: float) -> Iterator[str]:
@@ -149,15 +149,33 @@ def _is_ignored(folder: str, name: str) -> bool:
     )
 
 
-def _variables(before: Snapshot) -> Iterator[str]:
-    now, was = _own_variables(), before.variables
-    for name in sorted(now.keys() | was.keys()):
-        if now.get(name) == was.get(name):
+FOLDER, DTYPE = "the working folder", "torch's default dtype"
+
+
+def settings() -> dict[str, str]:
+    """The environment variables, the working folder and torch's default dtype."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_VARIABLES)}
+    torch = sys.modules.get("torch")
+    return (
+        found
+        | {FOLDER: os.path.realpath("/proc/self/cwd")}
+        | ({DTYPE: str(torch.get_default_dtype())} if torch else {})
+    )
+
+
+def changed(before: Mapping[str, str]) -> Iterator[str]:
+    """The settings that are others than `before`, one line each, and puts them back."""
+    now = settings()
+    for name in sorted(now.keys() | before.keys()):
+        was = before.get(name)
+        if now.get(name) == was or (name == DTYPE and was is None):
             continue
-        yield f"variable {name}: {now.get(name)!r}, was {was.get(name)!r}"
-        os.environ.pop(name, None)
-        os.environ.update({name: was[name]} if name in was else {})
-
-
-def _own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_VARIABLES)}
+        yield f"{'' if name in (FOLDER, DTYPE) else 'variable '}{name}: {now.get(name)!r}, was {was!r}"
+        if name == FOLDER:
+            os.chdir(str(was))
+        elif name == DTYPE:
+            torch = sys.modules["torch"]
+            torch.set_default_dtype(getattr(torch, str(was).removeprefix("torch.")))
+        else:
+            os.environ.pop(name, None)
+            os.environ.update({name: was} if was is not None else {})

@@ -42,8 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fails a test that leaves a process, a thread, a file in the checkout or an environment variable behind."""
+    """Fails a test that leaves a process, a thread, a file in the checkout or a setting behind."""
     before = snapshot(pytestconfig.rootpath)
     yield
     if left := left_since(before, pytestconfig.getoption("--grace")):
         pytest.fail("it leaves behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file_leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails the last test of a file whose fixtures leave something behind."""
+    before = snapshot(pytestconfig.rootpath)
+    yield
+    if left := left_since(before, pytestconfig.getoption("--grace")):
+        pytest.fail("its file leaves behind:\n" + "\n".join(left), pytrace=False)

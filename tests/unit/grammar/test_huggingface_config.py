@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from support.tables import each_row
 
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.read import read_config
+from moec.grammar.source import Source
 
 CONFIG: dict[str, Any] = {
     "model_type": "mixtral",
@@ -32,6 +35,20 @@ def test_keys_that_nobody_asks_for_are_warned_of_also_inside_of_others() -> None
     assert notes(rope_scaling=LINEAR) == []
     said = notes(rope_scaling={**LINEAR, "high_freq": 3}, new_norm="l2")
     assert said == [f"`{key}` is not known here and has no effect" for key in ("new_norm", "rope_scaling.high_freq")]
+
+
+def test_a_nested_key_is_found_where_it_stands_and_not_at_an_outer_one_of_its_name() -> None:
+    text = '{\n "factor": 3,\n "rope_scaling": {\n  "factor": 0.5\n }\n}'
+    config = Config(json.loads(text), Source("config.json", text))
+    assert [each.span("factor").line for each in (config, config.nested("rope_scaling"))] == [2, 4]
+
+
+def test_the_context_that_was_trained_may_stand_beside_the_parameters() -> None:
+    longrope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for place in ({"original_max_position_embeddings": 8}, {}):
+        spec = read_config({**CONFIG, "rope_scaling": longrope, **place}).spec
+        scaling = spec.model.layers[0].attention.rope.scaling
+        assert scaling.original == (8 if place else 32)
 
 
 @each_row("value", [None, False, 0, 0.0, "", [], {}, float("nan")])

@@ -14,6 +14,7 @@ from support.ways_to_run import require_every_way_alike
 import moec
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
+from moec.runtime.job import step
 from moec.runtime.job.job import Job
 from moec.runtime.job.reference import reference
 
@@ -114,3 +115,20 @@ def test_a_model_with_another_padding_takes_none() -> None:
     with moec.launch(plan, device="cpu") as job, pytest.raises(JobError, match="takes none") as error:
         job.step(job.build(), TOKENS, LABELS, padding=PADDED)
     assert "padding = given" in error.value.diagnostics[0].help
+
+
+@pytest.mark.parametrize("word", ["given", "0"])
+def test_a_device_that_counts_tokens_itself_leaves_padding_out_as_the_host_does(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """Off the CPU the host does not wait for the counts: here for tensors that are on it after all."""
+    found = []
+    tokens, inputs = (TOKENS, {"padding": PADDED}) if word == "given" else (TOKENS.masked_fill(PADDED, 0), {})
+    plan = moe_plan(ranks=1, ep=1, model=f"embedding = tokens(padding = {word})")
+    with moec.launch(plan, device="cpu") as job:
+        for device in ("cpu", "cuda"):
+            monkeypatch.setattr(step, "device_of", lambda _, device=device: torch.device(device))
+            model = job.build(seed=1)
+            loss = job.step(model, tokens, LABELS, **inputs)
+            found.append({"loss": loss, **{name: p.grad for name, p in model.named_parameters()}})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)

@@ -38,6 +38,42 @@ def test_keep_removes_older_checkpoints_whose_names_differ_in_the_last_number_al
     assert sorted(os.listdir(tmp_path)) == ["000011", "step-10", "step-11"]
 
 
+def test_a_checkpoint_that_is_due_comes_at_the_first_call_after_its_step(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    for step in (3, 7, 8):
+        model.set(step=step)
+        if saving := job.checkpoint(tmp_path, model, every=4):
+            saving.wait()
+    assert sorted(os.listdir(tmp_path)) == ["7", "8"]
+
+
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    for step in (1, 2):
+        job.save(tmp_path / str(step), model).wait()
+    next((tmp_path / "2").glob("*.safetensors")).write_bytes(b"")
+    job.save(tmp_path / "3", model, keep=2).wait()
+    assert (tmp_path / "1").is_dir()
+
+
+class Drawing:
+    """An extra whose loading draws."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        torch.rand(3)
+
+
+def test_what_an_extra_draws_while_it_is_loaded_changes_no_later_number(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    job.save(tmp_path / "1", model, loader=Drawing()).wait()
+    drawn = torch.rand(4)
+    job.load(tmp_path / "1", model, loader=Drawing())
+    assert torch.equal(torch.rand(4), drawn)
+
+
 def test_a_keep_of_a_save_that_is_no_number_is_refused(job: Job, tmp_path: Path) -> None:
     with pytest.raises(moec.DiagnosticError, match="keep must be a number of checkpoints, at least 1, not 0"):
         job.save(tmp_path / "1", job.build(), keep=0)

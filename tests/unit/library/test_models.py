@@ -12,6 +12,7 @@ from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
+from moec.grammar.printer import model_text
 from moec.grammar.resolve.library import library_names
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +34,26 @@ def test_every_model_compiles_under_use(name: str) -> None:
     assert spec.subject.name == name
     assert spec.subject.dtype == "bf16"
     assert run_passes(spec).program.blocks
+
+
+@each_row(
+    ("name", "said"),
+    {
+        "mixtral_8x7b": ["theta = 1_000_000", "topk(2, normalize = true)"],
+        "qwen3_30b_a3b": ["eps = 1e-6", "theta = 1_000_000", "topk(8, normalize = true)"],
+        "deepseek_v3": ["eps = 1e-6", "yarn(40, original = 4096", "scale = 2.5", "groups = 8, keep_groups = 4"],
+        "deepseek_v2": ["eps = 1e-6", "yarn(40, original = 4096", "scale = 16", "groups = 8, keep_groups = 3"],
+        "kimi_k2": ["eps = 1e-6", "theta = 50_000", "yarn(32, original = 4096", "score = sigmoid", "scale = 2.827"],
+        "gpt_oss_120b": ["theta = 150_000", "yarn(32, original = 4096", "window = 128, sinks = true", "order = after"],
+        "olmoe_1b_7b": ["topk(8)", "qk_norm = projection"],
+        "dbrx": ["theta = 500_000", "clip = 8", "topk(4, normalize = true"],
+        "glm_4_5": ["theta = 1_000_000, fraction = 0.5", "score = sigmoid", "scale = 2.5"],
+    }.items(),
+)
+def test_what_no_parameter_counts_is_as_published(name: str, said: list[str]) -> None:
+    """In each model's own config.json on Hugging Face."""
+    text = " ".join(model_text(load_text(f'use "models/{name}"\n').unwrap()).split()).replace("( ", "(")
+    assert [words for words in said if words not in text] == [], text
 
 
 @each_row("name", NAMES)

@@ -135,6 +135,13 @@ def test_zero_cuts_masters_states_and_the_gradients_that_the_optimizer_reads(sta
     assert between[0] - between[1] == pytest.approx(4 * elements * 3 / 4 if stage > 1 else 0)
 
 
+def test_scattered_gradients_of_earlier_micro_batches_are_there_beside_those_of_the_last() -> None:
+    program, spec = placed()
+    zero = replace(program, blocks=tuple(cut_over_dp(block, 2) for block in program.blocks))
+    one, two = (at(memory_of(replace(zero, microbatches=n), spec), "gradient sums")["gradients"] for n in (1, 2))
+    assert two == 2 * one
+
+
 def test_weights_gathered_for_several_micro_batches_stay_until_the_step_ends() -> None:
     program, spec = placed()
     zero = replace(program, blocks=tuple(cut_over_dp(block, 1) for block in program.blocks), microbatches=2)
