@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def under_both(request: pytest.FixtureRequest, gloo: GlooPool, folder: Path, tmp
 
 
 def _inside(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    os.chdir(folder)
-    return function(*arguments)
+    with contextlib.chdir(folder):
+        return function(*arguments)
 
 
 def test_the_script_trains_as_plain_pytorch_does(on_ranks: OnRanks) -> None:

@@ -277,14 +277,14 @@ def stopped_and_resumed(folder: str, once: Callable[..., Ran], max_norm: float =
 
         ran["batch"] = until_the_fifth
 
-    os.chdir(os.path.join(folder, "whole"))
-    whole = once()
-    os.chdir(os.path.join(folder, "stopped"))
-    with contextlib.suppress(KilledError):
-        once(change=stopping)
-    assert sorted(os.listdir("checkpoints")) == ["2", "4"]
-    again = once()
+    with contextlib.chdir(os.path.join(folder, "whole")):
+        whole = once()
+    with contextlib.chdir(os.path.join(folder, "stopped")):
+        with contextlib.suppress(KilledError):
+            once(change=stopping)
+        assert sorted(os.listdir("checkpoints")) == ["2", "4"]
+        again = once()
+        names = sorted(os.listdir("checkpoints"))
     pairs = zip(parts(whole["model"]).values(), parts(again["model"]).values(), strict=True)
-    names = sorted(os.listdir("checkpoints"))
     halved = plain_training(again, 6, max_norm=max_norm, rate=lambda step: 0.5 ** (step // 4))
     return all(torch.equal(a, b) for a, b in pairs), names, off(again, halved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from support.ranks.gloo_pool import GlooPool
 
@@ -17,9 +18,7 @@ def in_pairs(gloo: GlooPool, function: Callable[..., Any], cases: list[Any]) -> 
 
 def _as_one_of_two(function: Callable[..., Any], cases: list[Any]) -> Any:
     pair, rank = divmod(int(os.environ["RANK"]), 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(pair)  # jobs of different attempts do not meet in the store
-    try:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    own["TORCHELASTIC_RESTART_COUNT"] = str(pair)  # jobs of different attempts do not meet in the store
+    with patch.dict(os.environ, own):
         return function(cases[pair])
-    finally:
-        del os.environ["TORCHELASTIC_RESTART_COUNT"]
