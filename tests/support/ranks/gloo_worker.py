@@ -24,6 +24,8 @@ import torch.distributed as dist
 from support.session.leftovers import changed, settings
 from torch.distributed.device_mesh import DeviceMesh
 
+from moec.runtime.job.layer import MoeLayer
+
 ENTERED = b"entered"
 """What a worker sends before it runs its task."""
 
@@ -100,6 +102,8 @@ def _let_groups_go() -> None:
     for each in gc.get_objects():
         if type(each) is DeviceMesh:
             getattr(each, "_pg_registry", {}).clear()  # for torch.compile alone; groups are found by their names
+        elif type(each) is MoeLayer:
+            each.aux_loss = None  # the graph has nodes of `fully_shard` that refer to the layer: gc sees no such cycle
     gc.collect()
 
 
