@@ -29,6 +29,9 @@ LONGER = {
     "::test_a_killed_run_restarts_by_itself_and_has_the_losses_of_one_that_was_not": (
         "a kill and two starts of a job under torchrun"
     ),
+    "tests/distributed/test_twenty_steps.py"
+    "::test_twenty_steps_under_any_degrees_are_those_of_the_unsharded_model"
+    "[ranks 4, tp 1, ep 4, zero 3, recompute experts, microbatches 4, eight steps]": "eight steps of four ranks",
     "tests/distributed/test_peers.py::test_a_slow_rank_is_waited_for_and_a_silent_one_is_not": (
         "a rank sleeps for longer than the timeout of its job, which a busy machine must not reach by itself"
     ),
