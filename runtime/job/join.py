@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
@@ -182,11 +183,8 @@ def forget_meshes() -> None:
 
     They find a mesh by its shape and give that of an earlier job, whose groups have ended: `full_tensor()` would not
     find them, or find others of the same name. They also keep the connections of every job open.
-
-    The first two lines are `_clear_sharding_prop_cache` of `torch.distributed.tensor.debug`, whose import takes 0.9 s.
     """
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
 

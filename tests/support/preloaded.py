@@ -36,7 +36,6 @@ IMPORTED = [
     "moec.driver",
     "moec.passes.pipeline",
     "moec.runtime.job.job",
-    "torch._dynamo",  # which a first step of an optimizer imports
 ]
 """What the process that all others are forked from has imported."""
 
