@@ -79,6 +79,7 @@ class MoeLayer(nn.Module):
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
         self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
+        self._weights.home = home  # its groups stay open until the last backward pass, also where the layer is dropped
         self._routers = [site_of(op, call.layer) for op in self._function.routers]
         self._number = torch.tensor(call.layer, device="cpu")
         self._padded = counts_own_tokens(program)

@@ -49,6 +49,8 @@ class Weights:
         # Weak: autograd's nodes refer to this, the layer to its `aux_loss`, and Python sees no cycle through autograd.
         self._owner = ref(owner)
         self._microbatches = microbatches
+        self.home: object = None
+        """What backward passes need of it, which refer to this."""
         self._paths = [split_name(spec.name) for spec in specs]
         self._buckets = by_groups(Summed(i, spec.shape, spec.groups, spec.zero) for i, spec in enumerate(specs))
         self.gathers = any(spec.zero is not None for spec in specs)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moec
 from moec.passes.ir import local_slices
+from moec.runtime.job.masters import local_part
 
 
 def refusal(act: Any, *arguments: Any) -> str:
@@ -147,6 +148,18 @@ def used_and_dropped(backward: bool) -> bool:
     return dropped() is None
 
 
+def late_gradients(drop: bool) -> dict[str, Tensor]:
+    """This rank's gradients of a backward pass, also where the layer is gone before it."""
+    layer = moec.layer(layer_text(ranks=None, ep=2), seed=1)
+    parameters = dict(layer.named_parameters())
+    loss = layer(torch.arange(32.0).view(2, 16) / 32).square().sum() + layer.aux_loss
+    if drop:
+        del layer
+        gc.collect()
+    loss.backward()
+    return {name: local_part(parameter.grad) for name, parameter in parameters.items()}
+
+
 def states() -> dict[str, Any]:
     rank, text = dist.get_rank(), layer_text(ranks=None, ep=2)
     layer, whole = moec.layer(text, seed=1), moec.reference(text, seed=2)
@@ -238,6 +251,11 @@ def test_layers_share_their_process_groups(gloo: GlooPool) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_layer_that_is_dropped_is_freed(gloo: GlooPool, backward: bool) -> None:
     assert gloo.run(2, used_and_dropped, backward) == [True, True]
+
+
+def test_a_layer_that_is_dropped_before_its_backward_pass_has_the_gradients_of_one_that_is_not(gloo: GlooPool) -> None:
+    for kept, dropped in zip(*(gloo.run(2, late_gradients, drop) for drop in (False, True)), strict=True):
+        torch.testing.assert_close(dropped, kept, rtol=0, atol=0)
 
 
 def test_of_whole_tensors_a_rank_takes_its_part_and_of_parts_only_its_own(gloo: GlooPool) -> None:
