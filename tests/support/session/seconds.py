@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
+from support.session import extent
 
 MOST_SECONDS = 5.0
 """A test of `make test` takes no longer on two quiet cores, but for those in `LONGER`."""
@@ -65,6 +66,9 @@ class Seconds:
         if len(self._taken) > SLOWEST:
             for line in table(self._taken, time.monotonic() - self._begun):
                 terminalreporter.write_line(line)
+        if (longer := too_long(self._taken)) and not extent.everything:
+            line = f"{len(longer)} tests took over {MOST_SECONDS:g} s, on two quiet cores only those of `LONGER` may"
+            terminalreporter.write_line(line)
 
 
 def folder_of(test: str) -> str:
@@ -85,5 +89,8 @@ def table(taken: Mapping[str, float], whole: float) -> Iterable[str]:
     yield f"\n{'seconds':>9}  the {SLOWEST} slowest tests"
     for test in sorted(taken, key=taken.__getitem__, reverse=True)[:SLOWEST]:
         yield f"{taken[test]:9.1f}  {test}"
-    if longer := [test for test, each in taken.items() if each > MOST_SECONDS and test not in LONGER]:
-        yield f"\n{len(longer)} tests took over {MOST_SECONDS:g} s, on two quiet cores only those of `LONGER` may"
+
+
+def too_long(taken: Mapping[str, float]) -> list[str]:
+    """The tests that took longer than one of `make test` may."""
+    return [test for test, each in taken.items() if each > MOST_SECONDS and test not in LONGER]
