@@ -21,8 +21,12 @@ def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
     A file that states a cluster of one data-parallel rank has no warning; one without a cluster has, as it may be
     compiled for any.
     """
-    if states_cluster(spec) and _data_parallel(spec) == 1:
-        return
+    if not states_cluster(spec) or _data_parallel(spec) > 1:
+        yield from with_results_of_ranks(spec)
+
+
+def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
+    """The same, whatever the cluster."""
     layers = spec.model.layers if spec.has_model else ()
     mixtures = [layer.moe for layer in layers if layer.moe is not None] + [module.moe for module in spec.layers]
     for moe in {id(moe): moe for moe in mixtures}.values():

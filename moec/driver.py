@@ -6,7 +6,6 @@ Each function imports only the packages that it needs, so that `moec check` is a
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -18,6 +17,7 @@ from moec.grammar.spec import Spec, Train
 from moec.grammar.supported import unsupported
 from moec.runtime import other_names
 from moec.runtime.calls import called
+from moec.runtime.script import warn
 from moec.subject import is_plan, is_text, require_plan, require_source
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def from_hf(source: str | Path | Mapping[str, Any] | ConfigObject) -> Spec:
 
     imported = read_config(source.to_dict() if isinstance(source, ConfigObject) else source)
     for note in imported.notes:
-        warnings.warn(f"{note.code}: {note.message}", stacklevel=3)
+        warn(f"{note.code}: {note.message}")
     return imported.spec
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 
 from moec.codegen.unknown_names import UnknownNameError
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
 from moec.grammar.source import Source, Span
 from moec.runtime.errors import CallError, JobError, RankError
+from moec.runtime.script import of_library, shown_path
 
 HEAD_START_SECONDS = 2.0
 OWN_ERROR_SECONDS = 10.0
@@ -113,14 +112,6 @@ def _help_of_torch(error: BaseException, trace: TracebackType | None) -> str:
     return ""
 
 
-def script_line() -> str:
-    """The line of the script that runs now, as `train.py:13`; empty where there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _of_library(frame):
-        frame = frame.f_back
-    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
 def _print(error: DiagnosticError, trace: TracebackType | None) -> None:
     elsewhere = isinstance(error, JobError) and error.elsewhere
     shown = error.diagnostics if elsewhere else in_script(error, trace)
@@ -139,7 +130,7 @@ def _place(trace: TracebackType | None) -> Span | None:
     """The innermost line of the user's in a traceback; of a line in several, the first."""
     found = None
     while trace is not None:
-        if not _of_library(trace.tb_frame):
+        if not of_library(trace.tb_frame):
             found = trace
         trace = trace.tb_next
     if found is None:
@@ -154,28 +145,7 @@ def _place(trace: TracebackType | None) -> Span | None:
     line = lines[number - 1]
     start, end = _columns(code, found.tb_lasti, number, line)
     before = sum(map(len, lines[: number - 1]))
-    return Span(Source(_shown(path), "".join(lines)), before + start, before + end)
-
-
-def _shown(path: str) -> str:
-    try:
-        return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
-    except OSError:  # the working folder is gone
-        return path
-
-
-@cache
-def _libraries() -> tuple[str, ...]:
-    """Folders whose frames are no lines of the user's."""
-    import sysconfig
-
-    return tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
-
-
-def _of_library(frame: FrameType) -> bool:
-    """Whether the frame is moec's, Python's or an installed package's."""
-    module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-    return module.partition(".")[0] == "moec" or path.startswith((*_libraries(), "<frozen"))
+    return Span(Source(shown_path(path), "".join(lines)), before + start, before + end)
 
 
 def _columns(code: CodeType, instruction: int, number: int, line: str) -> tuple[int, int]:

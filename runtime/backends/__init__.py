@@ -7,7 +7,6 @@ An operator checks its arguments and calls the backend's function of its name. T
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from types import ModuleType
 
 from moec.codegen.kernels.tiles import LIBRARIES
 from moec.runtime.errors import JobError
+from moec.runtime.script import warn_first
 
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton", *LIBRARIES)
@@ -106,12 +106,3 @@ def _select(forced: str | None, device: str) -> Backend:
         raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or set {VARIABLE}=torch")
     warn_first(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", "LOCAL_RANK")
     return torch_backend
-
-
-def warn_first(message: str, rank: str, stacklevel: int = 3) -> None:
-    """Warns if the variable `rank` is 0: `RANK` for warnings about the model, `LOCAL_RANK` for those about a machine.
-
-    Other ranks would warn of the same. Without torchrun every process warns.
-    """
-    if os.environ.get(rank, "0") == "0":
-        warnings.warn(message, stacklevel=stacklevel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ from moec.runtime.checkpoint.description import write_description
 from moec.runtime.checkpoint.files import give_name, refuse_existing, sync_name, unwritable
 from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
 from moec.runtime.checkpoint.reading import Block, Checkpoint
+from moec.runtime.checkpoint.runs import new_id
 from moec.runtime.checkpoint.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
 from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError
@@ -136,7 +138,10 @@ def write_new(
     temporary = Temporary(target)
     try:
         written, entries = _write_whole(temporary.path / shard_name(0), tensors, advance)
-        head = {"moec": version, "step": 0, "data_size": 1, "degrees": {}, "optimizer": None}
+        head = {
+            "moec": version, "run": new_id(), "saved": time.time_ns(), "step": 0, "data_size": 1, "degrees": {},
+            "optimizer": None,
+        }  # fmt: skip
         index = {
             "tensors": entries, "settings": {STEP.name: 0}, "job_steps": 0, "job_tokens": 0, "optimizer": None,
             "extras": {},

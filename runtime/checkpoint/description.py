@@ -32,3 +32,8 @@ def write_description(
     refuse_unreadable(target, first, content)
     write_file(folder / INDEX, content)
     write_file(folder / HEAD, first)
+
+
+def degrees_of(plan: Plan) -> dict[str, dict[str, int]]:
+    """The degrees of each mesh."""
+    return {name: dict(mesh.axes) for name, mesh in plan.meshes.items()}

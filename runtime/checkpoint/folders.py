@@ -10,13 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.files import shown, written_but
+from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
 from moec.runtime.checkpoint.options import require_path
 from moec.runtime.checkpoint.reading import read_head
+from moec.runtime.checkpoint.runs import Found, in_order, of_the_last_run
 from moec.runtime.checkpoint.temporary import MARK, remove_left_over
 from moec.runtime.errors import JobError
 
+NUMBER = "[0-9]{1,18}"
+"""The names of checkpoints that are a step."""
 ASIDE = ".damaged"
 """The end of the name under which `set_aside` keeps a damaged checkpoint."""
 SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
@@ -24,36 +27,40 @@ SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
 
 @called("moec.latest", folder="the folder that `job.checkpoint` saves to, such as 'checkpoints'")
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in `folder` with the highest step, or None. Needs no torch.
+    """The last complete checkpoint of the run that has saved last in `folder`, or None. Needs no torch.
 
     A checkpoint is complete if its shards have the sizes that `checkpoint.json` states; digests are not compared.
     Anything else in the folder is ignored, temporary folders of killed runs among it.
     """
     require_path("moec.latest", "folder", folder)
-    return next((path for path, head in heads_in(Path(folder)) if fault_of(path, head) is None), None)
+    found = of_the_last_run(heads_in(Path(folder)))
+    return next((path for path, head in found if fault_of(path, head) is None), None)
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the highest step first, those with damages or of another format among them.
+def heads_in(folder: Path) -> list[Found]:
+    """The checkpoints in `folder`, the last saved first, those with damages or of another format among them.
 
     A checkpoint without a valid `checkpoint.json` has the step that is its name; other names are ignored.
     """
-    return [path for path, _ in heads_in(folder)]
-
-
-def heads_in(folder: Path) -> list[tuple[Path, Head | None]]:
-    """`newest_first`, each with its head, or None if that is not valid."""
-    found = list[tuple[int, Path, Head | None]]()
+    found = list[Found]()
     for path in _folders_in(folder):
         try:
-            head = read_head(path)
-            found.append((head.step, path, head))
+            found.append((path, read_head(path)))
         except JobError:
-            if re.fullmatch(r"[0-9]{1,18}", path.name) and any(
+            if re.fullmatch(NUMBER, path.name) and any(
                 os.path.lexists(path / name) for name in (HEAD, INDEX, shard_name(0))
             ):
-                found.append((int(path.name), path, None))
-    return [(path, head) for _, path, head in sorted(found, key=lambda each: each[:2], reverse=True)]
+                found.append((path, None))
+    return in_order(found)
+
+
+def is_followed(path: Path, head: Head) -> bool:
+    """Whether the folder of `path` has a later checkpoint of the run of its `head`."""
+    try:
+        found = heads_in(path.parent)
+    except JobError:  # a folder that others may not list
+        return False
+    return any(other is not None and other.run == head.run and other.saved > head.saved for _, other in found)
 
 
 def fault_of(path: Path, head: Head | None = None) -> JobError | None:
@@ -110,10 +117,10 @@ def require_parent(folder: Path) -> None:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Names in `folder` that have a `checkpoint.json` and that `newest_first` does not give: links, for one."""
+    """Names in `folder` that have a `checkpoint.json` and that `heads_in` does not give: links, for one."""
     if not folder.is_dir():
         return []
-    taken = {path.name for path in newest_first(folder)}
+    taken = {path.name for path, _ in heads_in(folder)}
     visible = (path.name for path in folder.iterdir() if not path.name.startswith("."))
     return sorted(name for name in visible if name not in taken and os.path.lexists(folder / name / HEAD))
 
@@ -129,41 +136,48 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
-def remove_old(newest: Path, keep: int) -> None:
-    """Leaves `keep` complete checkpoints of its series: `newest`, and those with the highest steps.
+def remove_old(newest: Path, keep: int) -> str:
+    """Leaves `keep` complete checkpoints of its run and its series: `newest`, and the last saved of the others.
 
-    Of a series are those of its model whose names equal its own but for the last number: `step-6` and `step-20`, not
-    `best`. Removes left-over folders. Raises `JobError` MOE0804, which says that `newest` is written.
+    Of a series are those whose names equal its own but for the last number: `step-6` and `step-20`, not `best`. Removes
+    left-over folders. Returns what could not be removed, in words; empty if nothing.
     """
-    folder = newest.parent
+    folder, left = newest.parent, list[str]()
     try:
-        names, model, found = os.listdir(folder), read_head(newest).model, heads_in(folder)
+        names, run, found = os.listdir(folder), read_head(newest).run, heads_in(folder)
     except OSError as error:
-        raise _not_removed(newest, f"old checkpoints cannot be removed: {shown(folder)}: {error.strerror}") from error
+        return f"{shown(folder)}: {error.strerror}"
     except JobError as error:
-        raise _not_removed(newest, f"old checkpoints cannot be removed: {error.diagnostics[0].message}") from error
+        return error.diagnostics[0].message
     for name in names:
         if name.startswith(".") and MARK in name:
             remove_left_over(folder / name)
-    series = _series(newest.name)
     complete = [
         path
         for path, head in found
-        if head is not None and head.model == model and path != newest
-        and _series(path.name) == series and fault_of(path, head) is None
+        if head is not None and head.run == run and path != newest
+        and _series(path.name) == _series(newest.name) and fault_of(path, head) is None
     ]  # fmt: skip
     for path in complete[keep - 1 :]:
         try:
-            # Renamed first: a folder that is half removed must not be found.
-            shutil.rmtree(path.rename(path.parent / f".{path.name}{MARK}old-{time.time_ns()}"))
+            _remove(path)
         except OSError as error:
-            raise _not_removed(newest, f"{shown(path)} cannot be removed: {error.strerror}") from error
+            left.append(f"{shown(path)}: {error.strerror}")
+    return "; ".join(left)
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; where that fails, it has its name again, or no name that is found if a part is gone."""
+    files, hidden = os.listdir(path), path.parent / f".{path.name}{MARK}old-{time.time_ns()}"
+    path.rename(hidden)
+    try:
+        shutil.rmtree(hidden)
+    except OSError:
+        if len(os.listdir(hidden)) == len(files):
+            hidden.rename(path)
+        raise
 
 
 def _series(name: str) -> tuple[str, ...]:
     """A name without its last number: what is before and after it."""
     return tuple(re.split(r"[0-9]+(?=[^0-9]*\Z)", name))
-
-
-def _not_removed(newest: Path, words: str) -> JobError:
-    return written_but(newest, words, "remove old checkpoints yourself, or save without `keep`")

@@ -29,8 +29,8 @@ TORCH_METADATA = ".metadata"
 """The file that `torch.distributed.checkpoint` writes."""
 MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
 """How names of tensors begin. Those of the optimizer are in `optimizer_state.py`."""
-FORMAT = 1
-"""Raised whenever a checkpoint of an older moec would be misread."""
+FORMAT, READ_FORMATS = 2, (1, 2)
+"""Raised whenever a checkpoint would be misread, or refused as damaged, by an older moec."""
 BLOCK_BYTES = 8 << 20
 """Bytes of a cell that share one digest: a reader of a part reads and checks only the blocks that it needs."""
 MAX_HEAD_BYTES, MAX_INDEX_BYTES = 4 << 20, 128 << 20
@@ -61,12 +61,19 @@ class Data(BaseModel):
 
 
 class Head(Data):
-    """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: of each mesh."""
+    """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: of each mesh.
+
+    `run`, `ancestors`: see `runs.py`; `saved`: when, in ns since 1970, later than any other in its folder. Format 1 has
+    none of the three.
+    """
 
     format: int
     moec: Text
     model: Text
     spec: Digest
+    run: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    ancestors: tuple[tuple[Text, Count], ...] = ()
+    saved: Count = 0
     step: Count
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     data_size: Annotated[int, Field(ge=1)]
@@ -118,9 +125,10 @@ class Group(Data):
 
 
 class OptimizerEntry(Data):
-    """`kind`: the class. `numbers`: the states that are no tensors, by parameter."""
+    """`kind`: the class; `made`: its defaults, as plain data. `numbers`: states that are no tensors, by parameter."""
 
     kind: Text
+    made: Tree = None
     groups: tuple[Group, ...]
     numbers: dict[Name, dict[Text, Tree]]
 
@@ -144,11 +152,15 @@ class Extra(Data):
 
 
 class Index(Data):
-    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks."""
+    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks.
+
+    `data_ranks`: that of each rank; none in format 1 and in a converted file.
+    """
 
     model: ModelFields
     headers: tuple[Digest, ...]
     tensors: dict[Name, Entry]
+    data_ranks: tuple[Count, ...] = ()
     settings: dict[Text, int]
     job_steps: Count
     job_tokens: Count
@@ -179,7 +191,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def head_bytes(fields: Mapping[str, Any]) -> bytes:
-    """The content of `checkpoint.json`: `fields` of a `Head`, the format, and a digest of both."""
+    """The content of `checkpoint.json`: `fields` of a `Head` but for the digest of all."""
     content = {"format": FORMAT, **fields}
     return canonical(content | {"digest": digest(canonical(content))})
 
@@ -250,15 +262,15 @@ def parse_head(path: Path, content: bytes) -> Head:
     """Raises `JobError` for anything that `head_bytes` does not write, and for another format."""
     data = _json_object(path, content)
     stated = data.get("format")
-    if stated != FORMAT:
+    if stated not in READ_FORMATS:
         raise JobError(
             "MOE0802",
-            f"{path}: format {str(stated)[:20]}, this moec reads format {FORMAT}",
+            f"{path}: format {str(stated)[:20]}, this moec reads up to {FORMAT}",
             "use the moec that wrote it; `moec checkpoint convert` of that moec makes a file of plain safetensors",
         )
     rest = {key: value for key, value in data.items() if key != "digest"}
     try:
-        expected = head_bytes({key: value for key, value in rest.items() if key != "format"})
+        expected = head_bytes(rest)
     except ValueError as error:  # infinity, or half a surrogate pair
         raise damaged(path, f"it is not JSON ({error})") from error
     if expected != content:

@@ -7,8 +7,7 @@ file that changes in between may go unnoticed, or raise after a part is loaded.
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,11 +19,13 @@ from torch.optim import Optimizer
 from moec.codegen.emit import DTYPES as COMPUTED
 from moec.codegen.plan import Plan, PlanParameter
 from moec.runtime.checkpoint.content import random_states, require_optimizer
-from moec.runtime.checkpoint.extras import give, read_extras, unread
+from moec.runtime.checkpoint.description import degrees_of
+from moec.runtime.checkpoint.extras import give, read_extras
 from moec.runtime.checkpoint.files import shown
+from moec.runtime.checkpoint.folders import is_followed
 from moec.runtime.checkpoint.grid import Box
 from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
-from moec.runtime.checkpoint.mathematics import differences, other_biases
+from moec.runtime.checkpoint.mathematics import other_biases
 from moec.runtime.checkpoint.optimizer_state import (
     OPTIONS,
     Plain,
@@ -36,33 +37,37 @@ from moec.runtime.checkpoint.optimizer_state import (
 )
 from moec.runtime.checkpoint.parts import DTYPES, UnevenError, part_of
 from moec.runtime.checkpoint.reading import Block, Checkpoint
+from moec.runtime.checkpoint.remarks import changed_options, first_of, remarks
+from moec.runtime.checkpoint.runs import Run
 from moec.runtime.checkpoint.saving import of_words
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import parameters_by_name, states_by_name
 from moec.runtime.job.settings import complaint_about
+from moec.runtime.script import warn
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
 
 T = TypeVar("T")
-MAX_NAMED = 5
 
 
 @dataclass(slots=True)
 class Loading:
     """What one rank reads of a checkpoint. `targets`: where tensors go, by name; `boxes`: the part of each.
 
-    `states`, `plain`: of the optimizer; `values`: the extras by name.
+    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name.
     """
 
     checkpoint: Checkpoint
     boxes: dict[str, Box] = field(default_factory=dict)
     targets: dict[str, Tensor] = field(default_factory=dict)
     random_states: dict[str, Tensor] = field(default_factory=dict)
+    keeps_random_states: bool = False
     states: dict[str, Target] = field(default_factory=dict)
     plain: Plain | None = None
+    changed_options: Sequence[str] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
     def want(self, name: str, tensor: Tensor) -> None:
@@ -143,10 +148,12 @@ def load(
     index = loading.checkpoint.index
     _restore_random_states(loading, next(model.parameters()).device)
     saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
+    model.run = Run.of(loading.checkpoint.head)
     if job.rank == 0:
-        # stacklevel: the script's line, past `load`, `Job.load` and its `called`, or `resume` too
-        for words in _remarks(loading, job.plan, optimizer, extras, resumes=resumes):
-            warnings.warn(f"{shown(Path(path).absolute())}: {words}", stacklevel=5 if resumes else 4)
+        if not resumes and is_followed(Path(path), loading.checkpoint.head):
+            model.run = model.run.branch()
+        for words in remarks(loading, job.plan, optimizer, extras, resumes=resumes):
+            warn(f"{shown(Path(path).absolute())}: {words}")
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}
 
 
@@ -193,64 +200,42 @@ def _prepared(
             )
         except (ValueError, TypeError) as error:
             raise JobError("MOE0801", f"{path}: optimizer: {error}") from error
-    if head.world_size == plan.world_size:
-        _read_random_states(loading, job, next(model.parameters()).device)
+        loading.changed_options = changed_options(optimizer, loading.plain)
+    _read_random_states(loading, job, next(model.parameters()).device)
     read_extras(loading, extras, plan.data_rank(job.rank), plan.data_size)
     return loading
 
 
-def _remarks(
-    loading: Loading, plan: Plan, optimizer: Optimizer | None, extras: Mapping[str, Any], *, resumes: bool
-) -> Iterator[str]:
-    """What a script should know of a checkpoint that was loaded: another model of the same shapes, parts not loaded."""
-    index = loading.checkpoint.index
-    others = differences(index.model, plan.spec)
-    if others:
-        more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-        yield f"the model has the same shapes, but computes something else: {'; '.join(others[:MAX_NAMED])}{more}"
-    if resumes and index.optimizer is not None and optimizer is None:
-        yield f"its optimizer, a {index.optimizer.kind}, was not loaded: give job.resume one"
-    if loading.plain is not None and loading.plain.is_reordered:
-        yield from _remarks_of_order(loading, loading.plain.groups, extras)
-    if resumes or optimizer is not None or extras:  # else the script wants the model alone
-        left = [name for name in unread(loading, returned=not resumes) if name not in extras]
-        if left:
-            call = "job.resume" if resumes else "job.load"
-            yield f"not loaded: {', '.join(left)}; give {call} an object for each, such as `{left[0]}={left[0]}`"
-
-
-def _remarks_of_order(loading: Loading, order: Sequence[int], extras: Mapping[str, Any]) -> Iterator[str]:
-    """What happened to groups of an optimizer in another order, if an object was loaded that may count them."""
-    index = loading.checkpoint.index
-    assert index.optimizer is not None
-    objects = [name for name in extras if index.extras[name].loads]
-    if not objects:
-        return
-    groups = index.optimizer.groups
-    moved = [f"group {there} is group {here} here" for here, there in enumerate(order) if here != there]
-    first = next(there for here, there in enumerate(order) if here != there)
-    such = f", that of {groups[first].parameters[0]}" if groups[first].parameters else ""
-    more = f"; and {len(moved) - MAX_NAMED} more" if len(moved) > MAX_NAMED else ""
-    yield (
-        f"the optimizer's groups are in another order than in the checkpoint, whose {moved[0]}{such}"
-        f"{''.join(f'; {each}' for each in moved[1:MAX_NAMED])}{more}. Options went to the groups with the same "
-        f"parameters, but a scheduler counts groups by number ({', '.join(objects)}): make the groups in the "
-        "checkpoint's order"
-    )
-
-
 def _read_random_states(loading: Loading, job: Job, device: torch.device) -> None:
-    """Reads this rank's rows. Raises `JobError` MOE0801 for what is no random state."""
+    """Reads what this rank takes. Raises `JobError` MOE0801 for what is no random state."""
+    head = loading.checkpoint.head
     for kind, state in random_states(device).items():
         entry = loading.checkpoint.index.tensors.get(RNG + kind)
-        if entry is None or entry.dtype != "U8" or entry.shape != (job.world_size, state.numel()):
+        if entry is None or entry.dtype != "U8" or entry.shape != (head.world_size, state.numel()):
             continue
-        found = loading.read_small(RNG + kind, ((job.rank, job.rank + 1), (0, state.numel()))).view(-1)
+        row = _row_of_random_states(loading.checkpoint, entry, job)
+        if row is None:
+            loading.keeps_random_states = True
+            continue
+        found = loading.read_small(RNG + kind, ((row, row + 1), (0, state.numel()))).view(-1)
         try:
             torch.Generator("cpu" if kind == "cpu" else device).set_state(found)
         except RuntimeError as error:
             raise JobError("MOE0801", f"{loading.checkpoint.path}: {RNG}{kind}: {error}") from error
         loading.random_states[RNG + kind] = found
+
+
+def _row_of_random_states(checkpoint: Checkpoint, entry: Entry, job: Job) -> int | None:
+    """The rank of the checkpoint whose random state this rank takes, one of its data rank; None if there is none."""
+    plan, ranks = job.plan, checkpoint.index.data_ranks
+    here = tuple(plan.data_rank(rank) for rank in range(plan.world_size))
+    if ranks == here or (not ranks and checkpoint.head.degrees == degrees_of(plan)):
+        return job.rank
+    if len(set(entry.digests)) == 1:  # all ranks had the same
+        return 0
+    if not ranks or checkpoint.head.data_size != plan.data_size:
+        return None
+    return ranks.index(plan.data_rank(job.rank))
 
 
 def tensors_of(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
@@ -273,10 +258,9 @@ def _require_same_model(
             unlike.append(f"{key} is {said[0]} in the checkpoint, {said[1]} here")
     if not unlike:
         return
-    more = f"; and {len(unlike) - MAX_NAMED} more" if len(unlike) > MAX_NAMED else ""
     raise JobError(
         "MOE0805",
-        f"{path} is of {model}, and this model is {plan.name}: {'; '.join(unlike[:MAX_NAMED])}{more}",
+        f"{path} is of {model}, and this model is {plan.name}: {first_of(unlike)}",
         "load a checkpoint of the same model; its plan, its degrees and the world size may differ",
     )
 
@@ -311,6 +295,7 @@ def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | 
         assert loading.plain is not None
         named = parameters_by_name(model, job.plan)
         put_back(optimizer, loading.plain, named, states)
+    model.zero_grad()  # gradients of the weights before would join those of the next step
     model.settings.update(index.settings)
     model.drop_loads()
     job.steps, job.total_tokens = index.job_steps, index.job_tokens

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,23 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
                     tree = encode(value, f"optimizer.state[{name}][{key!r}]", inside)
                     _require_no_tensors(key, name, inside)
                     numbers.setdefault(name, {})[key] = tree
-    return OptimizerContent({"kind": kind_of(optimizer), "groups": groups, "numbers": numbers}, tensors)
+    made = encode(scalars_of(optimizer.defaults), "optimizer.defaults", [])
+    entry = {"kind": kind_of(optimizer), "made": made, "groups": groups, "numbers": numbers}
+    return OptimizerContent(entry, tensors)
+
+
+def scalars_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer or of a group that are numbers, texts or tuples of these."""
+    kept = {key: value for key, value in options.items() if key not in IMPLEMENTATION}
+    return {key: value for key, value in kept.items() if _is_scalar(value) or _are_scalars(value)}
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _are_scalars(value: object) -> bool:
+    return type(value) in (list, tuple) and all(map(_is_scalar, cast("Sequence[object]", value)))
 
 
 def require_members(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
@@ -240,11 +256,13 @@ class Plain:
     """The plain data of a checkpoint's optimizer: `options` of each of its groups, `numbers` by parameter.
 
     `groups`: for each group of the optimizer here, the number of the checkpoint's group with the same parameters.
+    `made`: the options that it was made with; none in a checkpoint of format 1.
     """
 
     options: Sequence[Mapping[str, Any]]
     numbers: Mapping[str, Mapping[str, Any]]
     groups: Sequence[int]
+    made: Mapping[str, Any]
 
     @property
     def is_reordered(self) -> bool:
@@ -271,7 +289,10 @@ def plain_of(
         options.append(found)
     for name, trees in entry.numbers.items():
         numbers[name] = {key: decode(tree, _no_tensor) for key, tree in trees.items()}
-    return Plain(options, numbers, _numbers_of_groups(optimizer, entry, named))
+    made = decode(entry.made, _no_tensor) or {}
+    if not isinstance(made, dict):
+        raise ValueError("the options that an optimizer was made with are no dict")
+    return Plain(options, numbers, _numbers_of_groups(optimizer, entry, named), made)
 
 
 def _numbers_of_groups(optimizer: Optimizer, entry: OptimizerEntry, named: Mapping[str, nn.Parameter]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,26 @@ from moec.grammar.folder_kinds import kind_of
 from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, newest_first, require_parent, set_aside, unlisted
+from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, set_aside, unlisted
 from moec.runtime.checkpoint.index import is_of_torch, of_torch
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
+from moec.runtime.checkpoint.runs import of_the_last_run
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import parameters_by_name
 from moec.runtime.job.watch import collective
+from moec.runtime.script import warn
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
 
 NAME_BYTES = 256
 """The longest name of a file on common file systems, and its end."""
+MOST_LOOKS = 20
+"""How often a resume looks into a folder again whose checkpoints are removed meanwhile."""
 CODE_OF_MISSING, CODE_OF_DAMAGE = "MOE0800", "MOE0801"
 
 
@@ -41,7 +44,7 @@ def resume(
 ) -> int:
     """Loads the last complete checkpoint without damage. `Job.resume` describes it."""
     search, failure = _Search(Path(folder)), None
-    job.checks.require("job.resume", _complaint_about(job.plan, model, optimizer))
+    job.checks.require("job.resume", job.saves.wait() or _complaint_about(job.plan, model, optimizer))
     while name := _agree_on_next(job, search, failure):
         try:
             load(job, Path(folder) / name, model, optimizer, extras, resumes=True)
@@ -51,22 +54,17 @@ def resume(
                 raise
         else:
             if job.rank == 0:
-                search.set_damaged_aside(name)
+                search.end(name, model.settings["step"])
             break
     step = model.settings["step"]
     if not name and step and job.rank == 0:
-        # stacklevel: the script's line, past `resume`, `Job.resume` and its `called`
-        warnings.warn(
+        warn(
             f"there is no checkpoint in {shown(Path(folder).absolute())}: training goes on from step {step}, that of "
-            "the weights that were loaded; `model.set(step=0)` before job.resume begins a new count",
-            stacklevel=4,
+            "the weights that were loaded; `model.set(step=0)` before job.resume begins a new count"
         )
     elif not name and job.rank == 0 and (other := _misspelt(Path(folder))) is not None:
         missing = shown(Path(folder).absolute())
-        warnings.warn(  # the script's line, as above
-            f"there is no {missing}: training begins at step 0; did you mean {shown(other)}, which has checkpoints?",
-            stacklevel=4,
-        )
+        warn(f"there is no {missing}: training begins at step 0; did you mean {shown(other)}, which has checkpoints?")
     return step
 
 
@@ -76,10 +74,10 @@ def _misspelt(folder: Path) -> Path | None:
     try:
         if folder.exists():
             return None
-        if newest_first(folder.parent):  # `checkpoints/latest`
+        if heads_in(folder.parent):  # `checkpoints/latest`
             return folder.parent
         other = meant(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
-        return folder.with_name(other) if other and newest_first(folder.with_name(other)) else None
+        return folder.with_name(other) if other and heads_in(folder.with_name(other)) else None
     except (OSError, JobError):  # a hint may not end one rank alone
         return None
 
@@ -103,16 +101,17 @@ class _Search:
         self._left: list[Path] | None = None
         self._current: Path | None = None
         self._damages: list[tuple[Path, JobError]] = []
+        self._looks = MOST_LOOKS
 
     def next(self, failure: JobError | None) -> str:
         """The name of the next checkpoint, empty if there is none at all. `failure`: what loading the last one raised.
 
-        Raises `JobError` for anything but damage, and if every checkpoint is damaged.
+        Raises `JobError` for anything but damage, and if every checkpoint of the run is damaged.
         """
         if self._left is None:
             require_parent(self._folder)
-            self._left = newest_first(self._folder)
-        if failure is not None and self._current is not None:
+            self._left = self._look()
+        if failure is not None and self._current is not None and not self._looks_again():
             # A file that cannot be opened is a damage only if rank 0 misses it too.
             found = failure if _code(failure) == CODE_OF_DAMAGE else fault_of(self._current)
             if found is None or _code(found) != CODE_OF_DAMAGE:
@@ -123,6 +122,8 @@ class _Search:
             fault = fault_of(self._current)
             if fault is None:
                 return self._current.name
+            if self._looks_again():
+                continue
             if _code(fault) != CODE_OF_DAMAGE:
                 raise fault
             self._damages.append((self._current, fault))
@@ -131,8 +132,8 @@ class _Search:
             raise JobError(
                 first.code,
                 first.message,
-                f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to start "
-                "over",
+                f"no checkpoint of the last run in {shown(self._folder)} is without damage: restore one, load another "
+                "by `job.load`, or move them away to start over",
             )
         if others := unlisted(self._folder):
             raise JobError(
@@ -147,22 +148,40 @@ class _Search:
             raise JobError("MOE0800", f"{shown(self._folder)} is a plan", "name the folder of the checkpoints")
         return ""
 
-    def set_damaged_aside(self, name: str) -> None:
-        """Gives damaged checkpoints other names, so that a run can save under theirs, and warns of each."""
+    def _look(self) -> list[Path]:
+        """The checkpoints of the run that has saved last, the last one first."""
+        known = {path for path, _ in self._damages}
+        return [path for path, _ in of_the_last_run(heads_in(self._folder)) if path not in known]
+
+    def _looks_again(self) -> bool:
+        """Whether the current checkpoint is gone, as where a trainer saves with `keep`: then there is a later one."""
+        assert self._current is not None
+        if os.path.lexists(self._current) or not self._looks:
+            return False
+        self._looks -= 1
+        self._left = self._look()
+        return True
+
+    def end(self, name: str, step: int) -> None:
+        """Gives damaged checkpoints other names, so that a run can save under theirs; warns of what is not loaded."""
+        found = heads_in(self._folder)
+        own = {path for path, _ in of_the_last_run(found)}
+        ahead = next((path for path, head in found if path not in own and head and head.step > step), None)
+        if ahead is not None:
+            warn(
+                f"{shown(ahead)} is of another run, and has a higher step; {shown(self._folder / name)} is resumed, of "
+                "the run that has saved last"
+            )
         for other in unlisted(self._folder):
             if not SET_ASIDE.search(other) and not (self._folder / other).is_symlink():
-                warnings.warn(
-                    f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json", stacklevel=5
-                )
+                warn(f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json")
         for path, error in self._damages:
             aside = set_aside(path)
             kept = f"is kept as {shown(aside)}" if aside else "cannot be renamed"
             first = error.diagnostics[0]
-            # stacklevel: the script's line, past `resume`, `Job.resume` and its `called`
-            warnings.warn(
+            warn(
                 f"{shown(path)} is damaged and {kept}; {shown(self._folder / name)} is resumed instead "
-                f"({first.code}: {first.message})",
-                stacklevel=5,
+                f"({first.code}: {first.message})"
             )
 
 

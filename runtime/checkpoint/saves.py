@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
+from moec.runtime.checkpoint.folders import heads_in
 from moec.runtime.checkpoint.peers import Peers
-from moec.runtime.checkpoint.signals import SignalNotice
+from moec.runtime.checkpoint.signals import SignalNotice, spare_workers
 from moec.runtime.checkpoint.writing import Saving, Task, write
 from moec.runtime.errors import JobError, RankError
 from moec.runtime.job.checks import Complaint
@@ -28,10 +30,13 @@ class Saves:
     def __init__(self, store: Store | None, rank: int, world_size: int, watch: Watch | None = None) -> None:
         self.peers = Peers(store, rank, world_size, watch)
         self.signals = SignalNotice()
+        spare_workers()
         self._last: Saving | None = None
         self._number = 0
         self._begun = time.monotonic()
         self._last_in: dict[Path, tuple[int, float]] = {}
+        self._entered = set[Path]()
+        self._stamps = dict[Path, int]()
 
     def __enter__(self) -> Saves:
         return self
@@ -74,6 +79,21 @@ class Saves:
     def note(self, folder: Path, step: int, now: float) -> None:
         """Notes a scheduled save to `folder`, or a load from it, of `step`; `now` is of `time.monotonic`."""
         self._last_in[folder.absolute()] = step, now
+
+    def enters(self, folder: Path) -> bool:
+        """Whether it is the first time that the job saves to `folder` by a schedule."""
+        is_new = folder.absolute() not in self._entered
+        self._entered.add(folder.absolute())
+        return is_new
+
+    def stamp(self, folder: Path) -> int:
+        """Now, in ns since 1970, and later than all checkpoints in `folder`, whatever the clocks of other machines."""
+        last = self._stamps.get(folder)
+        if last is None:
+            with suppress(JobError):  # of a folder that cannot be read: the save will say so
+                last = max((head.saved for _, head in heads_in(folder) if head is not None), default=0)
+        self._stamps[folder] = stamp = max(time.time_ns(), (last or 0) + 1)
+        return stamp
 
     def next_number(self) -> int:
         """The number of the next save or load; equal on all ranks."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from moec.runtime.checkpoint.content import Content, content_of
+from moec.runtime.checkpoint.description import degrees_of
 from moec.runtime.checkpoint.files import refuse_existing, shown
 from moec.runtime.checkpoint.index import unexpected
 from moec.runtime.checkpoint.options import require_keep
@@ -57,11 +58,18 @@ def save(
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's message
         words = f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "
         failure, cause = Complaint.of(unexpected(error, words)), error
+    step, stamp = content.settings["step"], 0
+    if job.rank == 0:
+        stamp = saves.stamp(target.parent)
+        model.run = model.run.at(step).after(step, stamp)
     head = {
         "moec": plan.moec,
-        "step": content.settings["step"],
+        "run": model.run.id,
+        "ancestors": model.run.ancestors,
+        "saved": stamp,
+        "step": step,
         "data_size": plan.data_size,
-        "degrees": {name: dict(mesh.axes) for name, mesh in plan.meshes.items()},
+        "degrees": degrees_of(plan),
         "optimizer": content.optimizer and content.optimizer["kind"],
     }
     data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()

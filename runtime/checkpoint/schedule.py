@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.optim import Optimizer
 
+from moec.runtime.checkpoint.files import shown
+from moec.runtime.checkpoint.folders import NUMBER, heads_in
 from moec.runtime.checkpoint.options import require_keep, require_schedule
 from moec.runtime.checkpoint.saving import save
 from moec.runtime.checkpoint.writing import Saving
+from moec.runtime.errors import JobError
+from moec.runtime.job.checks import Complaint
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -37,6 +43,10 @@ def save_if_due(
     last_step, last_time = saves.last_in(Path(folder))
     last_step = last_step if last_step <= step else 0  # `model.set(step=…)` has gone back
     due = every is not None and step // every > last_step // every
+    if saves.enters(Path(folder)):
+        first = None if every is None else step if due else (step // every + 1) * every
+        complaint = _about_others(Path(folder), model, first, every) if job.rank == 0 else None
+        job.checks.require("job.checkpoint", complaint)
     is_told = False
     if seconds is not None or on_signal is not None:
         # The clock of rank 0 decides: those of other ranks may differ. A signal may reach any rank.
@@ -55,6 +65,33 @@ def save_if_due(
     if is_told and on_signal is not None:
         _end(job, saving, on_signal)
     return saving
+
+
+def _about_others(folder: Path, model: PlanModule, first: int | None, every: int | None) -> Complaint | None:
+    """Warns of checkpoints of other runs; why the first save would fail, or None. Of rank 0.
+
+    `first`: the step of the first save, after which they come at multiples of `every`.
+    """
+    try:
+        found = heads_in(folder)
+    except JobError as error:
+        return Complaint.of(error, of_all_ranks=True)
+    ways = f"another folder keeps runs apart; `job.resume({str(folder)!r}, …)` before the first step goes on from it"
+    names = {int(path.name) for path, _ in found if re.fullmatch(NUMBER, path.name)}
+    if first in names:
+        message = f"{shown(folder / str(first))}: exists, and the first save of this run would have its name"
+        return Complaint("MOE0803", message, f"{ways}; or move it away", of_all_ranks=True)
+    model.run = model.run.at(model.settings["step"])
+    other = next((path for path, head in found if head is not None and not model.run.has(head)), None)
+    if other is not None:
+        in_the_way = (n for n in names if first is not None and every is not None and n > first and n % every == 0)
+        taken = min(in_the_way, default=None)
+        end = "" if taken is None else f". The save at step {taken} will fail: {shown(folder / str(taken))} exists"
+        warn(
+            f"{shown(folder)} has checkpoints of another run, the last of them {other.name}: `keep` leaves them, and "
+            f"job.resume takes the run that has saved last; {ways}{end}"
+        )
+    return None
 
 
 def _end(job: Job, saving: Saving | None, number: int) -> NoReturn:

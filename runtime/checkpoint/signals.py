@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NoReturn
 
 from moec.runtime.job.wakeup import Handler, is_of_wakeup
 
+OF_WORKERS = frozenset((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+"""Signals that ask a job to save. A scheduler sends them to the workers of a `DataLoader` too, which the job needs."""
 REPEAT_SECONDS = 10.0
 """A launcher and a scheduler may both send the signal: a second one within this time is ignored."""
+
+
+def spare_workers() -> None:
+    """From now on workers that a `DataLoader` forks end by `OF_WORKERS` only if this process sends them.
+
+    Not those that it starts in another way (`multiprocessing_context`).
+    """
+    global _spares
+    if not _spares:
+        _spares = True
+        os.register_at_fork(after_in_child=_spare)
+
+
+_spares = False
+
+
+def _spare() -> None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+        frame = frame.f_back
+    if frame is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, OF_WORKERS)
+        _thread.start_new_thread(_end_by_parent, ())
+
+
+def _end_by_parent() -> None:
+    """What torch's handler of workers does for SIGTERM: it ends the worker if the signal is its parent's."""
+    while (told := signal.sigwaitinfo(OF_WORKERS)).si_pid != os.getppid():
+        pass
+    os._exit(0 if told.si_signo == signal.SIGTERM else 128 + told.si_signo)
 
 
 class SignalNotice:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from moec.runtime.checkpoint.parts import DTYPE_NAMES
 from moec.runtime.errors import JobError
@@ -21,6 +22,7 @@ MAX_DEPTH = 50
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 _WORDS = {cls: word for word, cls in (MAPPINGS | SEQUENCES).items()}
+DATA = "docs/checkpoints.md has data that needs no position to go on; a StatefulDataLoader of torchdata has one"
 SUPPORTED = "None, bools, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
 
 
@@ -52,6 +54,8 @@ def encode(value: Any, place: str, tensors: list[Tensor], depth: int = 0) -> Any
                 raise _refusal(f"{place} has a key of type {type(key).__qualname__}: {key!r:.80}")
             pairs.append([key, encode(item, f"{place}[{key!r:.80}]", tensors, depth + 1)])
         return {_WORDS[kind]: pairs}
+    if isinstance(value, DataLoader):
+        raise JobError("MOE0808", f"{place} is a DataLoader of torch, which has no position", DATA)
     raise _refusal(f"{place} is of type {kind.__module__}.{kind.__qualname__}")
 
 

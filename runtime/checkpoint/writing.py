@@ -22,14 +22,16 @@ from moec.runtime.checkpoint.shards import Piece, write_shard
 from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError, RankError
 from moec.runtime.job.checks import Complaint
+from moec.runtime.script import warn
 
 
 class Saving:
     """A checkpoint that is being written. Dropping it is fine: the job waits and raises its error when it ends."""
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, write: Callable[[], str]) -> None:
         self.path = path
         self._error: BaseException | None = None
+        self._remark = ""
         self.is_reported = False
         """Whether the script has seen the error, if there was one."""
         self._finished = threading.Event()
@@ -43,20 +45,23 @@ class Saving:
 
     def wait(self) -> Path:
         """Waits until it is written and durable; returns its path. Raises the same `JobError` on every rank."""
-        self._finished.wait()
+        self.error()
         self.is_reported = True
         if self._error is not None:
             raise self._error
         return self.path
 
     def error(self, timeout: float | None = None) -> BaseException | None:
-        """Waits up to `timeout` seconds; the error that the script has not seen yet, if any."""
+        """Waits up to `timeout` seconds; the error that the script has not seen yet, if any. Warns of a remark once."""
         self._finished.wait(timeout)
+        remark, self._remark = self._remark, ""
+        if remark:
+            warn(remark)
         return None if self.is_reported else self._error
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], str]) -> None:
         try:
-            write()
+            self._remark = write()
         except BaseException as error:  # noqa: BLE001  (raised again by `wait`, or when the job ends)
             self._error = error
         finally:
@@ -83,8 +88,11 @@ class Task:
     cause: Exception | None = None
 
 
-def write(task: Task, peers: Peers) -> None:
-    """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
+def write(task: Task, peers: Peers) -> str:
+    """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank.
+
+    Returns what the script should be warned of, empty if nothing, on rank 0.
+    """
     words = "begin", "opened", "written", "outcome", "read"
     begin, opened, written, outcome, read = (f"{task.number}/{word}" for word in words)
     causes: list[Exception] = [task.cause] if task.cause is not None else []
@@ -120,6 +128,7 @@ def write(task: Task, peers: Peers) -> None:
             leader.clean()
     if message["failure"] is not None:
         raise Complaint(*message["failure"]).error() from (causes[0] if causes else None)
+    return "" if leader is None else leader.remark
 
 
 def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -153,6 +162,8 @@ class _Leader:
         self._task, self._peers = task, peers
         self._temporary: Temporary | None = None
         self._writers: dict[str, list[int]] = {}
+        self.remark = ""
+        """What the script should know of a save that has not failed."""
 
     def open(self, key: str) -> dict[str, Any]:
         """Makes the temporary folder, and decides which ranks write which extra. `key`: of the ranks' messages."""
@@ -181,8 +192,8 @@ class _Leader:
             write_description(folder, task.target, task.plan, shards, task.head, self._index(reports))
             self._temporary.publish()
             self._temporary = None
-            if task.keep is not None:
-                remove_old(task.target, task.keep)
+            if task.keep is not None and (left := remove_old(task.target, task.keep)):
+                self.remark = f"{shown(task.target)} is written, but `keep` could not remove {left}"
         except OSError as error:
             return {"failure": Complaint.of(unwritable(task.target, error))}
         except JobError as error:
@@ -209,8 +220,9 @@ class _Leader:
             for name, ranks in self._writers.items()
         }
         return {
-            "tensors": tensors, "settings": content.settings, "job_steps": content.job_steps,
-            "job_tokens": content.job_tokens, "optimizer": content.optimizer, "extras": extras,
+            "tensors": tensors, "data_ranks": self._task.data_ranks, "settings": content.settings,
+            "job_steps": content.job_steps, "job_tokens": content.job_tokens, "optimizer": content.optimizer,
+            "extras": extras,
         }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.home import home_of
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import by_plan_names
+from moec.runtime.script import warn
 
 
 @called("moec.load_hf")
@@ -62,7 +62,7 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Modu
     home.checks.require("load_hf", None, MustMatch("MOE0811", "ranks load different weights", (loads.digest,)))
     if home.rank == 0:
         for remark in loads.remarks:
-            warnings.warn(remark, stacklevel=2)
+            warn(remark)
     with torch.no_grad():
         for rule, tensor in loads.tensors:
             for part, theirs in pairs(rule, tensor.view(), loads.parts):

@@ -25,7 +25,7 @@ from moec.runtime.errors import JobError, one_of
 from moec.runtime.job.batches import fingerprint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.watch import collective
-from moec.runtime.uncaught import script_line
+from moec.runtime.script import script_line
 
 MODES = ("all", "first", "none")
 MOST_COUNTS = 6

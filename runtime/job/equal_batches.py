@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moec.runtime.backends import warn_first
 from moec.runtime.job.batches import fingerprint
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn_first
 
 LARGEST = 1 << 20
 """Marks are below, so that the sum of their squares fits an int64 for any number of ranks."""
@@ -31,10 +31,7 @@ def warn_of_equal(mark: int, total: int, squares: int, ranks: int, data_size: in
     n times the sum of squares is the square of the sum exactly where n numbers are equal (Cauchy and Schwarz).
     """
     if mark and ranks * squares == total**2:
-        # stacklevel: the script's line, past `_begin`, `run_step`, `Job.step` and its `called`
         warn_first(
             f"every rank gives job.step the same batch, which counts {data_size} times: give each its part, "
             "`ids.chunk(job.data_size)[job.data_rank]`",
-            "RANK",
-            stacklevel=7,
         )

@@ -81,6 +81,10 @@ class Home(Protocol):
         """Raises `JobError` if the job has ended."""
         ...
 
+    def count_from(self, step: int) -> None:
+        """The job's steps go on from `step`, which the script has set; at 0 its tokens are 0 again."""
+        ...
+
     def signature(self) -> dict[str, Any]:
         """Says which rank's parts of the parameters a `state_dict` holds; stored beside it."""
         ...
@@ -125,6 +129,9 @@ class Alone:
 
     def require_running(self) -> None:
         """Never raises: a single process needs no job."""
+
+    def count_from(self, step: int) -> None:
+        """Nothing counts the steps of a single process."""
 
     def signature(self) -> dict[str, Any]:
         return {"ranks": 1, "rank": 0}

@@ -168,7 +168,10 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
             raise groups.ended() if self._saves is not None else groups.not_begun(self.plan.name)
         target = _device(device or self.device_type)
         compile_kernels_ahead(self.plan, target)
-        home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
+        home = RankHome(
+            self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed,
+            count_from=self._count_from,
+        )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
             return PlanModule(self.plan.spec, self.plan.program, limits, home)
@@ -451,6 +454,11 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         self.tokens += of_rank
         self.new_tokens += of_all
         self.total_tokens += of_all
+
+    def _count_from(self, step: int) -> None:
+        self.steps = step
+        if not step:
+            self.total_tokens = 0
 
     def _take_back(self, model: PlanModule) -> None:
         """Scales the gradients that were handed to an optimizer whose step did not come."""

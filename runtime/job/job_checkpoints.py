@@ -33,8 +33,8 @@ class JobCheckpoints:
 
         Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
         checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
-        the new one and the N - 1 with the highest steps of the others: of this model, in the folder of `path`, with
-        names that equal its own but for the last number. Others, such as `best` beside `step-20`, are never removed.
+        the new one and the last N - 1 of the others: of its run, in the folder of `path`, with names that equal its own
+        but for the last number. Others, such as `best` beside `step-20`, are never removed.
 
         Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
         MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
@@ -51,8 +51,8 @@ class JobCheckpoints:
         """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
 
         With and without optimizer, it restores the model's settings (`seed`, `step`), `job.steps` and
-        `job.total_tokens`, and on as many ranks torch's random state. For a new run with the weights call
-        `model.set(step=0, seed=…)` after it. A converted file has step 0 and no seed (docs/checkpoints.md).
+        `job.total_tokens`, and on as many data ranks torch's random state; it drops gradients. For a new run with these
+        weights call `model.set(step=0, seed=…)` next. A converted file has step 0 and no seed (docs/checkpoints.md).
 
         Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
         that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809), and for an
@@ -84,7 +84,8 @@ class JobCheckpoints:
         says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
         rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
         default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
-        `save`: it removes checkpoints of this model with numbers as names, and no others.
+        `save`: it removes checkpoints of this run with numbers as names, and no others. The first call warns of other
+        runs in the folder, and raises MOE0803 if the first save would have a name that is taken.
         """
         require_path("job.checkpoint", "folder", folder, ", model, optimizer")
         require_extras("job.checkpoint", extras, (*SCHEDULE, "keep"), optimizer)
@@ -100,10 +101,11 @@ class JobCheckpoints:
     ) -> int:  # fmt: skip
         """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step` afterwards.
 
-        Where there is none, nothing changes: the step is 0 in a new model, and that of the weights in one that has
-        loaded some, of which rank 0 warns. A damaged one is renamed to `NAME.damaged`, with a warning, and the one
-        before it is loaded. If all are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters
-        that the plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
+        It takes the run that has saved last, with what that has branched from (docs/checkpoints.md). Where there is
+        none, nothing changes: the step is 0 in a new model, and that of the weights in one that has loaded some, of
+        which rank 0 warns. A damaged one is renamed to `NAME.damaged`, with a warning, and the one before it is loaded.
+        If all of the run are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters that the
+        plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
         """
         require_path("job.resume", "folder", folder, ", model, optimizer")
         require_extras("job.resume", extras, (), optimizer)

@@ -45,6 +45,8 @@ class _Made:
 
 
 _made: list[_Made] = []
+_prefixed = set[int]()
+"""The rank in this process's `sys.excepthook`, once a process group was made."""
 
 
 @contextmanager
@@ -54,7 +56,11 @@ def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> 
     A group that was made here ends with the last job that uses it, in whatever order jobs end.
     """
     if not dist.is_initialized():
+        hook = sys.excepthook
         _join(rank, world_size, device_type, timeout)
+        if _prefixed:  # by torch, which puts `[rank0]:` before a traceback once more for each process group
+            sys.excepthook = hook
+        _prefixed.add(rank)
         assert dist.group.WORLD is not None
         _made[:] = [_Made(dist.group.WORLD, timeout)]
     mine = next((made for made in _made if made.group is dist.group.WORLD), None)

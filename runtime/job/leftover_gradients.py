@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
 
-from moec.runtime.backends import warn_first
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn_first
 
 
 def warn_of_leftover(model: PlanModule) -> None:
@@ -20,13 +20,10 @@ def warn_of_leftover(model: PlanModule) -> None:
         return
     model.seen.add("second step")
     if has_gradients(model):
-        # stacklevel: the script's line, past `run_step`, `Job.step` and its `called`
         warn_first(
             "the gradients of an earlier job.step are still there, and those of this one are added to them: call "
             "`optimizer.zero_grad()` after each `optimizer.step()`; micro-batches of one step are "
             "`job.step(…, microbatches=…)`, which divides the loss",
-            "RANK",
-            stacklevel=6,
         )
 
 

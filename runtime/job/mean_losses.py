@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from moec.passes.ir.roles import IGNORED_LABEL
-from moec.runtime.backends import warn_first
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn_first
 
 MEAN_REDUCTION = 1
 """The number of "mean" in `at::Reduction`, which nodes of losses keep."""
@@ -32,12 +32,9 @@ def warn_of_mean(model: PlanModule, name: str, summed: Tensor, labels: Tensor) -
         return
     model.seen.add(kind)
     if is_mean(summed, labels):
-        # stacklevel: the script's line, past `_custom_loss`, `run_step`, `Job.step` and its `called`
         warn_first(
             f"the function `{name}` of job.step gives a mean, and moec divides it by the number of valid labels once "
             "more: give a sum (`reduction='sum'`), or give `count=` what else divides it",
-            "RANK",
-            stacklevel=7,
         )
 
 

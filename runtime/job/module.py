@@ -18,6 +18,7 @@ from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.calls import called
+from moec.runtime.checkpoint.runs import Run
 from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
@@ -86,6 +87,8 @@ class PlanModule(nn.Module):
         self._origin = ModuleOrigin(spec, program)
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
+        self.run = Run()
+        """The run whose checkpoints it saves; that of rank 0 counts."""
         self._home, self.limits = home, limits
         self._microbatches, self._counts, self.seen = Microbatches(), StepCounts(), set[object]()
         self.has_accumulated = False
@@ -273,6 +276,7 @@ class PlanModule(nn.Module):
     def set(self, **settings: int) -> None:
         """Changes settings: `seed` and `step`, whole numbers from 0 to 2^62, of which random numbers are functions.
 
+        A new `step` is that of `job.steps` too, and at 0 `job.total_tokens` is 0 again.
         `job.step` adds 1 to `step`; so do `job.accumulate` and, outside of both, each forward pass in training.
 
         A collective: every rank of a job calls it with the same numbers, or `JobError` is raised on every rank.
@@ -280,6 +284,8 @@ class PlanModule(nn.Module):
         self._home.require_running()
         self._home.checks.require("set", complaint_about(settings), same_on_ranks(settings))
         self.settings.update(settings)
+        if STEP.name in settings:
+            self._home.count_from(settings[STEP.name])
 
     @property
     def spec(self) -> Spec:

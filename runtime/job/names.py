@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
 from moec.runtime.job.parameter_shapes import own_tensors
+from moec.runtime.script import warn
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
@@ -52,7 +52,7 @@ class NamePart(nn.Module):
         return "Parameters"
 
     def _warn(self) -> None:
-        warnings.warn(NEVER_CALLED.format(path=self._path), stacklevel=3)
+        warn(NEVER_CALLED.format(path=self._path))
 
 
 def split_name(path: str) -> tuple[tuple[str, ...], str]:

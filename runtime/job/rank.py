@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,10 @@ from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
 
 
 class RankHome:
-    """The home of the modules of one `build`: on `device`, initialised from `seed`."""
+    """The home of the modules of one `build`: on `device`, initialised from `seed`.
+
+    `count_from` is called when a script sets the step of its model.
+    """
 
     def __init__(
         self,
@@ -42,11 +45,12 @@ class RankHome:
         *,
         device: torch.device,
         seed: int,
+        count_from: Callable[[int], None] = lambda step: None,
     ) -> None:
         require_executable(plan.parameters)
         require_gathered(plan)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
-        self._meshes, self._device, self.seed = meshes, device, seed
+        self._meshes, self._device, self.seed, self.count_from = meshes, device, seed, count_from
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
         self.shares_batch = plan.data_size < plan.world_size
 

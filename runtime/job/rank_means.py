@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moec.runtime.backends import warn_first
+from moec.runtime.script import warn_first
 
 CLOSE = 0.02
 """The largest relative difference between a gradient and that of a mean, for logits in bf16. The gradient of the right
@@ -33,14 +33,11 @@ def watch_for_mean(seen: set[object], logits: Tensor, data_size: int) -> None:
 def _look(logits: Tensor, version: int, ranks: int, gradient: Tensor) -> None:
     changed = logits._version != version  # in place, since the forward pass: these are not the values of the gradient
     if not changed and is_mean_of_rank(logits, gradient):
-        # stacklevel: the script's line, past autograd's engine, `torch.autograd.backward` and `Tensor.backward`
         warn_first(
             f"the loss is a mean over this rank's labels; gradients are added over ranks, and will be {ranks} times "
             "too large where all ranks have equally many: divide the sum over this rank's labels by the number of "
             "labels of all ranks, or return the sum from the function of `job.step(…, loss=…)`; docs/training.md has "
             "both",
-            "RANK",
-            stacklevel=6,
         )
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import Shard
-from moec.runtime.backends import warn_first
 from moec.runtime.errors import JobError, is_whole
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
@@ -30,6 +29,7 @@ from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.unshifted_labels import warn_of_unshifted
 from moec.runtime.job.watch import collective
 from moec.runtime.ops.dense_collectives import all_reduce
+from moec.runtime.script import warn_first
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -222,8 +222,6 @@ def _warn_of_evaluation(model: PlanModule) -> None:
         warn_first(
             "job.step trains a model in eval(): without jitter and balance terms, with the file's capacity for "
             "evaluation, and without updates of `online` biases; call `model.train()` before",
-            "RANK",
-            stacklevel=6,
         )
 
 

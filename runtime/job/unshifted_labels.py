@@ -10,8 +10,8 @@ from torch import Tensor
 from moec.passes.ir import Program
 from moec.passes.ir.ops import Attention
 from moec.passes.ir.roles import IGNORED_LABEL
-from moec.runtime.backends import warn_first
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn_first
 
 
 def warn_of_unshifted(model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
@@ -23,12 +23,9 @@ def warn_of_unshifted(model: PlanModule, tokens: Tensor, labels: Tensor) -> None
         return
     model.seen.add("unshifted labels")
     if is_causal(model.program) and are_tokens(labels, tokens):
-        # stacklevel: the script's line, past `run_step`, `Job.step` and its `called`
         warn_first(
             "the labels of job.step are its tokens: the model would learn to repeat the token that it sees; moec does "
             "not shift labels, so give `ids[:, :-1]` as tokens and `ids[:, 1:]` as labels",
-            "RANK",
-            stacklevel=6,
         )
 
 

@@ -68,6 +68,9 @@ def from_json(text: str | bytes) -> RankState:
     return Position(bool(data["inside"]), place, float(data["seconds"]), dict(data["counts"]), bool(data["newest"]))
 
 
+LONGER = "if this is work and no fault, `moec.launch(…, timeout=…)` in seconds waits longer"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`printed`: a rank has printed it, or the exception that ended the rank."""
@@ -127,8 +130,8 @@ def _blame_for_wait(states: Mapping[int, RankState], rank: int) -> str:
         assert here.place is not None
         behind = [r for r in here.place.ranks if _count(states[r], here.place) < _count(here, here.place)]
         if not behind:
-            members = _ranks(set(here.place.ranks))
-            return f"{members} are all in {here.place}, rank {rank} for {here.seconds:.1f} s: it does not finish"
+            members, waited = _ranks(set(here.place.ranks)), f"rank {rank} for {here.seconds:.1f} s"
+            return f"{members} are all in {here.place}, {waited}: it does not finish; {LONGER}"
         outside = [r for r in behind if _collective_of(states[r]) is None]
         if outside:
             return _stalled(states, outside[0], path[-1])
@@ -143,7 +146,7 @@ def _stalled(states: Mapping[int, RankState], rank: int, waiter: int) -> str:
     assert isinstance(state, Position)
     since = f"since {state.place}" if state.place else "since the job began"
     stalled = f"rank {rank} has stalled: it has been in no collective for {state.seconds:.1f} s, {since}"
-    return f"{stalled}; rank {waiter} waits for it in {_place_of(states[waiter])}"
+    return f"{stalled}; rank {waiter} waits for it in {_place_of(states[waiter])}; {LONGER}"
 
 
 def _waited_for(states: Mapping[int, RankState], ranks: set[int]) -> str:

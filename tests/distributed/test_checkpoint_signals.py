@@ -46,6 +46,11 @@ def test_a_signal_during_the_last_wait_takes_effect_after_it(run: Run) -> None:
     require_complete(run.folder / "in the wait", 3)
 
 
+def test_a_signal_to_a_worker_of_the_data_too_saves_all_the_same(run: Run) -> None:
+    assert run.endings["with a worker"] == [[ENDED, [0, 1]]]
+    require_complete(run.folder / "with a worker", 2)
+
+
 def test_a_signal_after_the_last_call_ends_the_process(run: Run) -> None:
     assert run.endings["after the last call"] == [[ENDED, [0, 1, 2]]]
 

@@ -9,13 +9,13 @@ import resource
 import signal
 import warnings
 from collections import UserDict
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ranks.checkpoints import optimizer_of, plan_of, train
+from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
 
 import moec
@@ -23,6 +23,7 @@ from moec.runtime.errors import JobError
 
 TWO = {"ranks": 2, "ep": 2}
 FOUR = {"ranks": 4, "ep": 2, "tp": 2}
+FOUR_OF_DATA = {"ranks": 4, "ep": 2}
 
 
 def fail_on_rank_one(folder: Path) -> list[str]:
@@ -162,8 +163,13 @@ def save_extras(folder: Path) -> None:
 def load_extras(options: dict[str, Any], folder: Path) -> Any:
     with moec.launch(plan_of(options), device="cpu") as job:
         model, loader, same = job.build(seed=1), Position(0), Position(0)
-        with pytest.warns(UserWarning, match="not loaded: .*loader") if job.rank == 0 else nullcontext():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             plain = job.load(folder / "a", model, same=same)
+        words = " ".join(str(warning.message) for warning in said)
+        assert ("not loaded: " in words, "same: saved with 2 data ranks, and here are 1" in words) == (
+            (job.rank == 0, job.data_size == 1)
+        )
         try:
             job.load(folder / "a", model, loader=loader, same=same)
         except JobError as error:
@@ -238,22 +244,33 @@ def test_an_error_of_one_ranks_own_dict_is_raised_on_every_rank(gloo: GlooPool, 
     assert (no_cause, cause) == ("None", "TypeError('this dict is read-only')")
 
 
-def random_numbers(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    with moec.launch(plan_of(TWO), device="cpu") as job:
+def draw(options: dict[str, Any], folder: Path, *, saves: bool) -> tuple[int, float, str]:
+    """The data rank, what its random state draws after a save or a resume, and the warnings of the resume."""
+    with moec.launch(plan_of(options), device="cpu") as job, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         model = job.build(seed=1)
-        optimizer = optimizer_of(job, model, "sgd")
-        torch.manual_seed(job.rank)
-        job.save(folder / "a", model, optimizer)
-        first = torch.rand(3)
-        job.load(folder / "a", model, optimizer)
-        return first, torch.rand(3)
+        torch.manual_seed(job.data_rank if saves else 7)
+        if saves:
+            job.save(folder / "1", model).wait()
+        else:
+            job.resume(folder, model)
+        return job.data_rank, torch.rand(1).item(), " ".join(str(warning.message) for warning in said)
 
 
-def test_every_rank_gets_its_own_random_state_back(gloo: GlooPool, tmp_path: Path) -> None:
-    (one, again), (two, two_again) = gloo.run(2, random_numbers, tmp_path)
-    assert torch.equal(one, again)
-    assert torch.equal(two, two_again)
-    assert not torch.equal(one, two)
+def test_random_states_come_back_to_their_data_ranks_or_not_at_all(gloo: GlooPool, tmp_path: Path) -> None:
+    """Saved under tp 2 x dp 2, and resumed under dp 4 by rank, pairs of data ranks drew identical batches."""
+    drawn = dict(each[:2] for each in gloo.run(4, partial(draw, saves=True), FOUR, tmp_path))
+    for options in (FOUR, TWO):
+        for data_rank, number, said in gloo.run(options["ranks"], partial(draw, saves=False), options, tmp_path):
+            assert (number, said) == (drawn[data_rank], "")
+    numbers = gloo.run(4, partial(draw, saves=False), FOUR_OF_DATA, tmp_path)
+    own = torch.Generator().manual_seed(7)
+    assert {number for _, number, _ in numbers} == {torch.rand(1, generator=own).item()}
+    assert "random states were saved with 2 data ranks, and here are 4" in numbers[0][2]
+    assert "results depend" not in numbers[0][2]
+    of_ranks = {"ranks": 1, "ep": 1, "balance": "[switch_loss(0.01)]", "beside": "group = rank"}
+    ((_, _, said),) = gloo.run(1, partial(draw, saves=False), of_ranks, tmp_path)
+    assert "saved with 2 data ranks, and here are 1: results depend on the number of data-parallel ranks" in said
 
 
 def damaged_on_one_rank(folder: Path) -> tuple[str, bool, int, bool, list[str]]:

@@ -139,3 +139,23 @@ def test_clipping_of_torch_on_several_ranks_ends_with_the_jobs_own(tmp_path: Pat
     done = ended(tmp_path, CLIPPED_BY_TORCH, *TWO_RANKS)
     assert done.returncode == 1
     assert "call `job.clip_grad_norm_(model, max_norm)`" in done.stderr
+
+
+SEVERAL_JOBS = """\
+import moec
+
+for _ in range(3):
+    with moec.launch("a.plan", device="cpu"):
+        pass
+raise LookupError("no data")
+"""
+
+
+def test_a_traceback_has_one_prefix_however_many_jobs_a_process_had(tmp_path: Path) -> None:
+    moe_plan(ranks=1, ep=1).save(tmp_path / "a.plan")
+    (tmp_path / "train.py").write_text(SEVERAL_JOBS)
+    done = subprocess.run(
+        [python(), "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.stderr.rstrip().endswith("\n[rank0]: LookupError: no data")
+    assert "[rank0]: [rank0]" not in done.stderr

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels.kernel_shape import MOST_EXPERTS, KernelShape
-from moec.runtime.backends import BackendError, warn_first
+from moec.runtime.backends import BackendError
 from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.script import warn_first
 
 TORCH_DTYPES = {
     "bf16": torch.bfloat16,

@@ -19,9 +19,10 @@ from moec.codegen.kernels.tiles import Ways
 from moec.codegen.plan import Plan
 from moec.passes.ir import Block, Op
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.runtime.backends import select, warn_first
+from moec.runtime.backends import select
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton.library_choice import runnable
+from moec.runtime.script import warn_first
 
 
 def ways_at(

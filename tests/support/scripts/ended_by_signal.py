@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 from support.ranks.checkpoints import plan_of, train
 from support.scripts.forked_ranks import forked_ranks
+from torch.utils.data import DataLoader, Dataset
 
 import moec
 from moec.runtime.checkpoint import writing
@@ -26,6 +30,7 @@ CASES = {
     "one rank": 2,  # the last rank gets it in step 2
     "all ranks, twice": 2,  # every rank gets it in step 2, and again before the save ends
     "in the wait": 2,  # it comes while leaving the job waits for the save of step 3
+    "with a worker": 1,  # it comes to the worker that reads the data too, between two steps
     "after the last call": 1,  # nothing is left to save
     "failure": 1,  # it comes, and then the script raises
     "full disk": 1,  # it comes, and the save fails
@@ -70,7 +75,7 @@ def run_rank(folder: Path, case: str, trained: Told) -> None:
             job._watch.tick = TICK
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
-        for step in range(3):
+        for step, _ in enumerate(waits(case)):
             train(job, model, optimizer, step, 1)
             trained.append(step)
             if step == 1 and case in ("failure", "full disk", "all ranks, twice"):
@@ -89,9 +94,31 @@ def run_rank(folder: Path, case: str, trained: Told) -> None:
                 writing.write_shard = told_before_shard
             saves = step == 2 and case == "in the wait"
             job.checkpoint(folder, model, optimizer, every=3 if saves else None, on_signal=signal.SIGTERM)
+            if case == "with a worker":
+                # Another process sends it, as a scheduler does.
+                subprocess.run(["kill", *(str(each.pid) for each in active_children()), str(os.getpid())], check=True)
         if case == "after the last call":
             be_told()
     trained.append(-1)  # the process lives on
+
+
+class Slow(Dataset[int]):
+    """Three numbers, the second after a long time."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            time.sleep(LONG)
+        return index
+
+
+def waits(case: str) -> Iterable[object]:
+    """One for each step; with a worker that reads one item at a time."""
+    if case != "with a worker":
+        return range(3)
+    return DataLoader(Slow(), num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
 
 
 class Told:

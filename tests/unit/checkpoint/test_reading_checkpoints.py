@@ -192,8 +192,8 @@ def test_an_index_that_moec_does_not_write_is_refused(tmp_path: Path, fault: str
         (b'"step":1,', b'"step":1.0,', "digest"),
         (b'"step":1,', b'"step":1,"step":2,', "digest"),
         (b"{", b"[" * 100_000, "not JSON"),
-        (b'"format":1', b'"format":2', "MOE0802.*format 2, this moec reads format 1"),
-        (b'"format":1', b'"format":"1"', "MOE0802"),
+        (b'"format":2', b'"format":3', "MOE0802.*format 3, this moec reads up to 2"),
+        (b'"format":2', b'"format":"2"', "MOE0802"),
         (b"toy", b"\xff\xff\xff", "not JSON"),
     ],
 )

@@ -51,7 +51,7 @@ def flipped_byte() -> Sequence[Diagnostic]:
 def newer_format() -> Sequence[Diagnostic]:
     saved()
     head = CHECKPOINT / "checkpoint.json"
-    head.write_bytes(head.read_bytes().replace(b'"format":1', b'"format":2'))
+    head.write_bytes(head.read_bytes().replace(b'"format":2', b'"format":3'))
     with job_and_model() as (job, model):
         return raised(lambda: job.load(CHECKPOINT, model))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -71,17 +72,21 @@ def test_an_error_of_the_scripts_own_object_is_the_cause(job: Job, tmp_path: Pat
     assert isinstance(raised.value.__cause__, TypeError)
 
 
-def test_a_checkpoint_that_is_written_is_not_said_to_lack_space(
+def test_old_checkpoints_that_cannot_be_removed_are_a_warning(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing old ones comes after it has its name."""
     model = job.build()
-    monkeypatch.setattr(os, "scandir", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
-    saving = job.save(tmp_path / "1", model, keep=1)
-    with pytest.raises(
-        JobError, match=r"MOE0804.*1 is written, but old checkpoints cannot be removed.*Input/output"
-    ) as raised:
-        saving.wait()
-    monkeypatch.undo()
-    assert "space" not in raised.value.diagnostics[0].help
-    assert moec.latest(tmp_path) == tmp_path / "1"
+    job.save(tmp_path / "1", model).wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", failing(OSError(errno.EPERM, os.strerror(errno.EPERM))))
+        saving = job.save(tmp_path / "2", model, keep=1)
+        with pytest.warns(UserWarning, match=r"2 is written, but `keep` could not remove .*1: Operation not") as said:
+            saving.wait()
+    assert [warning.filename for warning in said] == [__file__]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
+        saving = job.save(tmp_path / "3", model, keep=1)
+        with pytest.warns(UserWarning, match=r"3 is written, but .*Input/output"):
+            job.save(tmp_path / "4", model).wait()
+    assert moec.latest(tmp_path) == tmp_path / "4"

@@ -12,6 +12,7 @@ import torch
 from support.one_rank_jobs import take_steps
 from support.plans import moe_plan
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import moec
 from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes
@@ -118,7 +119,8 @@ def test_optimizer_states_do_not_follow_the_order_of_parameters_or_groups(job: J
         {"params": [named[n] for n in reversed(names[:9])], "lr": 5.0},
     ]
     other = torch.optim.Adam(backward, lr=7.0)
-    job.load(tmp_path / "a", model, other)
+    with pytest.warns(UserWarning, match=r"made with other options: lr 0.01, here 7.0"):
+        job.load(tmp_path / "a", model, other)
     assert same(values_of(model, other), values)
     assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-3]
 
@@ -232,6 +234,7 @@ def test_a_data_position_beyond_the_data_is_refused(job: Job, tmp_path: Path) ->
         ({"a": [1, {"b": {2}}]}, r"extra\['a'\]\[1\]\['b'\] is of type builtins\.set"),
         ({(1, 2): 3}, r"extra has a key of type tuple"),
         (lambda: 0, "extra is of type builtins.function"),
+        (DataLoader([1]), "extra is a DataLoader of torch, which has no position"),
         (torch.zeros(2, dtype=torch.complex64), "extra is a tensor of torch.complex64"),
         ("\ud800", "surrogate"),
     ],

@@ -17,6 +17,7 @@ import moec
 from moec.runtime.checkpoint.index import HEAD, INDEX, shard_name
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
+from moec.runtime.job.module import PlanModule
 
 SHARD = shard_name(0)
 
@@ -37,7 +38,11 @@ def folder(tmp_path: Path) -> Path:
 
 def resumed(folder: Path, job: Job, **extras: Any) -> tuple[int, float, list[str]]:
     """The step, a weight, and the warnings."""
-    model = job.build(seed=2)
+    return resumed_in(job.build(seed=2), folder, job, **extras)
+
+
+def resumed_in(model: PlanModule, folder: Path, job: Job, **extras: Any) -> tuple[int, float, list[str]]:
+    """`resumed`, in this model."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = job.resume(folder, model, job.optimizer(model), **extras)
@@ -71,13 +76,13 @@ def test_the_newest_checkpoint_without_damage_is_resumed(folder: Path, damage: s
     act, words = DAMAGES[damage]
     act(folder / "3")
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        step, weight, said = resumed(folder, job)
+        model = job.build(seed=2)
+        step, weight, said = resumed_in(model, folder, job)
         assert (step, weight) == (2, 2.0)
         (warning,) = said
         assert re.search(f"3 is damaged and is kept as .*3.damaged; .*2 is .*MOE0801.*{words}", warning)
         assert sorted(os.listdir(folder)) == ["1", "2", "3.damaged"]
         # The run saves under the name of the damaged one, and `keep` counts checkpoints without damage.
-        model = job.build(seed=3)
         model.set(step=3)
         job.checkpoint(folder, model, every=1, keep=2)
     assert sorted(os.listdir(folder)) == ["2", "3", "3.damaged"]
@@ -109,7 +114,7 @@ def test_if_all_are_damaged_the_newest_ones_error_is_raised_and_nothing_changes(
 
 def newer_format(path: Path) -> None:
     head = path / HEAD
-    head.write_bytes(head.read_bytes().replace(b'"format":1', b'"format":2'))
+    head.write_bytes(head.read_bytes().replace(b'"format":2', b'"format":3'))
 
 
 def test_a_newer_format_another_model_and_another_optimizer_are_raised(folder: Path) -> None:

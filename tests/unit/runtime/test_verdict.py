@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moec.runtime.job.verdict import Left, Place, Position, RankState, from_json, judge, to_json
+from moec.runtime.job.verdict import LONGER, Left, Place, Position, RankState, from_json, judge, to_json
 
 ROWS = Place("all_to_all", "ep[0..1]", (0, 1), "layer 1 (tiny.moe:14:5)")
 OTHER_ROWS = Place("all_to_all", "ep[0..1]", (2, 3), "layer 1 (tiny.moe:14:5)")
@@ -92,7 +92,7 @@ def test_waits_are_followed_to_the_rank_that_stalls():
     assert text(states) == (
         "rank 3 has stalled: it has been in no collective for 79.0 s, since all_to_all over ep[0..1], "
         "layer 1 (tiny.moe:14:5); rank 1 waits for it in all_reduce over edp[0..1], "
-        "gradient of layers.1.moe.up, layer 1 (tiny.moe:14:5)"
+        f"gradient of layers.1.moe.up, layer 1 (tiny.moe:14:5); {LONGER}"
     )
 
 
@@ -129,7 +129,8 @@ def test_a_ring_of_waiting_ranks():
 def test_a_collective_that_all_ranks_are_in():
     states = {0: inside(ROWS, 9, rows=4), 1: inside(ROWS, 8, rows=4), 2: outside(STEP, 1), 3: outside(STEP, 1)}
     assert text(states) == (
-        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: it does not finish"
+        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: it does not "
+        f"finish; {LONGER}"
     )
 
 

@@ -1,0 +1,121 @@
+"""What a script is warned of when it loads a checkpoint: what differs here, and what was not loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics.codes import CODES
+from moec.grammar.rank_rules import with_results_of_ranks
+from moec.runtime.checkpoint.extras import unread
+from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.optimizer_state import Plain, scalars_of
+
+if TYPE_CHECKING:
+    from moec.runtime.checkpoint.loading import Loading
+
+MAX_NAMED = 5
+WITHOUT_DATA = (LRScheduler, Optimizer, nn.Module, GradScaler)
+"""Classes of extras that count nothing of a data rank's own."""
+SCHEDULED = frozenset(("lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
+"""Options of a group that a scheduler changes; `initial_lr` is one that it keeps."""
+
+
+def remarks(
+    loading: Loading, plan: Plan, optimizer: Optimizer | None, extras: Mapping[str, Any], *, resumes: bool
+) -> Iterator[str]:
+    """What a script should know of a checkpoint that was loaded."""
+    index, call = loading.checkpoint.index, "job.resume" if resumes else "job.load"
+    if others := differences(index.model, plan.spec):
+        yield f"the model has the same shapes, but computes something else: {first_of(others)}"
+    if resumes and index.optimizer is not None and optimizer is None:
+        yield f"its optimizer, a {index.optimizer.kind}, was not loaded: give job.resume one"
+    if loading.changed_options:
+        yield (
+            f"the optimizer was made with other options: {first_of(loading.changed_options)}. Those of the checkpoint "
+            "go on: to change one, set it in `optimizer.param_groups` after loading"
+        )
+    if loading.plain is not None and loading.plain.is_reordered:
+        yield from _of_order(loading, loading.plain.groups, extras)
+    yield from _of_schedulers(extras)
+    if resumes or optimizer is not None or extras:  # else the script wants the model alone
+        left = [name for name in unread(loading, returned=not resumes) if name not in extras]
+        if left:
+            yield f"not loaded: {', '.join(left)}; give {call} an object for each, such as `{left[0]}={left[0]}`"
+    data_size = loading.checkpoint.head.data_size
+    sizes = f"saved with {data_size} data ranks, and here are {plan.data_size}"
+    if data_size != plan.data_size and (resumes or optimizer is not None):
+        for each in with_results_of_ranks(plan.spec):
+            yield f"{sizes}: {CODES[each.code]} ({each.code}); {each.help}"
+    own = [name for name, receiver in extras.items() if not isinstance(receiver, WITHOUT_DATA)]
+    if own and data_size != plan.data_size:
+        yield (
+            f"{', '.join(own)}: {sizes}. A position in a data rank's own part of the data would skip some data and "
+            "repeat other; a count over all ranks, such as `job.total_tokens`, goes on"
+        )
+    if resumes and loading.keeps_random_states:
+        yield f"torch's random states were {sizes}: each rank keeps the state that it has"
+
+
+def changed_options(optimizer: Optimizer, stored: Plain) -> list[str]:
+    """How options differ that a script gives an optimizer, before those of the checkpoint are put back.
+
+    A scheduler changes some: of these, those with which both optimizers were made count.
+    """
+    made, defaults = stored.made, scalars_of(optimizer.defaults)
+    found = {key: (made[key], defaults[key]) for key in made.keys() & defaults.keys() if made[key] != defaults[key]}
+    for number, group in zip(stored.groups, optimizer.param_groups, strict=True):
+        there, here = scalars_of(stored.options[number]), scalars_of(group)
+        for key in (there.keys() & here.keys()) - SCHEDULED - found.keys():
+            if there[key] != here[key]:
+                found["lr" if key == "initial_lr" else key] = there[key], here[key]
+    return [f"{key} {there}, here {here}" for key, (there, here) in sorted(found.items())]
+
+
+def first_of(words: Sequence[str]) -> str:
+    """The first of several remarks, and how many more there are."""
+    more = f"; and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
+    return f"{'; '.join(words[:MAX_NAMED])}{more}"
+
+
+def _of_schedulers(extras: Mapping[str, Any]) -> Iterator[str]:
+    """Schedulers that were loaded, and whose optimizer has another learning rate, which would stay wrong."""
+    for name, scheduler in extras.items():
+        if not isinstance(scheduler, LRScheduler) or not hasattr(scheduler, "_last_lr"):
+            continue
+        last = [float(rate) for rate in scheduler.get_last_lr()]
+        rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+        if last != rates:
+            yield (
+                f"{name} is at lr {_listed(last)}, and its optimizer at lr {_listed(rates)}: load both, the optimizer "
+                "that the scheduler was made with too"
+            )
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+
+
+def _of_order(loading: Loading, order: Sequence[int], extras: Mapping[str, Any]) -> Iterator[str]:
+    """What happened to groups of an optimizer in another order, if an object was loaded that may count them."""
+    index = loading.checkpoint.index
+    assert index.optimizer is not None
+    objects = [name for name in extras if index.extras[name].loads]
+    if not objects:
+        return
+    groups = index.optimizer.groups
+    moved = [f"group {there} is group {here} here" for here, there in enumerate(order) if here != there]
+    first = next(there for here, there in enumerate(order) if here != there)
+    if groups[first].parameters:
+        moved[0] += f", that of {groups[first].parameters[0]}"
+    yield (
+        f"the optimizer's groups are in another order than in the checkpoint, whose {first_of(moved)}. Options went to "
+        f"the groups with the same parameters, but a scheduler counts groups by number ({', '.join(objects)}): make "
+        "the groups in the checkpoint's order"
+    )

@@ -1,0 +1,75 @@
+"""Which run a checkpoint is of, and from which checkpoints of a folder a run goes on. Needs no torch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from moec.runtime.checkpoint.index import Head
+
+
+def new_id() -> str:
+    """The id of a new run, unlike all others."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training, over all its restarts. `step`, `saved`: of its last checkpoint that was saved or loaded.
+
+    `ancestors`: of each earlier run that it has branched from, the id, and `saved` of the checkpoint where it did.
+    """
+
+    id: str = field(default_factory=new_id)
+    ancestors: tuple[tuple[str, int], ...] = ()
+    step: int = 0
+    saved: int = 0
+
+    @classmethod
+    def of(cls, head: Head) -> Run:
+        """The run that goes on from a checkpoint; those of format 1 have no run and are ancestors of a new one."""
+        if not head.run:
+            return cls(ancestors=((head.run, head.saved),), step=head.step)
+        return cls(head.run, head.ancestors, head.step, head.saved)
+
+    def branch(self) -> Run:
+        """A new run that begins at the last checkpoint."""
+        return Run(ancestors=(*self.ancestors, (self.id, self.saved)) if self.saved else self.ancestors)
+
+    def at(self, step: int) -> Run:
+        """The run of a model at `step`: a new one if the model has gone back, as `model.set(step=0)` does."""
+        return self.branch() if step < self.step else self
+
+    def after(self, step: int, saved: int) -> Run:
+        """The run with one more checkpoint."""
+        return replace(self, step=step, saved=saved)
+
+    def has(self, head: Head) -> bool:
+        """Whether a checkpoint is of this run, or of an ancestor before it has branched."""
+        return head.run == self.id or any(head.run == run and head.saved <= saved for run, saved in self.ancestors)
+
+
+Found = tuple[Path, Head | None]
+"""A checkpoint, and its head, or None if that is not valid."""
+
+
+def in_order(found: Sequence[Found]) -> list[Found]:
+    """The last saved first. One without a valid head comes before the first whose step is lower than its name."""
+    valid = [(path, head) for path, head in found if head is not None]
+    ordered: list[Found] = [*sorted(valid, key=lambda each: (each[1].saved, each[1].step, each[0]), reverse=True)]
+    for path in sorted((path for path, head in found if head is None), key=lambda path: int(path.name)):
+        lower = (i for i, (other, head) in enumerate(ordered) if _step(other, head) < int(path.name))
+        ordered.insert(next(lower, len(ordered)), (path, None))
+    return ordered
+
+
+def _step(path: Path, head: Head | None) -> int:
+    return int(path.name) if head is None else head.step
+
+
+def of_the_last_run(ordered: Sequence[Found]) -> list[Found]:
+    """Of checkpoints `in_order` those of the run that has saved last, of its ancestors, and those without a head."""
+    last = next((Run.of(head) for _, head in ordered if head is not None), None)
+    return [(path, head) for path, head in ordered if head is None or last is None or last.has(head)]
