@@ -56,8 +56,12 @@ class BlockCost:
 
     def model_flops(self) -> float:
         """FLOPs of forward and backward over all ranks; replicated computation counts once."""
+        return sum(flops for _, flops in self.flops_of_ops())
+
+    def flops_of_ops(self) -> Iterator[tuple[Op, float]]:
+        """Each op that has FLOPs, with those of `model_flops`."""
         each = ((op, cost.work.forward.flops + cost.work.backward.flops) for op, cost in self.costs)
-        return sum(flops * self._num_parts(op) for op, flops in each if flops)
+        return ((op, flops * self._num_parts(op)) for op, flops in each if flops)
 
     def _num_parts(self, op: Op) -> int:
         """Number of ranks that divide the op's computation: on the dense or the expert mesh, whichever is more."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import diagnose, render
 from moec.grammar.diagnostics.diagnostic import Severity
-from moec.passes.cost.totals import tally
+from moec.passes.cost.model_flops import ModelFlops
 from moec.runtime.errors import wrong_argument
 
 
@@ -39,9 +39,9 @@ def number(value: Tensor | float) -> float:
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
-def flops_per_token(plan: Plan) -> float:
-    """FLOPs of the model for a token, forward and backward without recomputation."""
-    return tally(plan.program, plan.spec).flops_per_token
+def model_flops(plan: Plan) -> ModelFlops:
+    """FLOPs of the model for batches of any lengths, forward and backward without recomputation."""
+    return ModelFlops.of_program(plan.program, plan.spec)
 
 
 def peak_flops(plan: Plan) -> float | None:

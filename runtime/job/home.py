@@ -85,6 +85,10 @@ class Home(Protocol):
         """The job's steps go on from `step`, which the script has set; at 0 its tokens are 0 again."""
         ...
 
+    def attend(self, tokens: Tensor, segments: Tensor | None) -> None:
+        """Counts the keys that the tokens of a training pass attend to (`AttendedKeys.add`)."""
+        ...
+
     def signature(self) -> dict[str, Any]:
         """Says which rank's parts of the parameters a `state_dict` holds; stored beside it."""
         ...
@@ -132,6 +136,9 @@ class Alone:
 
     def count_from(self, step: int) -> None:
         """Nothing counts the steps of a single process."""
+
+    def attend(self, tokens: Tensor, segments: Tensor | None) -> None:
+        """Nor their FLOPs."""
 
     def signature(self) -> dict[str, Any]:
         return {"ranks": 1, "rank": 0}

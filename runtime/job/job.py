@@ -28,6 +28,7 @@ from moec.runtime.checkpoint.saves import Saves
 from moec.runtime.errors import JobError, wrong_argument
 from moec.runtime.job import groups, loads
 from moec.runtime.job.accumulate import accumulating
+from moec.runtime.job.attended_keys import AttendedKeys
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.beside import Beside
 from moec.runtime.job.checks import Checks, JobChecks
@@ -101,6 +102,8 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
         self.new_tokens = 0
         """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
+        self.attended_keys = AttendedKeys(plan.program, plan.spec)
+        """Of this rank's training since the job began."""
         self._running = list[tuple[int, int]]()
         """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
         self._seen = set[object]()
@@ -170,7 +173,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         compile_kernels_ahead(self.plan, target)
         home = RankHome(
             self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed,
-            count_from=self._count_from,
+            count_from=self._count_from, attend=self.attended_keys.add,
         )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained

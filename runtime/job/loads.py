@@ -3,6 +3,7 @@ heads, the choices of every group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,14 @@ OTHER_LAYERS = "ranks have counted the rows of {least} to {most} experts: run th
 class Loads:
     """`experts`: layer → rows per expert, int64 `[experts]` on the CPU. `heads`: layer → choices of each group of
     attention heads, likewise. `tokens`: all ranks', without padding. `made`: layer → all ranks' choices, of layers
-    where a token may make fewer than k.
+    where a token may make fewer than k. `also`: other counts, all ranks'.
     """
 
     experts: dict[int, Tensor]
     heads: dict[int, Tensor]
     tokens: int
     made: dict[int, int] = field(default_factory=dict)
+    also: tuple[int, ...] = ()
 
     def drop_rates(self, plan: Plan) -> dict[int, float]:
         """Layer → fraction of the choices that a capacity dropped, 0 to 1; 0 without a capacity that drops."""
@@ -48,23 +50,26 @@ class Loads:
         return rates
 
 
-def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
+def of_last_pass(job: Job, model: PlanModule, site: str, also: Sequence[int] = ()) -> Loads:
     """What the last forward pass counted: an agreement of the ranks and an all_reduce. `site` names the call.
 
-    Raises `JobError` on every rank if one makes another call, or has not run the model.
+    `also`: counts of this rank's sequences, which are added over the data ranks. Raises `JobError` on every rank if one
+    makes another call, or has not run the model.
     """
     every = model.expert_counts, model.head_counts, model.choices_made
     found = [of_layers[layer] for of_layers in every for layer in sorted(of_layers)]
     sizes = [counts.numel() for counts in found]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
-    (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
-    tokens //= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    totals = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens), *also))
+    tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    tokens, *summed_also = (total // tp for total in totals)
     if not found:
-        return Loads({}, {}, tokens)
+        return Loads({}, {}, tokens, also=tuple(summed_also))
     counts = torch.cat(found)
     if job.world_size > 1:
         with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
             dist.all_reduce(counts, group=peers)
     summed = iter(torch.split(counts.cpu(), sizes))
     experts, heads, made = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
-    return Loads(experts, heads, tokens, {layer: int(total) for layer, total in made.items()})
+    of_choices = {layer: int(total) for layer, total in made.items()}
+    return Loads(experts, heads, tokens, of_choices, tuple(summed_also))

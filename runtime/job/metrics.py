@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from os import PathLike
 from types import TracebackType
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.runtime.errors import is_whole, wrong_argument
 from moec.runtime.job.checks import Complaint, MustMatch
-from moec.runtime.job.figures import flops_per_token, number, peak_flops, require_figures, say_unwritten
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.loads import of_last_pass
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.job.module import PlanModule
@@ -103,9 +103,10 @@ class Metrics:
         self._tokens = self._since_tokens = 0
         self._since = self._started = time.monotonic()
         self._since_collectives, self._since_job_tokens = job.collective_seconds, job.new_tokens
+        self._since_keys = job.attended_keys.totals()
         if job.rank or not self._wanted:
             return
-        self._flops_per_token, self._peak = flops_per_token(job.plan), peak_flops(job.plan)
+        self._flops, self._peak = model_flops(job.plan), peak_flops(job.plan)
         if path is not None:
             self._open(lambda: JsonLines(path, self._steps))
         if tensorboard is not None:
@@ -149,7 +150,9 @@ class Metrics:
         self._count(tokens)
         if not self._wanted or self._steps % self._every:
             return None
-        last = of_last_pass(self._job, model, "metrics.step")
+        keys = self._job.attended_keys.totals()
+        new_keys = [round(total - since) for total, since in zip(keys, self._since_keys, strict=True)]
+        last, self._since_keys = of_last_pass(self._job, model, "metrics.step", also=new_keys), keys
         heads = {layer: _skew(counts) for layer, counts in last.heads.items()}
         loads, drops = last.experts, last.drop_rates(self._job.plan) if self._may_drop else {}
         if self._job.rank:
@@ -158,7 +161,7 @@ class Metrics:
         record |= {} if grad_norm is None else {"grad_norm": number(grad_norm)}
         record |= {} if optimizer is None else {"lr": number(optimizer.param_groups[0]["lr"])}
         record |= {"skipped": self._job.finite.skipped} if self._job.finite.skips else {}
-        record |= self._rates()
+        record |= self._rates(last.also)
         record |= {name: number(value) for name, value in others.items()}
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
         record |= {"head_load": heads} if heads else {}
@@ -186,15 +189,15 @@ class Metrics:
         self._since_tokens += counted
         self._tokens += counted
 
-    def _rates(self) -> Record:
-        """Figures of the time since the last record."""
+    def _rates(self, keys: Sequence[int]) -> Record:
+        """Figures of the time since the last record, in which tokens attended to `keys` keys."""
         now, collectives = time.monotonic(), self._job.collective_seconds
         seconds = max(now - self._since, 1e-9)
         rate = self._since_tokens / seconds
         found: Record = {"tokens": self._tokens, "total_tokens": self._job.total_tokens}
         found |= {"tokens_per_second": rate, "seconds": now - self._started}
         if self._peak is not None:
-            found["mfu"] = rate * self._flops_per_token / self._peak
+            found["mfu"] = self._flops.of(self._since_tokens, keys) / seconds / self._peak
         found |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}
         self._since, self._since_collectives, self._since_tokens = now, collectives, 0
         return found

@@ -173,6 +173,7 @@ class PlanModule(nn.Module):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(results)
+            self._home.attend(tokens, segments)
         aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
         refuses = look and not self._counts.skips
         if unfit is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moec.passes.cost.model_flops import ModelFlops
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.figures import flops_per_token, number, peak_flops, require_figures, say_unwritten
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.progress_display import Display, Loads, Shown, make_display
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Progress(Iterable[Any]):
         self._pending, self._due = False, 0.0
         self._started = self._since = time.monotonic()
         self._since_tokens, self._since_step = self._job.new_tokens, self._first
+        self._since_keys = self._job.attended_keys.totals()
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is None:
@@ -142,6 +145,10 @@ class Progress(Iterable[Any]):
         steps = self._step - self._since_step
         rate, peak = tokens / seconds, peak_flops(job.plan)
         self._since, self._since_tokens, self._since_step = now, job.new_tokens, self._step
+        totals = job.attended_keys.totals()
+        # Of this rank; the others' texts count as equally long.
+        keys = [(total - since) * job.data_size for total, since in zip(totals, self._since_keys, strict=True)]
+        self._since_keys = totals
         done = self._fraction()
         return Shown(
             step=self._step,
@@ -150,10 +157,14 @@ class Progress(Iterable[Any]):
             figures={name: number(value) for name, value in self._figures.items()},
             tokens_per_second=rate if tokens else None,
             steps_per_second=steps / seconds,
-            mfu=rate * flops_per_token(job.plan) / peak if tokens and peak else None,
+            mfu=self._flops.of(tokens, keys) / seconds / peak if tokens and peak else None,
             seconds_left=self._seconds_left(now, done),
             loads=self._loads or {},
         )
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return model_flops(self._job.plan)
 
     def _fraction(self) -> float | None:
         if self._done is not None:

@@ -32,7 +32,7 @@ from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
 class RankHome:
     """The home of the modules of one `build`: on `device`, initialised from `seed`.
 
-    `count_from` is called when a script sets the step of its model.
+    `count_from` is called when a script sets the step of its model, `attend` for each training pass.
     """
 
     def __init__(
@@ -46,11 +46,13 @@ class RankHome:
         device: torch.device,
         seed: int,
         count_from: Callable[[int], None] = lambda step: None,
+        attend: Callable[[Tensor, Tensor | None], None] = lambda tokens, segments: None,
     ) -> None:
         require_executable(plan.parameters)
         require_gathered(plan)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
-        self._meshes, self._device, self.seed, self.count_from = meshes, device, seed, count_from
+        self._meshes, self._device, self.seed = meshes, device, seed
+        self.count_from, self.attend = count_from, attend
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
         self.shares_batch = plan.data_size < plan.world_size
 

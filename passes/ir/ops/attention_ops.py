@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -117,6 +117,19 @@ class Clip(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(*operands))
 
 
+class Reach(NamedTuple):
+    """How far a token sees: less than `window` tokens, 0 for all; behind itself, and before if it is not `causal`."""
+
+    window: int
+    causal: bool
+
+    def keys(self, length: float) -> float:
+        """The keys that the tokens of a text of `length` tokens attend to, added up: half of all pairs if causal."""
+        window = min(self.window or length, length)
+        behind = window * length - window**2 / 2
+        return behind if self.causal else 2 * behind
+
+
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Op):
@@ -159,7 +172,7 @@ class Attention(Op):
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
-        work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
+        work = fused_attention(q, k, v, attended, workload, keys=self.reach.keys(sequence) / sequence)
         saved = (*_kept_for_attention(q, k, v, attended, workload), log_sums)
         numbers = [value for value in beside if value.dtype == "int64"]
         if self.window or {"sinks", "segments"} & set(self.optional):
@@ -168,11 +181,10 @@ class Attention(Op):
             saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
 
-    def _keys(self, sequence: float) -> float:
-        """The keys that a token attends to, on average, half of the sequence for causal attention."""
-        window = min(self.window or sequence, sequence)
-        behind = window - window**2 / (2 * sequence)
-        return behind if self.causal else 2 * behind
+    @property
+    def reach(self) -> Reach:
+        """How far a token sees."""
+        return Reach(int(self.window), self.causal)
 
 
 def _kept_for_attention(q: Value, k: Value, v: Value, attended: Value, workload: Workload) -> tuple[Saved, ...]:

@@ -13,6 +13,7 @@ from support.plans import moe_plan, moe_text
 import moec
 from moec.passes.cost.totals import tally
 from moec.runtime.job import metrics as metrics_module
+from moec.runtime.job.figures import model_flops
 
 CAPACITY = "capacity = factor(0.5)"
 
@@ -75,6 +76,31 @@ def test_mfu_is_model_flops_over_the_devices_peak_in_the_models_dtype():
         (record,) = train(job, metrics, 1)
     flops = tally(plan.program, plan.spec).flops_per_token
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e12)
+
+
+@pytest.mark.parametrize("attention", ["mha(heads = 4)", "mha(heads = 4, window = 3)"])
+@pytest.mark.parametrize("how", ["short", "segments", "separator"])
+def test_flops_are_those_of_the_lengths_of_the_batchs_texts(attention: str, how: str):
+    """Against the cost model for a file whose sequences are as long as the texts: 2, 6 and 8 tokens of 16."""
+    words = {"segments": "embedding = tokens(segments = true)", "separator": "embedding = tokens(separator = 0)"}
+    text = moe_text(
+        ranks=1, ep=1, sequence=16, batch=4, model="context = 16; " + words.get(how, ""), attention=attention
+    )
+    plan = moec.compile(text)
+    with moec.launch(plan, device="cpu") as job:
+        model, tokens = job.build(), torch.arange(64).view(4, 16) % 31 + 1
+        if how == "short":
+            tokens = tokens[:, :6]
+        segments = torch.tensor([0] * 2 + [1] * 6 + [2] * 8).expand(4, 16) if how == "segments" else None
+        if how == "separator":
+            tokens[:, 1] = tokens[:, 7] = 0
+        job.step(model, tokens, tokens.roll(1), segments=segments, microbatches=2)
+        found = model_flops(plan).of(tokens.numel(), job.attended_keys.totals())
+    expected = 0.0
+    for length in (6,) if how == "short" else (2, 6, 8):
+        same = moec.compile(text.replace("sequence = 16", f"sequence = {length}"))
+        expected += tally(same.program, same.spec).flops_per_token * 4 * length
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_only_every_nth_step_is_measured_and_counts_the_tokens_between(tmp_path: Path):
