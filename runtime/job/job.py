@@ -55,6 +55,7 @@ from moec.runtime.job.plan_names import parameters_by_name, require_model, requi
 from moec.runtime.job.progress import Progress
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.rank_means import watch_for_mean
+from moec.runtime.job.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.job.watch import Watch, watch
@@ -177,7 +178,10 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
-            return PlanModule(self.plan.spec, self.plan.program, limits, home)
+            module = PlanModule(self.plan.spec, self.plan.program, limits, home)
+        if self.world_size > 1:
+            refuse_replica_optimizers(module)
+        return module
 
     @called("job.optimizer", **other_names.OPTIMIZER)
     def optimizer(self, model: PlanModule) -> Optimizer:

@@ -28,6 +28,7 @@ from moec.runtime.job.groups import ALL_RANKS, HOST
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import EXPERTS, first_of_parts
 from moec.runtime.job.rank import RankHome
+from moec.runtime.job.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.job.shards import dtensor_placements
 from moec.runtime.job.weight_spec import WeightSpec
 
@@ -165,7 +166,10 @@ def make_layer(
             raise JobError("MOE0700", message, "compile the .moe file again")
     target = torch.device(device) if device is not None else torch.get_default_device()
     home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
-    return MoeLayer(plan.program, plan.spec, home)
+    layer = MoeLayer(plan.program, plan.spec, home)
+    if home.expert_group:
+        refuse_replica_optimizers(layer.get_submodule("experts"))
+    return layer
 
 
 _shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}

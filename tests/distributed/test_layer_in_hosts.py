@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
+import torch
+from support.plans import layer_text
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.hosts import Host, clipped, in_compiled_ddp, in_ddp, in_fsdp, summed_by_hand, worst_error
+from support.ranks.hosts import (
+    Host,
+    Transformer,
+    batch,
+    clipped,
+    in_compiled_ddp,
+    in_ddp,
+    in_fsdp,
+    summed_by_hand,
+    worst_error,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+import moec
+from moec.runtime.errors import JobError
 
 FP32 = 2e-5
 """Sums in another order; a gradient with a wrong factor is off by its whole size."""
@@ -84,3 +102,38 @@ def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
     for each in found:
         assert each["norm"] == pytest.approx(each["whole"], rel=1e-5)
         assert each["error"] < FP32
+
+
+def optimizers_of_replicas() -> list[str]:
+    """What optimizers say that send parameters between ranks; one over all but the experts trains."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it uses `torch.jit.script`
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    said = []
+    model = Transformer(lambda number: moec.layer(layer_text(ranks=2, ep=2), seed=number))
+    experts = {id(parameter) for parameter in moec.expert_parameters(model).values()}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+    x, wanted = batch(2)
+
+    def backward() -> None:
+        ((model(x) - wanted).square().mean() + model.aux_loss()).backward()
+
+    backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    averager = PeriodicModelAverager(period=2)
+    for optimizer in (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0),
+        PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), averager),
+    ):
+        with pytest.raises(JobError) as raised:
+            optimizer.step()
+        said.append(str(raised.value))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    ZeroRedundancyOptimizer(others, torch.optim.SGD, lr=0.1).step()
+    return said
+
+
+def test_optimizers_that_send_experts_between_ranks_are_refused(gloo: GlooPool) -> None:
+    for zero, averager in gloo.run(2, optimizers_of_replicas):
+        assert re.search("MOE0711.*ZeroRedundancyOptimizer broadcasts parameters over ranks", zero)
+        assert re.search("MOE0711.*model_averaging averages parameters over ranks", averager)

@@ -1,0 +1,61 @@
+"""Refuses optimizers that send parameters between ranks: they take each for a replica, and ranks have other experts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.model_averaging import utils
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moec.runtime.errors import JobError
+
+_sharded = WeakSet[nn.Module]()
+"""Modules over several ranks: models of jobs, and the experts of layers."""
+
+
+def refuse_replica_optimizers(module: nn.Module) -> None:
+    """From now on torch's optimizers that average or broadcast parameters of `module` over ranks raise `JobError`."""
+    if not _sharded and not hasattr(utils.average_parameters, "__wrapped__"):
+        register_optimizer_step_pre_hook(_before_a_step)
+        utils.average_parameters = _guarded(utils.average_parameters)
+    _sharded.add(module)
+
+
+def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        groups = (group["params"] for group in optimizer.param_groups)
+        _require_replicas(itertools.chain.from_iterable(groups), "ZeroRedundancyOptimizer", "broadcasts")
+
+
+def _guarded(average: Any) -> Any:
+    """torch has no hook for the averagers of models, of which `PostLocalSGDOptimizer` is one."""
+
+    @functools.wraps(average)
+    def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:
+        listed = list(params)
+        _require_replicas(iter(listed), "an averager of torch.distributed.algorithms.model_averaging", "averages")
+        return average(iter(listed), *rest, **named)
+
+    return average_parameters
+
+
+def _require_replicas(params: Iterator[torch.Tensor], who: str, does: str) -> None:
+    """Raises `JobError` MOE0711 if one of the parameters is a module's over several ranks."""
+    ours = {id(parameter) for module in _sharded for parameter in module.parameters()}
+    if any(id(parameter) in ours for parameter in params):
+        raise JobError(
+            "MOE0711",
+            f"{who} {does} parameters over ranks, as if they were replicas: experts would be overwritten by other "
+            "ranks'",
+            "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their "
+            "own; a job's model has `zero = 1` in `parallel { … }` and `job.optimizer`",
+        )
