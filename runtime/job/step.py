@@ -26,6 +26,8 @@ from moec.runtime.job.leftover_gradients import warn_of_leftover
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.job.mean_losses import warn_of_mean
 from moec.runtime.job.module import ModelOutput, PlanModule
+from moec.runtime.job.padded_labels import warn_of_padded
+from moec.runtime.job.tp_losses import unlike_in_group
 from moec.runtime.job.unshifted_labels import warn_of_unshifted
 from moec.runtime.job.watch import collective
 from moec.runtime.ops.dense_collectives import all_reduce
@@ -130,6 +132,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     warn_of_leftover(model)
     if not step.has_custom_loss:
         warn_of_unshifted(model, step.tokens, step.labels)
+        warn_of_padded(model, step.tokens, step.labels, step.beside)
     total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:
         total = _count(job, step, None, step.inputs)
@@ -260,9 +263,10 @@ def _custom_loss(
         complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
     if error is not None:
         complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
+    unlike = unlike_in_group(job, None if complaint or error else summed)
     del given  # whole logits: not held while ranks agree
     depends = isinstance(summed, Tensor) and summed.requires_grad
-    (graded,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
+    (graded,) = require_with_cause(job.checks, "a custom loss", complaint or unlike, error, counts=(int(depends),))
     if step.count is None and depends:
         warn_of_mean(model, name, summed, labels)
     if not summed.requires_grad and output.logits.requires_grad:

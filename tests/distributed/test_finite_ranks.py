@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -100,3 +101,31 @@ def test_a_batch_without_scores_on_one_rank_is_skipped_on_all(gloo: GlooPool, tp
     for losses, skipped, finite in gloo.run(2 * tp, losses_of_a_bad_batch, tp):
         assert [loss == loss for loss in losses] == [True, False, True]
         assert (skipped, finite) == (1, True)
+
+
+def own_losses_of_a_group(number_of: str) -> str:
+    """What a step says whose custom loss is times a number of the rank's own, of four ranks in two tp groups."""
+    with moec.launch(moe_plan(ranks=4, tp=2, ep=2), device="cpu", timeout=60) as job:
+        model = job.build(seed=1)
+        (tokens, labels) = batches(32, 8, 8, 1)[0]
+        factor = {"rank": 1.0 + job.rank, "group": 1.0 + job.data_rank, "nan": torch.nan if job.rank == 3 else 1.0}
+        last_bits = 1 + 1e-6 * job.rank
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return logits.float().logsumexp(-1).sum() * factor[number_of] * last_bits
+
+        try:
+            job.step(model, *(t.chunk(job.data_size)[job.data_rank] for t in (tokens, labels)), loss=loss)
+        except JobError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("number_of", "said"),
+    [("rank", "MOE0713.*the custom loss is .* here, and from"), ("nan", "MOE0713.*NaN on some"), ("group", "")],
+)
+def test_a_custom_loss_that_differs_within_a_tp_group_is_one_error(gloo: GlooPool, number_of: str, said: str) -> None:
+    found = gloo.run(4, own_losses_of_a_group, number_of)
+    assert len(set(found)) == 1
+    assert re.search(said, found[0]) if said else not found[0]
