@@ -22,7 +22,6 @@ from moec.runtime.checkpoint.content import random_states, require_optimizer
 from moec.runtime.checkpoint.description import degrees_of
 from moec.runtime.checkpoint.extras import give, read_extras
 from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.folders import is_followed
 from moec.runtime.checkpoint.grid import Box
 from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
 from moec.runtime.checkpoint.mathematics import other_biases
@@ -150,8 +149,6 @@ def load(
     saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
     model.run = Run.of(loading.checkpoint.head)
     if job.rank == 0:
-        if not resumes and is_followed(Path(path), loading.checkpoint.head):
-            model.run = model.run.branch()
         for words in remarks(loading, job.plan, optimizer, extras, resumes=resumes):
             warn(f"{shown(Path(path).absolute())}: {words}")
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}

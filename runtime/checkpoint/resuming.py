@@ -16,7 +16,7 @@ from moec.grammar.folder_kinds import kind_of
 from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, set_aside, unlisted
+from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, run_in, set_aside, unlisted
 from moec.runtime.checkpoint.index import is_of_torch, of_torch
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
@@ -55,6 +55,7 @@ def resume(
         else:
             if job.rank == 0:
                 search.end(name, model.settings["step"])
+                model.run = run_in(Path(folder), model.run)
             break
     step = model.settings["step"]
     if not name and step and job.rank == 0:
