@@ -112,6 +112,8 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"{checkpoint.path}: {head.model}, step {head.step}, saved by moec {head.moec}"
     yield ""
     yield f"  saved on   {count(head.world_size, 'rank')}" + "".join(_degrees(head.degrees))
+    if head.run:
+        yield f"  run        {head.run}"
     yield f"  optimizer  {head.optimizer or 'none'}"
     yield f"  extras     {', '.join(_extras(checkpoint)) or 'none'}"
     yield f"  total      {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
@@ -145,6 +147,7 @@ def _as_json(checkpoint: Checkpoint) -> CheckpointDocument:
         format=head.format,
         moec=head.moec,
         model=head.model,
+        run=head.run or None,
         step=head.step,
         world_size=head.world_size,
         data_size=head.data_size,

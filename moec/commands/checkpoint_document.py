@@ -34,6 +34,8 @@ class CheckpointDocument:
     moec: str
     """The version of moec that saved it."""
     model: str
+    run: str | None
+    """The id of the run that saved it; null in a checkpoint of format 1."""
     step: int
     world_size: int
     """How many ranks saved it."""
@@ -52,6 +54,7 @@ class ListedCheckpoint:
 
     name: str
     model: str | None
+    run: str | None
     step: int | None
     saved: str | None
     """Local time."""
@@ -59,12 +62,12 @@ class ListedCheckpoint:
     fault: str | None
     """Why it is not complete; null where it is."""
     latest: bool
-    """Whether it is the newest complete one."""
+    """Whether it is the one that `job.resume` loads."""
 
 
 @document
 class CheckpointsDocument:
-    """A folder of checkpoints, newest first."""
+    """A folder of checkpoints, the last saved first."""
 
     checkpoints: list[ListedCheckpoint]
 

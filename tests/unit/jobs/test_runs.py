@@ -15,6 +15,7 @@ import torch
 from support.plans import moe_plan
 
 import moec
+from moec.commands.checkpoint_list import checkpoints_of, lines
 from moec.runtime.checkpoint import resuming
 from moec.runtime.checkpoint.index import HEAD, head_bytes
 from moec.runtime.checkpoint.reading import read_head
@@ -90,6 +91,16 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_resumed_as_itself(job:
     os.truncate(tmp_path / "5" / "rank-00000.safetensors", 0)
     assert said_by(lambda: job.resume(tmp_path, job.build()))[0] == 4
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "5.damaged", "8"]
+
+
+def test_the_list_of_a_folder_has_runs_and_the_checkpoint_that_is_resumed(job: Job, tmp_path: Path) -> None:
+    one = saved(job, tmp_path, 4, 8)
+    other = saved(job, tmp_path, 2)
+    found = checkpoints_of(tmp_path)
+    assert [(each.name, each.run, each.latest) for each in found] == [
+        ("2", other.run.id, True), ("8", one.run.id, False), ("4", one.run.id, False),
+    ]  # fmt: skip
+    assert any(line.split()[-3:] == [other.run.id[:8], "complete,", "latest"] for line in lines(tmp_path, found))
 
 
 def test_to_load_the_last_checkpoint_is_to_go_on_with_its_run(job: Job, tmp_path: Path) -> None:
