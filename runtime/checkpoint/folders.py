@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from moec.runtime.calls import called
+from moec.runtime.checkpoint.faults import damaged, missing
 from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
+from moec.runtime.checkpoint.index import HEAD, INDEX, Head, shard_name
 from moec.runtime.checkpoint.options import require_path
 from moec.runtime.checkpoint.reading import read_head
 from moec.runtime.checkpoint.runs import Found, Run, in_order, of_the_last_run

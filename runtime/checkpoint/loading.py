@@ -21,9 +21,10 @@ from moec.codegen.plan import Plan, PlanParameter
 from moec.runtime.checkpoint.content import random_states, require_optimizer
 from moec.runtime.checkpoint.description import degrees_of
 from moec.runtime.checkpoint.extras import give, read_extras
+from moec.runtime.checkpoint.faults import unexpected
 from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.grid import Box
-from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
+from moec.runtime.checkpoint.index import MODEL, RNG, Entry
 from moec.runtime.checkpoint.mathematics import other_biases
 from moec.runtime.checkpoint.optimizer_state import (
     OPTIONS,

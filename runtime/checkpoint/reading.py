@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moec.runtime.checkpoint.faults import damaged, missing
 from moec.runtime.checkpoint.grid import Box, boxes_of_run, cell_box, cell_of, cells_over, moved, overlap, whole
 from moec.runtime.checkpoint.index import (
     BLOCK_BYTES,
@@ -20,9 +21,7 @@ from moec.runtime.checkpoint.index import (
     MAX_INDEX_BYTES,
     Head,
     Index,
-    damaged,
     digest,
-    missing,
     parse_head,
     parse_index,
     shard_name,
