@@ -59,6 +59,8 @@ def run(options: Namespace, tree: Path, mutated: Path) -> None:
     print(f"{len(left)} of {len(drawn)} mutants to try", flush=True)
     trials = Trials(tree, mutated, (options.seconds, options.more_seconds))
     with CoverageDatabase(options.folder / "coverage.sqlite") as database:
+        if not database.tests():
+            sys.exit("no test is recorded: `python benchmarks/mutants.py record` first, for what is to be tried")
         selector = Selector(tree, database, collected(tree))
         for number, mutant in enumerate(left, 1):
             source = (tree / mutant.file).read_bytes()

@@ -71,8 +71,8 @@ def passed_before(part: str, files: str) -> dict[str, Any] | None:
 
 
 def versions() -> list[str]:
-    """Of torch and triton."""
-    return [f"{each.name} {each.version}" for each in metadata.distributions() if each.name in ("torch", "triton")]
+    """Of all installed packages."""
+    return sorted(f"{each.name} {each.version}" for each in metadata.distributions())
 
 
 def devices() -> list[str]:

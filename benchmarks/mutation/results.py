@@ -76,6 +76,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         kept = "kept" if part >= WANTED else "not kept"
         lines.append(f"`make test` kills {killed['make test']} of {total} that are killed at all: {part:.1%}, {kept}.")
     lines.append(f"{sum(row['how'] == 'timeout' for row in rows)} of them by a timeout.")
+    if rows:
+        lines.append(f"Of all {len(rows)} mutants the tests kill {total / len(rows):.1%}.")
     for result, title in (
         ("rest", "killed by the rest alone"),
         ("survived", "survivors"),

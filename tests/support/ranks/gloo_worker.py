@@ -82,6 +82,7 @@ def _collect_seldom() -> None:
 
 USUAL = (
     "the labels of job.step are its tokens",
+    ".* valid labels of job.step",
     "every rank gives job.step the same batch",
     "the gradients of an earlier job.step are still there",
 )

@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, threads, files in the checkout, variables, the working folder, torch's dtype.
+"""What a test leaves behind: processes, threads, files in the checkout, variables, the working folder, modes of torch.
 
 The fixture `leaves_nothing` compares before and after each test. Fixtures of a module or of the session begin
 before it and end after it, and may keep what they need.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 KEPT_COMMANDS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Parts of the command lines of processes that libraries start once for all."""
@@ -39,7 +40,7 @@ class Snapshot:
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
     files: Mapping[str, frozenset[str]]
-    settings: Mapping[str, str]
+    settings: Mapping[str, Any]
 
 
 def adopt() -> None:
@@ -149,33 +150,38 @@ def _is_ignored(folder: str, name: str) -> bool:
     )
 
 
-FOLDER, DTYPE = "the working folder", "torch's default dtype"
+FOLDER = "the working folder"
+
+OF_TORCH: dict[str, tuple[str, str]] = {
+    "torch's default dtype": ("get_default_dtype", "set_default_dtype"),
+    "torch's grad mode": ("is_grad_enabled", "set_grad_enabled"),
+    "torch's deterministic algorithms": ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+    "torch's number of threads": ("get_num_threads", "set_num_threads"),
+}
+"""Settings of torch, and the functions that read and set each."""
 
 
-def settings() -> dict[str, str]:
-    """The environment variables, the working folder and torch's default dtype."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_VARIABLES)}
-    torch = sys.modules.get("torch")
-    return (
-        found
-        | {FOLDER: os.path.realpath("/proc/self/cwd")}
-        | ({DTYPE: str(torch.get_default_dtype())} if torch else {})
-    )
+def settings() -> dict[str, Any]:
+    """The environment variables, the working folder and settings of torch."""
+    found: dict[str, Any] = {n: value for n, value in os.environ.items() if not n.startswith(OTHERS_VARIABLES)}
+    found[FOLDER] = os.path.realpath("/proc/self/cwd")
+    if torch := sys.modules.get("torch"):
+        found |= {name: getattr(torch, read)() for name, (read, _) in OF_TORCH.items()}
+    return found
 
 
-def changed(before: Mapping[str, str]) -> Iterator[str]:
+def changed(before: Mapping[str, Any]) -> Iterator[str]:
     """The settings that are others than `before`, one line each, and puts them back."""
     now = settings()
     for name in sorted(now.keys() | before.keys()):
         was = before.get(name)
-        if now.get(name) == was or (name == DTYPE and was is None):
+        if now.get(name) == was or (name in OF_TORCH and was is None):
             continue
-        yield f"{'' if name in (FOLDER, DTYPE) else 'variable '}{name}: {now.get(name)!r}, was {was!r}"
+        yield f"{'' if name in (FOLDER, *OF_TORCH) else 'variable '}{name}: {now.get(name)!r}, was {was!r}"
         if name == FOLDER:
-            os.chdir(str(was))
-        elif name == DTYPE:
-            torch = sys.modules["torch"]
-            torch.set_default_dtype(getattr(torch, str(was).removeprefix("torch.")))
+            os.chdir(was)
+        elif name in OF_TORCH:
+            getattr(sys.modules["torch"], OF_TORCH[name][1])(was)
         else:
             os.environ.pop(name, None)
             os.environ.update({name: was} if was is not None else {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.session import extent
-from support.session.leftovers import adopt, left_since, snapshot
+from support.session.leftovers import Snapshot, adopt, left_since, snapshot
 from support.session.seconds import Seconds
 from support.session.sharing import scheduler
 
@@ -40,12 +40,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     extent.choose(config, items)
 
 
+_TOLD = set[str]()
+"""What a test was blamed for: its file is not once more."""
+
+
+def _left(before: Snapshot, config: pytest.Config) -> list[str]:
+    found = left_since(before, config.getoption("--grace"))
+    return [line for line in found if not (line.startswith("file ") and config.getoption("--update-golden", False))]
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fails a test that leaves a process, a thread, a file in the checkout or a setting behind."""
     before = snapshot(pytestconfig.rootpath)
     yield
-    if left := left_since(before, pytestconfig.getoption("--grace")):
+    if left := _left(before, pytestconfig):
+        _TOLD.update(left)
         pytest.fail("it leaves behind:\n" + "\n".join(left), pytrace=False)
 
 
@@ -54,5 +64,5 @@ def file_leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fails the last test of a file whose fixtures leave something behind."""
     before = snapshot(pytestconfig.rootpath)
     yield
-    if left := left_since(before, pytestconfig.getoption("--grace")):
+    if left := [line for line in _left(before, pytestconfig) if line not in _TOLD]:
         pytest.fail("its file leaves behind:\n" + "\n".join(left), pytrace=False)

@@ -67,8 +67,10 @@ class Seconds:
             for line in table(self._taken, time.monotonic() - self._begun):
                 terminalreporter.write_line(line)
         if (longer := too_long(self._taken)) and not extent.everything:
-            line = f"{len(longer)} tests took over {MOST_SECONDS:g} s, on two quiet cores only those of `LONGER` may"
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(
+                f"over {MOST_SECONDS:g} s, on two quiet cores only those of `LONGER` in {Path(__file__).name} may: "
+                f"{', '.join(longer)}"
+            )
 
 
 def folder_of(test: str) -> str:

@@ -80,6 +80,10 @@ def test_drawn_tokens_follow_seed_sequence_and_place_alone() -> None:
     assert torch.equal(backwards, first.flip(0))
     alike = model.generate([PROMPTS[0]] * 8, seed=4, **how).tokens
     assert len({tuple(row) for row in alike.tolist()}) > 4
+    with torch.no_grad():
+        model.head.weight.zero_()  # every place has the same probabilities
+    assert len(set(model.generate(PROMPTS[:1], seed=4, **how).tokens[0].tolist())) > 1
+    model = small()
     longer = torch.cat([PROMPTS[0], first[0, :2]])
     assert torch.equal(model.generate([longer], seed=4, max_new_tokens=4, temperature=1.5).tokens[0], first[0, 2:])
 
