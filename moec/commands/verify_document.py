@@ -50,6 +50,8 @@ class FirstDocument:
     gradient: bool
     unlike: bool
     """Whether the op differs from the compiled file, and no value was compared."""
+    attribute: str
+    """Of such an op, how an attribute differs: `window = 48 instead of 32`. Empty for other differences."""
 
 
 @document

@@ -88,7 +88,11 @@ def compare(
         return found
     model.zero_grad()
     other = _compare_with(plan, model.eval(), dtype, seed, blamed, watch)
-    other = replace(other, largest=replace(other.largest, in_evaluation=True))
+    return larger_errors(found, replace(other, largest=replace(other.largest, in_evaluation=True)))
+
+
+def larger_errors(found: Report, other: Report) -> Report:
+    """A report with the larger errors of two comparisons, of which the first found no difference."""
     if not other.ok:
         return other
     return replace(

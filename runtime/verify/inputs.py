@@ -23,6 +23,8 @@ SEQUENCES_PER_RANK = 2
 MOST_MICROBATCHES = 2
 """Two micro-batches show what any number shows: gradients add up, divided by the counts of the whole step."""
 MAX_SEQUENCE = 16
+LONGEST_WINDOW = 48
+"""Sequences are longer than windows of attention up to this; wider ones would take too long."""
 MOST_ROWS = 100
 
 
@@ -93,7 +95,9 @@ def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
     if plan.spec.model.length is not None:
         return batch, plan.spec.model.length
     pieces = sequence_pieces(plan.spec)
-    return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // pieces, 1) * pieces
+    windows = [w for layer in plan.spec.model.layers if (w := layer.attention.window or 0) <= LONGEST_WINDOW]
+    longest = max(MAX_SEQUENCE, *(window + MAX_SEQUENCE // 2 for window in windows))
+    return batch, max(min(context_of(plan.spec), longest) // pieces, 1) * pieces
 
 
 def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:

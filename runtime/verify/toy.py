@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
-from moec.codegen.plan import Plan, groups_of
+from moec.codegen.plan import Plan
 from moec.grammar import to_text
 from moec.grammar.diagnostics import InternalError
-from moec.passes.ir import Block, Op, Parameter, Program
+from moec.passes.ir import Block, Program
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify.toy_spec import ToySpec, Width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unlike:
-    """The first difference between a plan's Program and the Program compiled from the plan's Spec."""
-
-    layer: str
-    op: str
-    value: str
-    span: str | None
+from moec.runtime.verify.unlike import Unlike, first_unlike
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ def at_toy_widths(plan: Plan, *, fewer_experts: bool = False) -> ToyPlan:
     compiled, toy = (compile_program(s).program for s in (plan.spec, spec))
     _require_same_but_for(compiled, toy, shrink.widths)
     small = replace(plan, spec_text=to_text(spec), program=_resized(plan.program, compiled, toy), tiles=None)
-    return ToyPlan(small, shrink.widths, _first_unlike(plan, compiled))
+    return ToyPlan(small, shrink.widths, first_unlike(plan, compiled))
 
 
 def _resized(program: Program, compiled: Program, toy: Program) -> Program:
@@ -110,37 +100,3 @@ def _unequal(compiled: Any, toy: Any) -> Iterator[tuple[Any, Any]]:
                 yield from _unequal(getattr(compiled, each.name), getattr(toy, each.name))
     elif compiled != toy:
         yield compiled, toy
-
-
-def _first_unlike(plan: Plan, compiled: Program) -> Unlike | None:
-    """The first difference between `plan` and `compiled`, the Program compiled from its Spec; spans are ignored."""
-    program = plan.program
-    for block, other in zip_longest(program.blocks, compiled.blocks):
-        if block == other:
-            continue
-        if block is None or other is None or block.name != other.name:
-            return Unlike(layer=(block or other).name, op="block", value=(block or other).name, span=None)
-        return _unlike_in(block, other)
-    if plan.groups != (groups := groups_of(compiled.meshes)):
-        name = next(name for name in {**plan.groups, **groups} if plan.groups.get(name) != groups.get(name))
-        return Unlike(layer="plan", op="group", value=name, span=None)
-    return Unlike(layer="plan", op="mesh", value="", span=None) if program.meshes != compiled.meshes else None
-
-
-def _unlike_in(block: Block, other: Block) -> Unlike:
-    for op, expected in zip_longest(block.ops, other.ops):
-        if op != expected:
-            missing = expected is not None and expected.results[0].name not in block.scope
-            unlike = expected if missing or op is None else op
-            # The line of the op that stands in place of a missing one: `expected` has lines of the plan's spec.moe.
-            line = _line_of(op if op is not None else block)
-            return Unlike(layer=block.name, op=unlike.mnemonic, value=unlike.results[0].name, span=line)
-    for parameter, other_parameter in zip_longest(block.parameters, other.parameters):
-        if parameter != other_parameter:
-            line = _line_of(parameter if parameter is not None else block)
-            return Unlike(layer=block.name, op="parameter", value=f"@{(parameter or other_parameter).name}", span=line)
-    return Unlike(layer=block.name, op="block", value=block.name, span=None)
-
-
-def _line_of(node: Block | Op | Parameter) -> str | None:
-    return str(node.span) if node.span else None

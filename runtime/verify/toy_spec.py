@@ -37,7 +37,9 @@ class Width:
         return f"{self.name} {self.before} → {self.toy}"
 
 
-_ORDER = ("dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "context", "sequence")
+_ORDER = (
+    "dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "context", "sequence", "window",
+)  # fmt: skip
 
 
 class ToySpec:
@@ -54,6 +56,7 @@ class ToySpec:
         self._hidden = self._toy_widths("hidden", _hidden_widths(plan.spec), HIDDEN)
         self._head_dims = self._toy_widths("head_dim", _head_dims(plan.spec), HEAD_DIM)
         self._heads = self._toy_heads()
+        self._windows = self._toy_windows()
         self._shrunk_nodes: dict[int, object] = {}
 
     def spec(self) -> Spec:
@@ -146,6 +149,16 @@ class ToySpec:
         self._toys -= {width for width in self._toys if width.name == "kv_heads" and width.before not in stated}
         return toys
 
+    def _toy_windows(self) -> Mapping[int, int]:
+        """Toy windows shorter than a toy sequence, for windows that are not; different ones while there are enough."""
+        layers = self._spec.model.layers if self._spec.has_model else ()
+        windows = sorted({layer.attention.window for layer in layers if layer.attention.window is not None})
+        free = [toy for toy in range(2, self._tokens()) if toy not in windows] or [self._tokens() - 1]
+        wide = [window for window in windows if window >= self._tokens()]
+        toys = {window: free[min(index, len(free) - 1)] for index, window in enumerate(wide)}
+        self._toys |= {Width("window", *pair) for pair in toys.items()}
+        return toys
+
     def _once(self, node: Node_, make: Callable[[Node_], Node_]) -> Node_:
         if id(node) not in self._shrunk_nodes:
             self._shrunk_nodes[id(node)] = make(node)
@@ -158,6 +171,8 @@ class ToySpec:
         small: dict[str, int] = {"head_dim": self._head_dims[_head_dim(self._spec.model, layer)], "heads": heads}
         if getattr(layer.attention, "kv_heads", None) is not None:
             small["kv_heads"] = kv_heads
+        if layer.attention.window is not None:
+            small["window"] = self._windows.get(layer.attention.window, layer.attention.window)
         changed: dict[str, object] = {"attention": layer.attention.replace(**small)}
         if layer.ffn is not None:
             changed["ffn"] = self._narrow(layer.ffn)

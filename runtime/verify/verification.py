@@ -6,19 +6,22 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from moec.codegen.plan import Plan
+from moec.passes.pipeline import compile_program
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.job.shards import require_executable
-from moec.runtime.verify.comparison import compare
+from moec.runtime.verify.beyond_limits import beyond_limits, limits_of
+from moec.runtime.verify.comparison import compare, larger_errors
 from moec.runtime.verify.inputs import global_batch, microbatches_of
 from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
+from moec.runtime.verify.unlike import Unlike, first_unlike_attribute
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
 from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
@@ -38,7 +41,8 @@ def verify(
     float32: bool = True,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Compares `plan` with the reference of its own Spec in float64, and in the plan's dtype against float64.
+    """Compares `plan` with the reference of its own Spec in float64, and in the plan's dtype against float64. Ops that
+    the compiled Spec has too must have its attributes: short inputs do not show each of them.
 
     `float32` adds a report in float32, which decides nothing, where that is not the plan's dtype. `progress` is told of
     every layer that has run.
@@ -56,13 +60,15 @@ def verify(
     require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
     informs = float32 and plan.spec.subject.dtype != "fp32"
     steps = Steps(plan, progress)
-    steps.expect(1 + informs, 1)
+    steps.expect(informs, 1)
     with _one_thread_without_collection(plan):
-        steps.begin("float64")
         model = _model(plan, torch.float64, seed)
-        double = compare(plan, model, torch.float64, seed, watch=steps)
+        double = _in_float64(plan, model, seed, steps, "float64")
         if not double.ok:
             return double
+        unlike = first_unlike_attribute(plan.program, compile_program(plan.spec, "partition").program)
+        if unlike is not None:
+            return replace(double, ok=False, first_difference=_difference(unlike))
         gc.collect(0)
         rounding = _rounding(plan, model, seed, steps)
         single = None
@@ -78,19 +84,32 @@ def _verify_scaled(plan: Plan, seed: int, progress: Progress) -> Report:
         toy = at_toy_widths(plan, fewer_experts=True)
     require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
     steps = Steps(toy.plan, progress)
-    steps.expect(1, 0)
     with _one_thread_without_collection(toy.plan):
-        steps.begin("float64, at toy widths")
         model = _model(toy.plan, torch.float64, seed)
-        found = compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None, watch=steps)
-    first = found.first_difference
-    if toy.unlike is not None:
-        at = toy.unlike
-        first = Difference(
-            layer=at.layer, op=at.op, value=at.value, span=at.span, error=math.inf, gradient=False, unlike=True
-        )
+        found = _in_float64(toy.plan, model, seed, steps, "float64, at toy widths", blamed=toy.unlike is None)
+    first = found.first_difference if toy.unlike is None else _difference(toy.unlike)
     ok = found.ok and toy.unlike is None
     return replace(found, ok=ok, scaled=True, widths=toy.widths, first_difference=first)
+
+
+def _in_float64(plan: Plan, model: Unsharded, seed: int, steps: Steps, run: str, *, blamed: bool = True) -> Report:
+    """Compares in float64, and again beyond the limits of clips and clamps where the model has any."""
+    limits = limits_of(plan.spec)
+    steps.expect(2 if limits else 1, 0)
+    steps.begin(run)
+    found = compare(plan, model, torch.float64, seed, blamed=blamed, watch=steps)
+    if not limits or not found.ok:
+        return found
+    gc.collect(0)
+    steps.begin(f"{run}, beyond the limits")
+    model.train().zero_grad()
+    with beyond_limits(model, limits):
+        return larger_errors(found, compare(plan, model, torch.float64, seed, blamed=blamed, watch=steps))
+
+
+def _difference(unlike: Unlike) -> Difference:
+    found = {each.name: getattr(unlike, each.name) for each in fields(unlike)}
+    return Difference(**found, error=math.inf, gradient=False, unlike=True)
 
 
 @contextmanager

@@ -40,12 +40,15 @@ class Difference:
     error: float
     gradient: bool
     unlike: bool = False
-    """Whether the op differs from the compiled Spec, and no value was compared."""
+    """Whether the op differs from the compiled Spec's; no value was compared."""
+    attribute: str = ""
+    """Of an op that is `unlike`, how an attribute differs: `window = 48 instead of 32`."""
 
     def __str__(self) -> str:
         if self.unlike:
             place = f" ({self.span})" if self.span else ""
-            return f"{self.layer}: {self.op}{place}: {self.value} is not what moec compiles the Spec in the plan to"
+            found = f"has {self.attribute}, which" if self.attribute else "is not what"
+            return f"{self.layer}: {self.op}{place}: {self.value} {found} moec compiles the Spec in the plan to"
         what = "the gradient of " if self.gradient else ""
         place = f" ({self.span})" if self.span else ""
         return f"{self.layer}: {self.op}{place}: {what}%{self.value} is off by {self.error:.1e}"
@@ -110,9 +113,9 @@ class Report:
     and experts' loads (`output`; of a layer y, `aux_loss` and loads), of gradients and of parameters after one SGD
     step (`gradient`; of a layer that of x too). `largest` is the value with the largest. `rounding` decides too: what
     the plan loses in its own dtype; None where float64 refuses the plan already. `float32` decides nothing: there a
-    near tie may send a token to another expert. It is left out where fp32 is the plan's own dtype. A plan that was
-    too large is `scaled`, its `widths` shrunk to toy ones; then its graphs must also be those that moec compiles, and
-    float64 alone decides.
+    near tie may send a token to another expert. It is left out where fp32 is the plan's own dtype. Ops must have the
+    attributes that moec compiles (`docs/verify.md`). A plan that was too large is `scaled`, its `widths` shrunk to toy
+    ones; then its graphs must also be those that moec compiles, and float64 alone decides.
     """
 
     ok: bool
