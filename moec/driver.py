@@ -122,17 +122,20 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
 
 
 @called("moec.reference")
-def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
+def reference(source: Source | Plan, *, seed: int = 0, dtype: torch.dtype | None = None) -> PlanModule | MoeLayer:
     """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
 
     Uses no process group. `source` may also be a plan or its folder: the result is the model that the plan shards.
+    `dtype` replaces the file's; with `torch.float64`, parameters and all that is computed are float64.
     """
-    from moec.runtime.job.reference import layer_reference
+    from moec.runtime.job.reference import layer_reference, require_dtype
     from moec.runtime.job.reference import reference as build
 
+    require_dtype(dtype)
     plan = _plan_or_none(source)
     spec = plan.spec if plan is not None else to_spec(require_source(source, "moec.reference"))
-    return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
+    make = build if spec.has_model else layer_reference
+    return make(spec, seed=seed, dtype=dtype)
 
 
 @called("moec.layer")

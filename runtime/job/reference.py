@@ -12,12 +12,15 @@ from moec.grammar.spec import Spec
 from moec.passes.ir import Program
 from moec.passes.lower.lower_model import lower
 from moec.passes.place.stated_degrees import data_parallel_size
+from moec.runtime.errors import wrong_argument
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.home import ALONE, Alone
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import first_of_parts
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.weight_spec import WeightSpec
+
+COMPUTED = (torch.float64, torch.float32, torch.bfloat16)
 
 __all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
 
@@ -39,6 +42,13 @@ def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = No
     program = reference_program(spec)
     home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
     return MoeLayer(program, spec, home, float64=dtype == torch.float64)
+
+
+def require_dtype(dtype: object) -> None:
+    """Raises `CallError` unless a reference can compute in `dtype`; None is the file's."""
+    if dtype not in (None, *COMPUTED):
+        words = ", ".join(map(str, COMPUTED))
+        raise wrong_argument(f"dtype must be one of {words}, not {dtype!r}", "leave it out for the dtype of the file")
 
 
 class AloneInHost(Alone):
