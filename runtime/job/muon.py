@@ -24,6 +24,7 @@ class Muon(MatrixOptimizer):
     The first parameter group has the hidden matrices. A sharded matrix is orthogonalised whole, by one of the ranks
     that share it. Matrices that are whole on their rank need no collective. State: `momentum_buffer`; of AdamW `step`,
     `exp_avg` and `exp_avg_sq`; all but `step` are kept in `state_dtype` between steps, by default the parameter's.
+    The `momentum` of AdamW's groups is its beta1, so that a scheduler cycles both.
     """
 
     def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
@@ -31,7 +32,7 @@ class Muon(MatrixOptimizer):
         hidden = [master for master in masters if master.matrices.hidden]
         others = [master for master in masters if not master.matrices.hidden]
         second = spec.adamw
-        options = {"lr": second.lr, "beta1": second.beta1, "beta2": second.beta2, "eps": second.eps, "fused": True}
+        options = {"lr": second.lr, "momentum": second.beta1, "beta2": second.beta2, "eps": second.eps, "fused": True}
         groups: list[dict[str, Any]] = [
             {
                 "params": [master.parameter for master in hidden],
@@ -47,7 +48,7 @@ class Muon(MatrixOptimizer):
                 for decays, decay in ((True, second.weight_decay), (False, 0.0))
             ),
         ]
-        super().__init__(masters, groups, {})
+        super().__init__(masters, groups, {"momentum": spec.momentum})  # schedulers that cycle it look there
 
     def update(self) -> None:
         """Updates hidden matrices by Muon, all others by AdamW."""
@@ -88,7 +89,8 @@ class Muon(MatrixOptimizer):
             return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _update_others(self, group: dict[str, Any]) -> None:
-        options = {name: group[name] for name in ("beta1", "beta2", "lr", "weight_decay", "eps")}
+        options = {name: group[name] for name in ("beta2", "lr", "weight_decay", "eps")}
+        options["beta1"] = group["momentum"]
         update_by_adamw(group["params"], self.state, self.state_dtype, {**options, "grad_scale": self.grad_scale})
 
 

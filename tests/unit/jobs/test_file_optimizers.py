@@ -154,3 +154,16 @@ def test_verify_takes_a_step_of_every_optimizer():
     for optimizer in ("sgd(lr = 1e-6)", "adafactor", "muon"):
         report = require_equal(moe_plan(optimizer=optimizer, tp=2, ep=2, dtype="bf16"))
         assert report.rounding.step < 0.02
+
+
+def test_schedulers_cycle_the_momentum_of_muon_and_the_beta1_of_its_adamw():
+    job, model = job_and_model("muon(adamw = adamw(lr = 1e-2))")
+    with ending(job):
+        optimizer = job.optimizer(model)
+        assert [group["momentum"] for group in optimizer.param_groups] == [0.95, 0.9, 0.9]
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, max_momentum=0.5)
+        job.step(model, TOKENS, TOKENS)
+        optimizer.step()
+        for group, state in zip(optimizer.param_groups, ("momentum_buffer", "exp_avg", "exp_avg"), strict=True):
+            parameter = group["params"][0]
+            torch.testing.assert_close(optimizer.state[parameter][state], 0.5 * parameter.grad)
