@@ -22,7 +22,11 @@ def accumulating(
 ) -> Iterator[None]:
     """The block of `Job.accumulate`, which describes it."""
     if not labels:
-        raise JobError("MOE0713", "job.accumulate needs the labels of every micro-batch of the block")
+        raise JobError(
+            "MOE0713",
+            "job.accumulate needs the labels of every micro-batch of the block",
+            "give them after the model: `with job.accumulate(model, *labels):`",
+        )
     _require_tensors("labels", labels, "unpack them: `job.accumulate(model, *labels)`")
     _require_tensors("tokens", tokens, "pass a tuple with the tokens of each micro-batch: `tokens=(…, …)`")
     _require_tensors("padding", padding, "pass a tuple with the padding of each micro-batch: `padding=(…, …)`")

@@ -260,7 +260,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
             finally:
                 self._in_step = False
 
-    @called("job.accumulate")
+    @called("job.accumulate", model="labels are those of every micro-batch: `with job.accumulate(model, one, two):`")
     @contextmanager
     def accumulate(
         self,

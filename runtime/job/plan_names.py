@@ -22,7 +22,7 @@ def require_model(model: object, plan: Plan) -> None:
         return
     help = "give it the model that `job.build` made; `model.compile()` compiles it in place"
     if isinstance(model, Tensor):
-        help = "the model comes first: `job.step(model, tokens, labels)`"
+        help = "the model comes first: `job.step(model, tokens, labels)`, `job.accumulate(model, *labels)`"
     elif isinstance(model, Iterator) or (isinstance(model, list | tuple) and not isinstance(model, nn.Module)):
         help = "give it the model that `job.build` made, not its parameters: moec knows which ranks have each of them"
     elif isinstance(model, nn.Module) and any(isinstance(inner, PlanModule) for inner in model.modules()):
