@@ -163,6 +163,7 @@ CODES: dict[str, str] = {
     "MOE0726": "these routes do not fit the model or its batch",
     "MOE0727": "these segments do not fit the model or its batch",
     "MOE0728": "this padding does not fit the model or its batch",
+    "MOE0729": "this derivative is not supported",
     "MOE0740": "tokens cannot be generated with these options",
     "MOE0741": "this model cannot generate",
     "MOE0742": "more tokens than the model's context",

@@ -14,9 +14,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from moec.runtime.derivatives import beyond_backward, no_derivative
 from moec.runtime.errors import JobError
 
 Results = tuple[Tensor, Tensor, Tensor | None]
@@ -90,7 +90,14 @@ class Captured:
         # A graphed callable copies a tensor that lies elsewhere into the one of its capture: the layer's own weights.
         alike = alike and [p.data_ptr() for p in named.values()] == self._places
         inside_another = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return alike and mode and _kind_of(x) == self._sample and not inside_another and not _saving_elsewhere()
+        return (
+            alike
+            and mode
+            and not beyond_backward()
+            and _kind_of(x) == self._sample
+            and not inside_another
+            and not _saving_elsewhere()
+        )
 
     def require_last(self, replay: _Replay) -> None:
         """Raises `JobError` if the graph has run again since: backward would read the other run's activations."""
@@ -133,8 +140,9 @@ class _Outputs(torch.autograd.Function):
         return copies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise no_derivative("a captured layer", "second derivative", HELP)
         ctx.captured.require_last(ctx.replay)
         ctx.replay.done = True
         return None, None, *gradients
@@ -151,7 +159,6 @@ class _OwnGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
 

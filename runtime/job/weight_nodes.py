@@ -9,9 +9,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.derivatives import once
 from moec.runtime.job.gathered_again import Again, changed
 from moec.runtime.job.gathering import version_of
 from moec.runtime.job.gradients import Bucket
@@ -78,7 +78,7 @@ class Unwrap(torch.autograd.Function):
         return local
 
     @staticmethod
-    @once_differentiable
+    @once("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
         results = list(gradients)
@@ -100,7 +100,7 @@ class Narrow(torch.autograd.Function):
         return narrow
 
     @staticmethod
-    @once_differentiable
+    @once("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
         one_pass.require_unchanged()

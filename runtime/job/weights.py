@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.errors import JobError
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.gathered_again import Again, Handles
@@ -187,10 +188,23 @@ class Weights:
         """The parameters of a forward pass, to be narrowed."""
         if all(map(_is_ready, parameters, self.specs)):
             return Taken(parameters, parameters, is_ready=True)
+        if beyond_backward():
+            self._require_no_derivative(parameters)
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
             return Taken(parameters, [local_part(parameter) for parameter in parameters])
         one_pass = Pass(self, parameters)
         return Taken(parameters, Unwrap.apply(one_pass, *parameters), one_pass)  # type: ignore[no-untyped-call]
+
+    def _require_no_derivative(self, parameters: Sequence[Tensor]) -> None:
+        """Raises `JobError` if a mode that the nodes do not have would differentiate a parameter."""
+        for parameter, spec in zip(parameters, self.specs, strict=True):
+            if has_tangent(parameter) or (in_transform() and is_tracked(parameter)):
+                raise no_derivative(
+                    f"{spec.name} ({spec.site}), which is cast, or summed over ranks,",
+                    "derivative in forward mode or `torch.func`",
+                    f"{HELP}; parameters in the layers' dtype are not cast, and those with `requires_grad_(False)` "
+                    "leave the derivatives of inputs",
+                )
 
     def _parameter(self, index: int) -> Tensor:
         parameter, spec = read_parameter(self._module(), *self._paths[index]), self.specs[index]
@@ -212,11 +226,13 @@ class Weights:
             )
         # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
         if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
+            kept = str(spec.master).removeprefix("torch.")
             use = "this frozen parameter stays" if spec.frozen else "an optimizer updates masters"
             raise JobError(
                 "MOE0710",
                 f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but {use} in {spec.master}",
-                f"layers compute in the file's `dtype`; leave the parameters {str(spec.master).removeprefix('torch.')}",
+                f"layers compute in the file's `dtype`; leave the parameters {kept}; "
+                "`moec.reference(…, dtype=torch.float64)` makes the unsharded model in float64",
             )
         return parameter
 

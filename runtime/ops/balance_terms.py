@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.backends.torch import torch_routing
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- count_choices -----------------------------------------------------------------------------------
@@ -33,6 +34,7 @@ count_choices = define(
     schema_of(o.CountChoices),
     fake=_fake_count_choices,
     check=_check_count_choices,
+    gives_integers=True,
 )
 """How often each group's tokens chose each expert: experts [B, S, k] int64, −1 for none -> [G, E] int64.
 
@@ -98,4 +100,10 @@ def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return switch_loss_backward(grad, probabilities, choices), None
 
 
-differentiate(switch_loss, setup=_setup_switch_loss, backward=_differentiate_switch_loss)
+differentiate(
+    switch_loss,
+    setup=_setup_switch_loss,
+    backward=_differentiate_switch_loss,
+    composition=lambda inputs, outputs: (torch_routing.switch_loss(*inputs),),
+    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+)

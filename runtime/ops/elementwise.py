@@ -11,6 +11,7 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.expert_mlp import check_activation
 from moec.runtime.ops.registry import check, define, differentiate
 
@@ -71,7 +72,13 @@ def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return rope_backward(grad, positions, *ctx.how), None, *(None for _ in ctx.how)
 
 
-differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)
+differentiate(
+    rope,
+    setup=_setup_rope,
+    backward=_differentiate_rope,
+    composition=lambda inputs, outputs: (compositions.turned(*inputs),),
+    given=lambda ctx, grad: ((torch.zeros_like(grad), *ctx.saved_tensors, *ctx.how), ()),
+)
 
 # ---- gated -------------------------------------------------------------------------------------------
 
@@ -125,4 +132,10 @@ def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
     return gated_backward(grad, x, *ctx.activation), None, None, None
 
 
-differentiate(gated, setup=_setup_gated, backward=_differentiate_gated)
+differentiate(
+    gated,
+    setup=_setup_gated,
+    backward=_differentiate_gated,
+    composition=lambda inputs, outputs: (compositions.activated(*inputs),),
+    given=lambda ctx, grad: ((*ctx.saved_tensors, *ctx.activation), ()),
+)

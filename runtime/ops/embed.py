@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["embed", "sum_by_id"]
@@ -67,4 +68,10 @@ def _differentiate_embed(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
     return None, embed_backward(grad, ids, ctx.rows)
 
 
-differentiate(embed, setup=_setup_embed, backward=_differentiate_embed)
+differentiate(
+    embed,
+    setup=_setup_embed,
+    backward=_differentiate_embed,
+    composition=lambda inputs, outputs: (compositions.embedded(*inputs),),
+    given=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1])), ()),
+)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 
@@ -75,9 +77,25 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
+def _compose(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
+    rows, counts, *matrices = inputs
+    return (compositions.linear_by_expert(rows, compositions.experts_of_rows(counts), *matrices),)
+
+
+def _given(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
+    rows, counts, weight = ctx.saved_tensors
+    return (rows, counts, weight, weight.new_zeros(weight.shape[:2]) if ctx.has_bias else None), ()
+
+
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_rows, of_weight, of_bias = expert_linear_backward(grad, *ctx.saved_tensors, ctx.has_bias)
     return of_rows, None, of_weight, of_bias if ctx.has_bias else None
 
 
-differentiate(expert_linear, setup=_setup, backward=_differentiate)
+differentiate(
+    expert_linear,
+    setup=_setup,
+    backward=_differentiate,
+    composition=_compose,
+    given=_given,
+)

@@ -13,6 +13,7 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.operator_schema import WAYS, schema_of
 from moec.passes.ir.row_table import table_length
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 HOW = 4
@@ -200,6 +201,18 @@ def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.save_for_backward(rows, hidden, table, counts, *of_experts, weights)
 
 
+def compose_expert_mlp(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
+    """Without a hidden that forward saved: it depends on the rows."""
+    rows, counts, *of_experts, weights = inputs[:-HOW]
+    out = compositions.mlp_by_expert(rows, compositions.experts_of_rows(counts), *of_experts, *inputs[-HOW:-1])
+    return (out if weights is None else (compositions.wide(out) * weights[:, None]).to(out.dtype),)
+
+
+def _given_expert_mlp(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    rows, _, _, *others = ctx.saved_tensors
+    return (rows, *others, *ctx.how), ()
+
+
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * (7 + HOW)
@@ -214,4 +227,10 @@ def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tup
     return tuple(None if one is None else gradient for gradient, one in zip(gradients, given, strict=True))
 
 
-differentiate(expert_mlp, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)
+differentiate(
+    expert_mlp,
+    setup=_setup_expert_mlp,
+    backward=_differentiate_expert_mlp,
+    composition=compose_expert_mlp,
+    given=_given_expert_mlp,
+)

@@ -23,6 +23,7 @@ choose_tokens = define(
     schema_of(ChooseTokens),
     fake=lambda scores, real, parts, whole, groups: scores.new_empty(scores.shape, dtype=torch.int64),
     check=lambda scores, real, parts, whole, groups: _check_group("choose_tokens", scores, real, groups),
+    gives_integers=True,
 )
 """Each expert takes its best tokens of each group: scores [B, S, E], real int64 [B, S] or None -> int64 [B, S, E].
 
@@ -40,6 +41,7 @@ balanced_assignment = define(
     schema_of(BalancedAssignment),
     fake=lambda scores, training, real, groups: scores.new_empty((*scores.shape[:2], 1), dtype=torch.int64),
     check=_check_assignment,
+    gives_integers=True,
 )
 """An expert for each token, as many tokens for each: scores [B, S, E], real int64 [B, S] or None -> int64 [B, S, 1].
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["layer_norm"]
@@ -71,9 +72,20 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
+def _given(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
+    x, weight = ctx.saved_tensors
+    return (x, weight, torch.zeros_like(weight) if ctx.biased else None, ctx.eps), ()
+
+
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
     of_x, of_weight, of_bias = layer_norm_backward(grad, *ctx.saved_tensors, ctx.eps)
     return of_x, of_weight, of_bias if ctx.biased else None, None
 
 
-differentiate(layer_norm, setup=_setup, backward=_differentiate)
+differentiate(
+    layer_norm,
+    setup=_setup,
+    backward=_differentiate,
+    composition=lambda inputs, outputs: (compositions.normed(*inputs),),
+    given=_given,
+)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["added_mask", "attend", "attend_in_public", "masked_attention", "with_sink_token"]
@@ -254,6 +255,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
 
 
+def _compose(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
+    q, k, v, sinks, segments, real, causal, window, scale = inputs
+    whole = slice(0, q.shape[1])
+    mask = Mask(segments, real, causal, window or q.shape[1]).of(whole, whole, q.device)
+    return (compositions.attended(q, k, v, sinks, mask, scale),)
+
+
+def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    *inputs, _, _ = ctx.saved_tensors
+    return (*inputs, *ctx.how), ()
+
+
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
@@ -262,4 +275,4 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return of_q, of_k, of_v, None if saved[3] is None else of_sinks, *(None,) * 5
 
 
-differentiate(masked_attention, setup=_setup, backward=_differentiate)
+differentiate(masked_attention, setup=_setup, backward=_differentiate, composition=_compose, given=_given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from moec.passes.ir.row_table import table_length
 from moec.runtime.backends import select
 from moec.runtime.backends.torch.torch_few import FEW
 from moec.runtime.backends.torch.torch_few import mixture_of_few as of_few_tokens
+from moec.runtime.ops import compositions
 from moec.runtime.ops.expert_mlp import HOW, check_activation, check_biases, check_table, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
@@ -151,6 +153,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(x, hidden, counts, *others, weights, *of_experts)
 
 
+def compose_mixture_mlp(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
+    """Without a hidden that forward saved: it depends on x."""
+    return (compositions.mixture(*inputs[:-1]),)
+
+
+def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    x, _, counts, positions, _, *others = ctx.saved_tensors
+    experts = compositions.experts_of_rows(counts)
+    return (x, torch.cat([experts, experts.new_tensor([-1])])[positions], *others, *ctx.how), ()
+
+
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * (7 + HOW)
@@ -159,7 +172,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
     return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), *(None,) * HOW
 
 
-differentiate(mixture_mlp, setup=_setup, backward=_differentiate)
+differentiate(mixture_mlp, setup=_setup, backward=_differentiate, composition=compose_mixture_mlp, given=_given)
 
 
 def _of_few(x: Tensor, experts: Tensor, *others: Any) -> Tensor:

@@ -16,7 +16,9 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.backends import select
 from moec.runtime.backends.torch.torch_padded import places_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.ops.rows import compose_permuted, given_permuted
 
 # ---- queues ------------------------------------------------------------------------------------------
 
@@ -32,6 +34,7 @@ count_queues = define(
     schema_of(o.CountQueues),
     fake=lambda experts, num_experts: experts.new_empty((experts.shape[0], 1, experts.shape[2], num_experts)),
     check=_check_count_queues,
+    gives_integers=True,
 )
 """Counts each sequence's j-th choices by expert: experts [B, S, k] int64, −1 for none -> [B, 1, k, E] int64."""
 
@@ -48,6 +51,7 @@ queue_starts = define(
     schema_of(o.QueueStarts),
     fake=lambda counts, groups: counts.new_empty(counts.shape),
     check=_check_queue_starts,
+    gives_integers=True,
 )
 """The queue index of the first choice of each of a sequence's P pieces: counts [B, P, k, E] int64 -> the same shape."""
 
@@ -152,6 +156,7 @@ keep_choices = define(
     fake=lambda experts, starts, training, *how: experts.new_empty(experts.shape),
     check=_check_keep_choices,
     kernel=_keep_choices,
+    gives_integers=True,
 )
 """Sets the choices that `permute_padded` would drop to −1: experts [B, S, k] int64 -> [B, S, k] int64."""
 
@@ -167,12 +172,19 @@ def _differentiate_permute(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | No
     return permute_padded_backward(grad, positions), *(None for _ in range(10))
 
 
-differentiate(permute_padded, setup=_setup_permute, backward=_differentiate_permute)
+differentiate(
+    permute_padded,
+    setup=_setup_permute,
+    backward=_differentiate_permute,
+    composition=compose_permuted,
+    given=given_permuted,
+)
 
 largest_load = define(
     schema_of(o.LargestLoad),
     fake=lambda experts, num_experts: experts.new_empty(()),
     check=_check_count_queues,
+    gives_integers=True,
 )
 """The rows of the busiest expert: experts [B, S, k] int64, −1 for none -> int64 scalar."""
 
@@ -211,13 +223,20 @@ def _differentiate_dynamic(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | No
     return permute_padded_backward(grad, positions), None, None, None
 
 
-differentiate(permute_dynamic, setup=_setup_permute, backward=_differentiate_dynamic)
+differentiate(
+    permute_dynamic,
+    setup=_setup_permute,
+    backward=_differentiate_dynamic,
+    composition=compose_permuted,
+    given=given_permuted,
+)
 
 even_counts = define(
     "even_counts(Tensor rows) -> Tensor",
     fake=lambda rows: rows.new_empty((1, rows.shape[0]), dtype=torch.int64),
     check=lambda rows: None,
     kernel=lambda rows: rows.new_full((1, rows.shape[0]), rows.shape[1], dtype=torch.int64),
+    gives_integers=True,
 )
 """The counts of all padded rows, empty ones too: rows [E, N, D] -> [1, E] int64, each N."""
 
@@ -260,4 +279,10 @@ def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor
     return grad_rows, None, grad_weights
 
 
-differentiate(combine_padded, setup=_setup_combine, backward=_differentiate_combine)
+differentiate(
+    combine_padded,
+    setup=_setup_combine,
+    backward=_differentiate_combine,
+    composition=lambda inputs, outputs: (compositions.combined(*inputs),),
+    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+)

@@ -40,6 +40,7 @@ keep_first = define(
     fake=lambda experts, priorities, training, *how: experts.new_empty(experts.shape),
     check=_check_keep_first,
     kernel=_keep_first,
+    gives_integers=True,
 )
 """Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities [B, S] -> [B, S, k].
 
@@ -80,6 +81,7 @@ reroute = define(
     fake=lambda logits, experts, *rest: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
     check=_check_reroute,
     kernel=_reroute,
+    gives_integers=True,
 )
 """Gives the choices beyond a capacity to the next best experts with room: see `Reroute`.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- token_keys --------------------------------------------------------------------------------------
@@ -34,6 +35,7 @@ token_keys = define(
     schema_of(o.TokenKeys),
     fake=lambda ids, sequences, seed, step: torch.empty_like(ids),
     check=_check_token_keys,
+    gives_integers=True,
 )
 """A key of each token: ids int64 [B, S], sequences int64 [B] below 2^32, settings on CPU -> int64 [B, S].
 
@@ -74,13 +76,24 @@ def _setup_jitter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(keys, training, layer)
 
 
+def _factored(x: Tensor, *given: Any) -> Tensor:
+    wide = compositions.wide(x)
+    factors: Tensor = jitter(torch.ones_like(wide), *given)
+    return wide * factors
+
+
 def _differentiate_jitter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     keys, training, layer = ctx.saved_tensors
     factored: Tensor = jitter(grad, keys, training, layer, ctx.amount, ctx.stream)
     return factored.to(ctx.dtype), None, None, None, None, None
 
 
-differentiate(jitter, setup=_setup_jitter, backward=_differentiate_jitter)
+differentiate(
+    jitter,
+    setup=_setup_jitter,
+    backward=_differentiate_jitter,
+    composition=lambda inputs, outputs: (_factored(*inputs),),
+)
 
 # ---- normal_noise ------------------------------------------------------------------------------------
 
@@ -116,4 +129,9 @@ def _setup_normal_noise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.mark_non_differentiable(output)
 
 
-differentiate(normal_noise, setup=_setup_normal_noise, backward=lambda ctx, grad: (None,) * 5)
+differentiate(
+    normal_noise,
+    setup=_setup_normal_noise,
+    backward=lambda ctx, grad: (None,) * 5,
+    composition=lambda inputs, outputs: (),
+)

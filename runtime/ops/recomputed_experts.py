@@ -11,9 +11,21 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
-from moec.runtime.ops.expert_mlp import HOW, check_expert_mlp, expert_mlp, expert_mlp_backward, of_given
-from moec.runtime.ops.mixture_mlp import check_mixture_mlp, mixture_mlp, mixture_mlp_backward
+from moec.runtime.ops.expert_mlp import (
+    HOW,
+    check_expert_mlp,
+    compose_expert_mlp,
+    expert_mlp,
+    expert_mlp_backward,
+    of_given,
+)
+from moec.runtime.ops.mixture_mlp import check_mixture_mlp, compose_mixture_mlp, mixture_mlp, mixture_mlp_backward
 from moec.runtime.ops.registry import define, differentiate
+
+
+def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    return (*ctx.saved_tensors, *ctx.how), ()
+
 
 # ---- expert_mlp ----------------------------------------------------------------------------------------
 
@@ -47,7 +59,13 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), *(None,) * HOW
 
 
-differentiate(expert_mlp_recomputed, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)
+differentiate(
+    expert_mlp_recomputed,
+    setup=_setup_expert_mlp,
+    backward=_differentiate_expert_mlp,
+    composition=compose_expert_mlp,
+    given=_given,
+)
 
 # ---- mixture_mlp ---------------------------------------------------------------------------------------
 
@@ -87,4 +105,10 @@ def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[
     return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), *(None,) * HOW
 
 
-differentiate(mixture_mlp_recomputed, setup=_setup_mixture_mlp, backward=_differentiate_mixture_mlp)
+differentiate(
+    mixture_mlp_recomputed,
+    setup=_setup_mixture_mlp,
+    backward=_differentiate_mixture_mlp,
+    composition=compose_mixture_mlp,
+    given=_given,
+)

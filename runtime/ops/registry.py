@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from moec.runtime.backends import forced_backend, select, using
+from moec.runtime.derivatives import beyond_backward, once
+from moec.runtime.ops.derivatives import Composition, Given, Rule, gradients_of, kernel_of, ordinary
 
 DEVICES = ("CPU", "CUDA")
 
@@ -22,12 +24,25 @@ Check = Callable[..., None]
 FROM_BACKENDS: list[str] = []
 """The operators that call the backend's function of their name, with their arguments."""
 
+OF_INTEGERS: list[str] = []
+"""The operators that give integers alone: no mode differentiates them."""
 
-def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Callable[..., Any] | None = None) -> Any:
+_rules: dict[str, Rule] = {}
+
+
+def define(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    check: Check,
+    kernel: Callable[..., Any] | None = None,
+    gives_integers: bool = False,
+) -> Any:
     """Define `moec::<schema>` and return its overload, an `OpOverload`.
 
     `check` looks at the arguments' shapes and dtypes, before the fake and before every kernel, and raises
-    `RuntimeError`. Without `kernel`, the backend's function of the operator's name is called.
+    `RuntimeError`. Without `kernel`, the backend's function of the operator's name is called. Without `differentiate`
+    the operator refuses to be differentiated, unless it `gives_integers`.
     """
     name = schema.partition("(")[0]
     if kernel is None:
@@ -37,11 +52,28 @@ def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Calla
         function = _checked(check, kernel or _backend_kernel(name, device.lower()))
         _library.impl(name, function, device)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"moec::{name}", _checked(check, fake), lib=_library)
-    return getattr(torch.ops.moec, name).default
+    operator = getattr(torch.ops.moec, name).default
+    if gives_integers:
+        OF_INTEGERS.append(name)
+    else:
+        rule = _rules[operator.name()] = Rule()
+        _library.impl(name, kernel_of(operator, rule), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    return operator
 
 
-def differentiate(operator: Any, *, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
+def differentiate(
+    operator: Any,
+    *,
+    setup: Callable[..., None],
+    backward: Callable[..., Any],
+    composition: Composition | None = None,
+    given: Given | None = None,
+) -> None:
     """Give `operator` the rule `backward(ctx, *gradients)`, with what `setup(ctx, inputs, output)` saved.
+
+    Derivatives beyond it are those of the composition (`derivatives.py`): in backward with the arguments and results
+    that `given(ctx, *gradients)` returns, or where `backward` itself can be differentiated, by it. Without a
+    composition they are refused.
 
     Backward is computed by forward's backend: the two share rows in an order of their own, and a table of them. On a
     device, backward runs in a thread of autograd's, which does not inherit what `using` forces.
@@ -52,12 +84,22 @@ def differentiate(operator: Any, *, setup: Callable[..., None], backward: Callab
         setup(ctx, inputs, output)
 
     def by_the_same(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() or beyond_backward():
+            return again(ctx, *gradients)
         if ctx.forced_backend == forced_backend():
             return backward(ctx, *gradients)
         with using(ctx.forced_backend):
             return backward(ctx, *gradients)
 
-    torch.library.register_autograd(operator.name(), by_the_same, setup_context=note, lib=_library)
+    def again(ctx: Any, *gradients: Any) -> Any:
+        with using(ctx.forced_backend):
+            if composition is None:
+                return refusing(ctx, *gradients)
+            return backward(ctx, *gradients) if given is None else gradients_of(composition, given, ctx, gradients)
+
+    refusing = once(operator.name())(backward)
+    rule = _rules[operator.name()]
+    rule.ordinary, rule.composition = ordinary(operator, note, by_the_same), composition
 
 
 def check(condition: Any, message: Callable[[], str]) -> None:

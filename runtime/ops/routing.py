@@ -11,6 +11,7 @@ from torch import Tensor
 from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops.gate_ops import Route
 from moec.runtime.job.unscored import note
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 SCORES = ("softmax", "sigmoid")
@@ -127,6 +128,11 @@ def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(logits, weights, experts)
 
 
+def _given_route(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    logits, weights, experts = ctx.saved_tensors
+    return (logits, None, None, *ctx.how), (None, weights, experts)
+
+
 def _differentiate_route(
     ctx: Any, grad_probabilities: Tensor | None, grad_weights: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
@@ -137,7 +143,13 @@ def _differentiate_route(
     return grad, *(None,) * 9
 
 
-differentiate(route, setup=_setup_route, backward=_differentiate_route)
+differentiate(
+    route,
+    setup=_setup_route,
+    backward=_differentiate_route,
+    composition=lambda inputs, outputs: compositions.routed(inputs[0], outputs[2], *inputs[3:7]),
+    given=_given_route,
+)
 
 
 # ---- note_scores -------------------------------------------------------------------------------------
@@ -166,4 +178,9 @@ note_scores = define(
 Notes the tokens without scores, which the model's forward pass reports at its end; outside of a model it does nothing.
 """
 
-differentiate(note_scores, setup=lambda ctx, inputs, output: None, backward=lambda ctx, grad: grad)
+differentiate(
+    note_scores,
+    setup=lambda ctx, inputs, output: None,
+    backward=lambda ctx, grad: grad,
+    composition=lambda inputs, outputs: (inputs[0].clone(),),
+)

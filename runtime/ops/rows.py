@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- permute -----------------------------------------------------------------------------------------
@@ -72,12 +74,29 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(positions)
 
 
+def compose_permuted(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
+    """Of rows [R, D], or [E, N, D] in places."""
+    return (compositions.permuted(inputs[0], outputs[2], outputs[0].shape[:-1]),)
+
+
+def given_permuted(ctx: Any, grad: Tensor, *_: Any) -> tuple[tuple[Tensor], tuple[Tensor, None, Tensor]]:
+    """For `compose_permuted`: the tokens are zeros."""
+    (positions,) = ctx.saved_tensors
+    return (grad.new_zeros(*positions.shape[:2], grad.shape[-1]),), (grad, None, positions)
+
+
 def _differentiate_permute(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
     (positions,) = ctx.saved_tensors
     return None if grad is None else permute_backward(grad, positions), None, None, None
 
 
-differentiate(permute, setup=_setup_permute, backward=_differentiate_permute)
+differentiate(
+    permute,
+    setup=_setup_permute,
+    backward=_differentiate_permute,
+    composition=compose_permuted,
+    given=given_permuted,
+)
 
 # ---- combine -----------------------------------------------------------------------------------------
 
@@ -135,4 +154,10 @@ def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor
     return grad_rows, None, grad_weights
 
 
-differentiate(combine, setup=_setup_combine, backward=_differentiate_combine)
+differentiate(
+    combine,
+    setup=_setup_combine,
+    backward=_differentiate_combine,
+    composition=lambda inputs, outputs: (compositions.combined(*inputs),),
+    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+)

@@ -85,7 +85,13 @@ def _differentiate_embed(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
     return None, embed_part_backward(grad, ids, ctx.rows, ctx.group), None
 
 
-differentiate(embed_part, setup=_setup_embed, backward=_differentiate_embed)
+differentiate(
+    embed_part,
+    setup=_setup_embed,
+    backward=_differentiate_embed,
+    composition=lambda inputs, outputs: (embed_rows(inputs[0], inputs[1], resolve(inputs[2]).rank()),),
+    given=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1]), ctx.group), ()),
+)
 
 # ---- label_logit -------------------------------------------------------------------------------------
 
@@ -144,4 +150,10 @@ def _differentiate_labels(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return label_logit_backward(grad, labels, ctx.width, ctx.group), None, None
 
 
-differentiate(label_logit, setup=_setup_labels, backward=_differentiate_labels)
+differentiate(
+    label_logit,
+    setup=_setup_labels,
+    backward=_differentiate_labels,
+    composition=lambda inputs, outputs: (pick_logits(inputs[0], inputs[1], resolve(inputs[2]).rank()),),
+    given=lambda ctx, grad: ((grad.new_zeros(*grad.shape, ctx.width), *ctx.saved_tensors, ctx.group), ()),
+)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- permute_weights ---------------------------------------------------------------------------------
@@ -70,12 +71,23 @@ def _setup_permute_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
     ctx.save_for_backward(positions)
 
 
+def _given_permute_weights(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
+    (positions,) = ctx.saved_tensors
+    return (grad.new_zeros(positions.shape), positions), (grad,)
+
+
 def _differentiate_permute_weights(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (positions,) = ctx.saved_tensors
     return permute_weights_backward(grad, positions), None, None
 
 
-differentiate(permute_weights, setup=_setup_permute_weights, backward=_differentiate_permute_weights)
+differentiate(
+    permute_weights,
+    setup=_setup_permute_weights,
+    backward=_differentiate_permute_weights,
+    composition=lambda inputs, outputs: (compositions.permuted_weights(inputs[0], inputs[1], outputs[0].shape),),
+    given=_given_permute_weights,
+)
 
 # ---- sum_rows ----------------------------------------------------------------------------------------
 
@@ -129,4 +141,10 @@ def _differentiate_sum_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]
     return sum_rows_backward(grad, *ctx.saved_tensors, ctx.shape), None, None
 
 
-differentiate(sum_rows, setup=_setup_sum_rows, backward=_differentiate_sum_rows)
+differentiate(
+    sum_rows,
+    setup=_setup_sum_rows,
+    backward=_differentiate_sum_rows,
+    composition=lambda inputs, outputs: (compositions.combined(*inputs[:2]),),
+    given=lambda ctx, grad: ((grad.new_zeros(*ctx.shape, grad.shape[2]), *ctx.saved_tensors), ()),
+)

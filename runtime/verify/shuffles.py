@@ -16,6 +16,7 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import attributes_among
 from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops import ragged_conversions as rows
+from moec.runtime.derivatives import once
 from moec.runtime.ops.sharded_vocabulary import embed_rows, pick_logits
 
 Tensors = Sequence[Tensor]
@@ -68,6 +69,7 @@ class _Declared(torch.autograd.Function):
         return tuple(_FORWARD[conversion.torch_operator()](conversion, values, *beside))
 
     @staticmethod
+    @once("a conversion of the virtual cluster")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         then = ctx.backward_of
         if not isinstance(then, Conversion):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from support.conversion_cases import CASES, RANKS, Case, first
 from support.ranks.gloo_pool import GlooPool
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from moec.passes.ir.ops.conversion import Conversion, conversion_classes
+from moec.runtime.errors import JobError
 from moec.runtime.job import groups
 from moec.runtime.ops import dense_collectives, ragged_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
@@ -233,6 +236,52 @@ def refused_shapes(counts: Tensor) -> str:
 )
 def test_counts_of_another_form_are_refused(gloo: GlooPool, counts: Tensor, says: str):
     assert all(says in text for text in gloo.run(2, refused_shapes, counts))
+
+
+# ---- derivatives beyond backward -----------------------------------------------------------------------
+
+
+def derivatives(cases: list[Case]) -> list[tuple[str, str, bool]]:
+    """Of each case: the codes of its second derivative and of its tangent; whether a batch is its calls."""
+    found, rank = list[tuple[str, str, bool]](), dist.get_rank()
+    with groups.use({"tp": dist.group.WORLD}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop|.*torch.jit.script")
+        for case in cases:
+            x, *beside = (tensors[rank] for tensors in case.operands(2))
+            run = partial(_converted, operator(case.operator), tuple(beside), case.attributes)
+            one, other = run(x), run(2 * x)
+            batch = torch.func.vmap(run)(torch.stack([x, 2 * x]))
+            found.append((_twice(run, x), _tangent(run, x), torch.equal(batch, torch.stack([one, other]))))
+    return found
+
+
+def _converted(operator: Any, beside: tuple[Tensor, ...], attributes: tuple[Any, ...], x: Tensor) -> Tensor:
+    return first(operator(x, *beside, *attributes, "tp"))
+
+
+def _twice(run: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), x)
+    except JobError as error:
+        return error.diagnostics[0].code
+    return ""
+
+
+def _tangent(run: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    try:
+        with forward_ad.dual_level():
+            run(forward_ad.make_dual(x, x))
+    except JobError as error:
+        return error.diagnostics[0].code
+    return ""
+
+
+def test_conversions_refuse_second_derivatives_and_tangents_and_take_a_batch_call_by_call(gloo: GlooPool):
+    cases = [case for case in CASES if case.differentiated and case.load in ("full", "uneven")]
+    for found in gloo.run(2, derivatives, cases):
+        assert found == [("MOE0729", "MOE0729", True) for _ in cases]
 
 
 # ---- a wrong backward ---------------------------------------------------------------------------------

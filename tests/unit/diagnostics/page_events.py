@@ -383,6 +383,15 @@ def logits_that_are_nan() -> Sequence[Diagnostic]:
     return generate(nan=True)
 
 
+def gradient_of_generation() -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.runtime import ops
+
+    x, tables = torch.ones(1, 1, 1, 2, requires_grad=True), torch.ones(1, 1, 1, 1)
+    return raised(lambda: ops.turn(x, tables, tables, 0, True))
+
+
 def captured_on_cpu() -> Sequence[Diagnostic]:
     import torch
 
@@ -479,6 +488,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0726": routes_of_fewer_choices,
     "MOE0727": segments_that_descend,
     "MOE0728": padding_of_another_model,
+    "MOE0729": gradient_of_generation,
     "MOE0740": choices_of_the_best,
     "MOE0741": generating_under_a_capacity,
     "MOE0742": too_many_tokens,

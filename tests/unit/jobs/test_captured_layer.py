@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.plans import layer_text
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -301,3 +302,17 @@ def test_a_layer_over_several_ranks_is_refused_before_anything_runs() -> None:
         layer.capture(x_of(2, 5, 16))
     assert refused.value.diagnostics[0].code == "MOE0744"
     assert layer.expert_counts is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_captured_layer_refuses_second_derivatives_and_computes_tangents_without_its_graph(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[StaticGraph]
+) -> None:
+    layer, plain = captured(monkeypatch, x_of(2, 5, 16))
+    x = x_of(2, 5, 16)
+    with pytest.raises(DiagnosticError, match=r"MOE0729.*a captured layer has no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with forward_ad.dual_level():
+        one, other = (forward_ad.unpack_dual(each(forward_ad.make_dual(x, x))).tangent for each in (layer, plain))
+        torch.testing.assert_close(one, other)
+    assert graphs[0].replays == 1
