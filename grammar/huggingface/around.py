@@ -12,7 +12,7 @@ from typing import Any
 
 from moec.grammar.huggingface.config import Config
 
-TEXT = "text_config"
+TEXT, TIED = "text_config", "tie_word_embeddings"
 IMAGES = "mrope_section", "mrope_interleaved", "interleaved"
 """Keys of positions without a meaning for tokens alone."""
 
@@ -44,6 +44,8 @@ AROUND: dict[str, tuple[str, bool]] = {
     "qwen3_vl_moe": ("qwen3_vl_moe_text", False),
 }
 """`model_type` → that of its decoder, where the config leaves it out; whether embeddings are tied by default."""
+EITHER = "glm4v_moe"
+"""Embeddings are tied if either the config or its decoder's says so; elsewhere the decoder's has no effect."""
 
 
 def decoder_config(config: Config) -> Config:
@@ -55,7 +57,8 @@ def decoder_config(config: Config) -> Config:
         text = dict(config.values[TEXT])
         if text.get("model_type") is None:
             text["model_type"] = usual
-        text["tie_word_embeddings"] = config.values.get("tie_word_embeddings", tied)
+        inner, outer = text.get(TIED), config.values.get(TIED, tied)
+        text[TIED] = outer or (word == EITHER and inner is True)
         for key in ("dtype", "torch_dtype"):
             if text.get(key) is None and config.values.get(key) is not None:
                 text[key] = config.values[key]

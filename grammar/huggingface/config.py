@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
+from moec.grammar.huggingface.places import place_of
 from moec.grammar.source import Source, Span
 
 MISSING: Final = object()
@@ -36,12 +36,18 @@ class Config:
         self.notes: list[Diagnostic] = []
         self.asked: set[str] = set()
         self._inner: dict[str, Config] = {}
+        self._spelled: dict[str, str] = {}
 
     # ---- reading -----------------------------------------------------------------------------------
 
     def has(self, *keys: str) -> bool:
         """Whether one of the keys has a value. Does not count as reading."""
         return self._value(keys) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key stands in the config with the value null."""
+        self.asked.add(key)
+        return key in self.values and self.values[key] is None
 
     def raw(self, *keys: str) -> Any:
         """The value of the first key that has one, or None. `keys` are the spellings of one thing."""
@@ -100,8 +106,10 @@ class Config:
         return tuple(value[:length])
 
     def nested(self, *keys: str) -> Config:
-        """The config inside of a key; empty where it is left out."""
+        """The config inside of a key; its default, or else empty, where it is left out or null."""
         value, key = self.raw(*keys), self._first(keys)
+        if value is None:
+            value = self.defaults.get(key)
         if value is not None and not isinstance(value, Mapping):
             self._wrong(key, "an object")
             value = None
@@ -116,6 +124,21 @@ class Config:
     def replaced(self, values: Mapping[str, Any]) -> Config:
         """A config with these values in the place of this one's."""
         return self if values is self.values else Config(values, self._source, self._path)
+
+    def rename(self, aliases: Mapping[str, str]) -> None:
+        """Reads keys under the names that `aliases` gives them; MOE0903 for a key that has two values."""
+        for alias, key in aliases.items():
+            if alias not in self.values or alias == key:
+                continue
+            self.asked.add(alias)
+            value = self.values[alias]
+            if key in self.values:
+                if value != self.values[key]:
+                    shown = _shown(self.values[key])
+                    self.refuse(alias, f"it is another name of `{key}`, which is {shown}: leave one of them out")
+                continue
+            self.values = {**self.values, key: value}
+            self._spelled[key] = alias
 
     # ---- what moec cannot express ------------------------------------------------------------------
 
@@ -177,20 +200,15 @@ class Config:
         return [*found, *(note for inner in self._inner.values() for note in inner.unread(inert))]
 
     def named(self, key: str) -> str:
-        """The key with those around it: `rope_scaling.factor`."""
-        return ".".join((*self._path, key))
+        """The key as the config spells it, with those around it: `rope_scaling.factor`."""
+        return ".".join((*self._path, self._spelled.get(key, key)))
 
     def span(self, key: str) -> Span | None:
         """Where the key stands in the file; its beginning for a key that is left out."""
         if self._source is None:
             return None
-        start = 0
-        for part in (*self._path, key):
-            found = re.compile(rf'"{re.escape(part)}"\s*:').search(self._source.text, start)
-            if found is None:
-                return Span(self._source, 0, 0)
-            start = found.start()
-        return Span(self._source, start, start + len(key) + 2)
+        place = place_of(self._source.text, (*self._path, self._spelled.get(key, key)))
+        return Span(self._source, *(place or (0, 0)))
 
     # ---- inside ------------------------------------------------------------------------------------
 

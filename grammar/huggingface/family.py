@@ -24,7 +24,8 @@ class Family:
     families (`keys.py` has those). `ignored`: keys without an effect on logits. `skipped`: patterns of tensors that
     checkpoints have and the model does not use; `extra_layers`: those of layers beyond the model's depth too, which
     predict further tokens. `defaults`: keys that a config may leave out, with the values of transformers' class, where
-    these are not those that `read` has for every family.
+    these are not those that `read` has for every family. `aliases`: other names of keys, with the keys (the class's
+    `attribute_map`).
     """
 
     model_type: str
@@ -36,8 +37,10 @@ class Family:
     skipped: tuple[str, ...] = ()
     extra_layers: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def model_of(self, config: Config) -> Model:
         """The model of a config, whose mistakes are then in `config`."""
         config.defaults = self.defaults
+        config.rename(self.aliases)
         return self.read(config)

@@ -6,8 +6,24 @@ from math import log
 from typing import Any
 
 from moec.grammar.huggingface.parts import FULL, SLIDING
-from moec.grammar.spec import DType, Gqa, Linear, Llama3, LongRope, Mha, Mla, Model, Moe, Ntk, Online, Rope, TopK, Yarn
-from moec.grammar.spec.experts import GeGLU
+from moec.grammar.spec import (
+    DType,
+    Experts,
+    Gqa,
+    Linear,
+    Llama3,
+    LongRope,
+    Mha,
+    Mla,
+    Model,
+    Moe,
+    Ntk,
+    Online,
+    Rope,
+    TopK,
+    Yarn,
+)
+from moec.grammar.spec.experts import GeGLU, SwiGLU
 
 DTYPES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
 
@@ -43,9 +59,15 @@ def keys_of(model: Model) -> dict[str, Any]:
     }
     bodies = [*dense, *(moe.parts[0].body for moe in moes)]
     keys["intermediate_size"] = getattr(bodies[0], "hidden", None)
-    if moes:
-        keys |= _of_mixture(moes[0])
-    return keys
+    return keys | (_of_mixture(moes[0]) if moes else _of_no_mixture(keys["intermediate_size"]))
+
+
+def _of_no_mixture(hidden: int | None) -> dict[str, Any]:
+    """Keys that configs have also where no layer is sparse; they describe a mixture that the model does not have."""
+    gate = TopK(k=1, normalize=True)
+    keys = _of_mixture(Moe(experts=Experts(count=2, body=SwiGLU(hidden=hidden or 1)), gate=gate))
+    keys["shared_expert_intermediate_size"] = hidden
+    return {key: value for key, value in keys.items() if key not in ("scoring_func", "use_routing_bias")}
 
 
 def _activation(model: Model) -> str:
@@ -103,6 +125,17 @@ def _of_attention(model: Model) -> dict[str, Any]:
     return keys
 
 
+def kinds_by_positions(model: Model) -> dict[str, Any]:
+    """`layer_types` and `sliding_window` where layers with windows are those with positions: a window as long as the
+    context hides nothing, and the model has none there."""
+    windows = [layer.attention.window for layer in model.layers]
+    kinds = [
+        FULL if window is None and layer.attention.rope is None else SLIDING
+        for layer, window in zip(model.layers, windows, strict=True)
+    ]
+    return {"layer_types": kinds, "sliding_window": next(filter(None, windows), model.context)}
+
+
 def parameters_of(rope: Rope, width: int, context: int | None) -> dict[str, Any]:
     """`rope_parameters` of rotary positions."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
@@ -152,7 +185,7 @@ def _of_mixture(moe: Moe) -> dict[str, Any]:
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), moe.num_experts),
         **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), k),
         "moe_intermediate_size": hidden,
-        "shared_expert_intermediate_size": shared,
+        "shared_expert_intermediate_size": shared or 0,
         "shared_intermediate_size": shared or 0,
     }
     if hidden and (shared or 0) % hidden == 0:

@@ -42,6 +42,14 @@ def positive(config: Config, key: str, default: float) -> float:
     return value
 
 
+def shared_of(config: Config, key: str, default: int) -> int:
+    """How many shared experts there are, or how wide the one is; 0 for none."""
+    if config.is_null(key):
+        usual = config.defaults.get(key, default)
+        config.refuse(key, f"transformers takes no null here: 0 means none, and left out it is {usual}")
+    return config.count(key, default=default, least=0)
+
+
 def heads_of(config: Config) -> tuple[int, int, int]:
     """Query heads, key and value heads, and the width of a head."""
     heads, dim = config.count("num_attention_heads"), config.count("hidden_size")
@@ -103,11 +111,17 @@ def effective(config: Config, window: int) -> int | None:
     return window if window < config.count("max_position_embeddings") else None
 
 
+def sparse_from(depth: int, first: int) -> list[bool]:
+    """Which layers have experts: those from `first` on."""
+    return [number >= first for number in range(depth)]
+
+
 def sparse_layers(config: Config, depth: int, dense_before: int = 0) -> list[bool]:
-    """Which layers have experts: the sparse ones of `mlp_layer_types`, else all from `dense_before` on."""
+    """Which layers have experts: the sparse ones of `mlp_layer_types`, if the family has it, else all from
+    `dense_before` on."""
     kinds = config.words("mlp_layer_types", length=depth)
     if kinds is None:
-        return [number >= dense_before for number in range(depth)]
+        return sparse_from(depth, dense_before)
     for kind in sorted(set(kinds) - {"dense", "sparse"}):
         config.refuse("mlp_layer_types", f"a layer is dense or sparse, not `{kind}`")
     return [kind == "sparse" for kind in kinds]

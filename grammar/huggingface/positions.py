@@ -15,6 +15,13 @@ from moec.grammar.spec import Linear, Llama3, LongRope, Ntk, Rope, Yarn
 PARAMETERS = "rope_parameters", "rope_scaling"
 
 
+def parameters_in(config: Config, spellings: tuple[str, ...] = PARAMETERS) -> Config:
+    """The parameters of positions, or the family's where the config says none; of several spellings the last counts."""
+    says = [key for key in spellings if config.values.get(key)]
+    config.raw(*spellings)
+    return config.nested(says[-1] if says else spellings[0])
+
+
 def rope_of(
     config: Config,
     width: int,
@@ -28,6 +35,7 @@ def rope_of(
     by_alpha: bool = False,
     part_of: int | None = None,
     spellings: tuple[str, ...] = PARAMETERS,
+    outside: bool = True,
 ) -> Rope:
     """The rotary positions of heads `width` wide.
 
@@ -36,15 +44,20 @@ def rope_of(
     `partial`: a part of each head can turn, `fraction` of it by default; others' code ignores the key.
     `by_alpha`: the type `dynamic` may have an `alpha` that fixes the base (Hunyuan).
     `part_of` is the width of which `partial_rotary_factor` is a part, where that is not `width`: it must give `width`.
-    `spellings` are the keys with the parameters, of which the last one counts that says something.
+    `spellings` are the keys with the parameters, of which the last one counts that says something. `outside`: keys
+    beside them count for what they leave out.
     """
-    says = [key for key in spellings if config.values.get(key)]
-    outer = config.nested(*says[-1:], *spellings)
+    outer = parameters_in(config, spellings)
     if kind:
         outer.raw(FULL, SLIDING)  # those of layers that this model does not have are no unknown keys
     given = outer.nested(kind) if kind and kind in outer.values else outer
-    base = given.number("rope_theta", default=config.number("rope_theta", default=theta))
-    part = given.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fraction))
+    if outside:
+        theta = config.number("rope_theta", default=theta)
+        if config.is_null("partial_rotary_factor"):
+            fraction = 1.0
+        fraction = config.number("partial_rotary_factor", default=fraction)
+    base = given.number("rope_theta", default=theta)
+    part = given.number("partial_rotary_factor", default=fraction)
     if not base > 0:
         given.refuse("rope_theta", "a base of wavelengths is more than 0")
         base = theta

@@ -161,8 +161,12 @@ LOCAL = Cluster(
 
 def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
     """The config at `path`, with its text for diagnostics."""
-    file = path / CONFIG if path.is_dir() else path
-    if file.exists() and not file.is_file():  # a pipe would wait for ever
+    try:
+        file = path / CONFIG if path.is_dir() else path
+        is_other = file.exists() and not file.is_file()
+    except OSError as error:  # a name that is too long
+        raise DiagnosticError([diagnose("MOE0900", None, f"{str(path)[:60]}…: {error.strerror}")]) from None
+    if is_other:  # a pipe would wait for ever
         raise DiagnosticError([diagnose("MOE0900", None, f"{file} is no file")])
     source, wrong = read_source(file, str(file))
     if source is None:

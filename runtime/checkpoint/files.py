@@ -38,6 +38,11 @@ def unwritable(path: Path, error: OSError, rank: str = "") -> JobError:
     )
 
 
+def no_name(path: Path, code: str) -> JobError:
+    """The error for a name that no file can have."""
+    return JobError(code, f"{str(path)!r} is no name of a file", "give another name")
+
+
 def sync_folder(path: Path) -> None:
     """Makes new names in a folder durable."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

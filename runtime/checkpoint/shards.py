@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moec.runtime.checkpoint.faults import damaged, missing
+from moec.runtime.checkpoint.files import no_name
 from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, digest
 
 LENGTH_BYTES = 8
@@ -170,6 +171,8 @@ def open_file(path: Path) -> tuple[int, int]:
         if path.is_symlink():
             raise damaged(path, "it is a link") from error
         raise missing(path, error) from error
+    except ValueError as error:  # a NUL in its name
+        raise no_name(path, "MOE0800") from error
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         os.close(file)

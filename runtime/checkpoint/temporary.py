@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from moec.runtime.checkpoint.files import exists, refuse_existing, sync_name, unwritable
+from moec.runtime.checkpoint.files import exists, no_name, refuse_existing, sync_name, unwritable
 
 MARK = ".moec-save-"
 """A part of the name of every temporary folder."""
@@ -38,6 +38,8 @@ class Temporary:
                 pass  # another job took the folder for a left-over one before it was locked
         except OSError as error:
             raise unwritable(target, error) from error
+        except ValueError as error:  # a NUL, or half of a character
+            raise no_name(target, "MOE0804") from error
 
     def _make(self) -> bool:
         """Makes and locks a folder; returns whether it is there. Unlike `tempfile` it leaves the mode to the umask."""

@@ -50,7 +50,11 @@ def require_fit(
             wrong.append(unlike)
     known = {rule.name for rule in rules}
     unused = re.compile("|".join((*INERT, *family.skipped)))
-    extra = [name for name in stored if name not in known and not unused.fullmatch(name)]
+    extra = [
+        name
+        for name, tensor in stored.items()
+        if name not in known and not unused.fullmatch(name) and 0 not in tensor.shape  # of no shared experts
+    ]
     if family.extra_layers:
         depth = max(_layer_of(name) for name in known) + 1
         extra = [name for name in extra if not depth <= _layer_of(name) < depth + further_layers]

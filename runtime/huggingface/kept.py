@@ -45,7 +45,7 @@ def carried(folder: Path) -> dict[str, bytes]:
 
 def layout_of(folder: Path) -> Layout:
     """How the folder's weights lie. Raises `JobError` MOE0801 for a damaged file, and `OSError`."""
-    if not (folder / INDEX).is_file():
+    if (folder / SINGLE).is_file():
         return Layout({SINGLE: ShardFile((folder / SINGLE).resolve()).header}, None)
     index = (folder / INDEX).read_bytes()
     names = dict.fromkeys(json.loads(index)["weight_map"].values())
@@ -78,7 +78,9 @@ def kept_in(checkpoint: Path) -> tuple[dict[str, bytes], Layout] | None:
         headers = {
             name: len(text.encode()).to_bytes(LENGTH_BYTES, "little") + text.encode() for name, text in texts.items()
         }
-        if not all(PurePath(name).name == name and name.endswith(".safetensors") for name in headers):
+        if not all(
+            PurePath(name).name == name and name.endswith(".safetensors") and name.isprintable() for name in headers
+        ):
             raise ValueError("a file has a name that no safetensors file may have")
         return carried(folder), Layout(headers, None if index is None else str(index).encode())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -92,10 +92,9 @@ def _of_folder(like: str | Path | None, config: Mapping[str, Any]) -> tuple[dict
         return {}, dict(config)
     try:
         files = carried(Path(like))
-    except OSError as error:
-        raise JobError(
-            "MOE0900", f"{like}: {error.strerror}", "`like` must be the folder that the model came from"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise JobError("MOE0900", f"{like}: {reason}", "`like` must be the folder that the model came from") from error
     values, _ = parsed_config(files.pop(CONFIG, b"{}"), f"{like}/{CONFIG}")
     return files, {**config, **{key: values[key] for key in SPECIAL if key in values}}
 

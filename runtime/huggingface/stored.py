@@ -61,10 +61,10 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
         if folder.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             raise _pickled(folder.parent, folder.name)
         return _of_file(folder, folder.name)
+    if (folder / SINGLE).is_file():  # with an index beside it too, as transformers chooses
+        return _of_file(folder / SINGLE, SINGLE)
     if (folder / INDEX).is_file():
         return _by_index(folder)
-    if (folder / SINGLE).is_file():
-        return _of_file(folder / SINGLE, SINGLE)
     if not folder.is_dir():
         raise JobError("MOE0905", f"{folder}: there is no such folder", "give a model's folder, with safetensors files")
     pickles = sorted(path.name for path in folder.glob("*.bin"))

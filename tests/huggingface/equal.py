@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moec
@@ -41,8 +41,13 @@ def made(model_type: str, **config: Any) -> PreTrainedModel:
     """A model with random weights, those of norms, biases and sinks too, in evaluation."""
     values = {**TINY, **config}
     known = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if value != LEAVE_OUT})
+    return of_config(class_of(model_type), known)
+
+
+def of_config(kind: type[PreTrainedModel], known: PreTrainedConfig) -> PreTrainedModel:
+    """The same of a class and its config."""
     torch.manual_seed(0)
-    model = class_of(model_type)._from_config(known, **_implementations(values))
+    model = kind._from_config(known, attn_implementation="eager", experts_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -58,10 +63,6 @@ def class_of(model_type: str) -> type[PreTrainedModel]:
 
 LEAVE_OUT = "left out"
 """A value that takes a key of `TINY` out of a config."""
-
-
-def _implementations(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: values[key] for key in ("attn_implementation", "experts_implementation")}
 
 
 def text(seed: int = 1, sequence: int = SEQUENCE) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.keys import kinds_by_positions
 from moec.grammar.huggingface.parts import (
     FULL,
     SLIDING,
@@ -21,6 +22,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     positive,
+    shared_of,
     sparse_layers,
     windows_of,
 )
@@ -38,12 +40,12 @@ def _aria(config: Config) -> Model:
     depth = depth_of(config)
     attention = attention_of(config, rope=rope_of(config, heads_of(config)[2]), bias=bias_of(config, "attention_bias"))
     config.inert("attention_dropout", 0)
-    hidden, number = config.count("intermediate_size"), config.count("moe_num_shared_experts", default=2)
+    hidden, number = config.count("intermediate_size"), shared_of(config, "moe_num_shared_experts", 2)
     biased = config.flag("mlp_bias", default=False)
     body = Moe(
         experts=Experts(count=config.count("moe_num_experts", default=8), body=SwiGLU(hidden=hidden)),
         gate=TopK(k=config.count("moe_topk", default=2), order="after"),
-        shared=gated(config, hidden * number, bias=biased),
+        shared=gated(config, hidden * number, bias=biased) if number else None,
     )
     return decoder(config, layers_of([attention] * depth, [body] * depth), eps=eps_of(config, 1e-6))
 
@@ -65,8 +67,8 @@ def _aria_mix(names: Names, moe: Moe, theirs: str, ours: str, present: Container
     up, down = made if present is not None and theirs + made[0] in present else names.fused
     yield Rule(theirs + up, "e d (p f)", (Piece(f"{ours}experts.up.weight", "e p f d"),))
     yield Rule(theirs + down, "e f d", (Piece(f"{ours}experts.down.weight", "e d f"),))
-    assert moe.shared is not None
-    yield from dense_rules(moe.shared, f"{theirs}shared_experts.", f"{ours}shared.")
+    if moe.shared is not None:
+        yield from dense_rules(moe.shared, f"{theirs}shared_experts.", f"{ours}shared.")
 
 
 # ---- Command A+ ------------------------------------------------------------------------------------
@@ -97,11 +99,11 @@ def _cohere2(config: Config) -> Model:
             kv_heads,
             width,
             config.count("hidden_size"),
-            rope=rope if window is not None or (not is_sparse and before == 1) else None,
+            rope=rope if kind == SLIDING or (not is_sparse and before == 1) else None,
             bias=bias,
             window=window,
         )
-        for is_sparse, window in zip(sparse, windows_of(config, kinds, default=4096), strict=True)
+        for is_sparse, kind, window in zip(sparse, kinds, windows_of(config, kinds, default=4096), strict=True)
     ]
     config.inert("attention_dropout", 0)
     hidden = config.count("intermediate_size")
@@ -120,7 +122,7 @@ def _cohere2(config: Config) -> Model:
 
 
 def _cohere2_mixture(config: Config, hidden: int) -> Moe:
-    number = config.count("num_shared_experts", default=0, least=0)
+    number = shared_of(config, "num_shared_experts", 0)
     how = config.only("shared_expert_combination_strategy", "average", "sum")
     if number and how == "average":
         config.refuse("shared_expert_combination_strategy", "moec adds shared experts, and halves nothing: only `sum`")
@@ -140,7 +142,9 @@ def _cohere2_keys(model: Model) -> dict[str, Any]:
     hidden = getattr(moes[0].parts[0].body, "hidden", None) if moes else getattr(dense[0], "hidden", None)
     gate = moes[0].gate if moes else None
     is_rms = isinstance(model.norm, RmsNorm)
+    kinds = {} if any(layer.attention.window for layer in model.layers) and full else kinds_by_positions(model)
     return {
+        **kinds,
         "first_k_dense_replace": None,
         "intermediate_size": hidden,
         "prefix_dense_intermediate_size": getattr(dense[0], "hidden", None) if dense else None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.family import Family
-from moec.grammar.huggingface.keys import parameters_of
+from moec.grammar.huggingface.keys import kinds_by_positions, parameters_of
 from moec.grammar.huggingface.parts import (
     FULL,
     SLIDING,
@@ -20,13 +20,18 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     mixed,
     positive,
+    shared_of,
+    sparse_from,
     sparse_layers,
     windows_of,
 )
-from moec.grammar.huggingface.positions import PARAMETERS, rope_of
+from moec.grammar.huggingface.positions import parameters_in, rope_of
 from moec.grammar.huggingface.usual_rules import Names, rules_by
 from moec.grammar.spec import Experts, Mla, Model, Moe, Online, Rope, TopK, Yarn
 
+SCORES = {"dots1": ("noaux_tc", "sigmoid")}
+"""What `scoring_func` may be, where it is not `sigmoid` alone: dots.llm1's configs name the method there, and its code
+computes a sigmoid."""
 LATENT_EPS = 1e-6
 """Of the latent vectors' norms in their code, whatever `rms_norm_eps` is."""
 PREDICTED = frozenset(("num_nextn_predict_layers", "num_mtp_layers"))
@@ -43,7 +48,7 @@ def groups_of(config: Config, experts: int) -> dict[str, Any]:
 
 def biased_gate(config: Config, experts: int, *, normalize: bool = True, scale: float = 1.0) -> TopK:
     """Sigmoid scores; `e_score_correction_bias` chooses but does not weigh (V3)."""
-    config.only("scoring_func", "sigmoid")
+    config.only("scoring_func", *SCORES.get(config.word("model_type"), ("sigmoid",)))
     config.only("topk_method", "noaux_tc")
     return TopK(
         k=config.count("num_experts_per_tok"),
@@ -55,10 +60,17 @@ def biased_gate(config: Config, experts: int, *, normalize: bool = True, scale: 
     )
 
 
-def mixture_of(config: Config, *, normalize: bool = True, scale: float = 1.0, shared: str = "n_shared_experts") -> Moe:
+def mixture_of(
+    config: Config,
+    *,
+    normalize: bool = True,
+    scale: float = 1.0,
+    routed: str = "n_routed_experts",
+    shared: str = "n_shared_experts",
+) -> Moe:
     """Experts, and as many shared ones as one wider expert."""
     hidden = config.count("moe_intermediate_size")
-    count = config.count("n_routed_experts", "num_experts", "num_local_experts")
+    count = config.count(routed)
     number = config.count(shared, least=0)
     return Moe(
         experts=Experts(count=count, body=gated(config, hidden)),
@@ -74,7 +86,7 @@ def latent_attention(config: Config, *, interleaved: bool, rope: Rope | None = N
     config.inert("attention_dropout", 0)
     return Mla(
         heads=config.count("num_attention_heads"),
-        q_rank=config.count_or_none("q_lora_rank") if "q_lora_rank" in config.values else config.count("q_lora_rank"),
+        q_rank=None if config.is_null("q_lora_rank") else config.count("q_lora_rank"),
         kv_rank=config.count("kv_lora_rank"),
         nope_dim=config.count("qk_nope_head_dim"),
         rope_dim=turning,
@@ -92,13 +104,13 @@ def _v2(config: Config) -> Model:
     config.only("scoring_func", "softmax")
     config.only("moe_layer_freq", 1)
     config.only("mlp_bias", False)
-    hidden, count = config.count("moe_intermediate_size"), config.count("n_routed_experts", "num_experts")
+    hidden, count = config.count("moe_intermediate_size"), config.count("n_routed_experts")
     method = config.only("topk_method", "greedy", "group_limited_greedy")
     groups = groups_of(config, count) if method == "group_limited_greedy" else {}
     if groups:
         groups["group_score"] = "max"
     config.raw("n_group", "topk_group")
-    number = config.count("n_shared_experts", default=2, least=0)
+    number = shared_of(config, "n_shared_experts", 2)
     gate = TopK(
         k=config.count("num_experts_per_tok"),
         scale=positive(config, "routed_scaling_factor", 1.0),
@@ -109,7 +121,7 @@ def _v2(config: Config) -> Model:
         gate=gate,
         shared=gated(config, hidden * number) if number else None,
     )
-    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=0, least=0))
+    sparse = sparse_from(depth, config.count("first_k_dense_replace", default=0, least=0))
     return mixed(config, [attention] * depth, sparse, body, 1e-6)
 
 
@@ -119,7 +131,7 @@ def _v3(config: Config) -> Model:
     config.only("moe_layer_freq", 1)
     config.only("head_dim", config.count("qk_rope_head_dim"), why="transformers computes positions of this width")
     body = mixture_of(config, scale=2.5)
-    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=3, least=0))
+    sparse = sparse_from(depth, config.count("first_k_dense_replace", default=3, least=0))
     return mixed(config, [attention] * depth, sparse, body, 1e-6)
 
 
@@ -127,8 +139,8 @@ def _mistral4(config: Config) -> Model:
     """Softmax scores in groups. Queries grow with positions from the context on that was trained."""
     depth, rope = depth_of(config), _mistral4_rope(config)
     attention = latent_attention(config, interleaved=rope.interleaved, rope=rope)
-    hidden, number = config.count("moe_intermediate_size"), config.count("n_shared_experts", default=1)
-    count = config.count("n_routed_experts", "num_local_experts")
+    hidden, number = config.count("moe_intermediate_size"), shared_of(config, "n_shared_experts", 1)
+    count = config.count("n_routed_experts")
     gate = TopK(
         k=config.count("num_experts_per_tok", default=4),
         normalize=config.flag("norm_topk_prob", default=True),
@@ -136,11 +148,11 @@ def _mistral4(config: Config) -> Model:
         **groups_of(config, count),
     )
     experts = Experts(count=count, body=gated(config, hidden))
-    body = Moe(experts=experts, gate=gate, shared=gated(config, hidden * number))
-    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=0, least=0))
+    body = Moe(experts=experts, gate=gate, shared=gated(config, hidden * number) if number else None)
+    sparse = sparse_from(depth, config.count("first_k_dense_replace", default=0, least=0))
     model = mixed(config, [attention] * depth, sparse, body, 1e-6)
     original = rope.scaling.original if isinstance(rope.scaling, Yarn) else 1
-    beta = config.nested(*PARAMETERS).number("llama_4_scaling_beta", default=0.0 if config.has(*PARAMETERS) else 0.1)
+    beta = parameters_in(config).number("llama_4_scaling_beta", default=0.0)
     if beta and model.context is not None and model.context > original:
         config.note(
             "max_position_embeddings",
@@ -152,10 +164,7 @@ def _mistral4(config: Config) -> Model:
 
 def _mistral4_rope(config: Config) -> Rope:
     interleaved = config.flag("rope_interleave", default=True)
-    if not config.has(*PARAMETERS, "rope_theta"):
-        scaling = Yarn(factor=128.0, original=8192, mscale=1.0, mscale_all=1.0)
-        return Rope(scaling=scaling, interleaved=interleaved)
-    given, turning = config.nested(*PARAMETERS), config.count("qk_rope_head_dim")
+    given, turning = parameters_in(config), config.count("qk_rope_head_dim")
     given.raw("max_position_embeddings")
     if given.word("rope_type", "type", default="default") != "yarn":
         given.refuse("rope_type", "transformers computes this architecture with `yarn` alone")
@@ -183,7 +192,7 @@ def _glm4(config: Config) -> Model:
         qk_norm="head" if config.flag("use_qk_norm", default=False) else "none",
     )
     config.inert("attention_dropout", 0)
-    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=1, least=0))
+    sparse = sparse_from(depth, config.count("first_k_dense_replace", default=1, least=0))
     return mixed(config, [attention] * depth, sparse, mixture_of(config), 1e-5)
 
 
@@ -222,7 +231,7 @@ def _dots1(config: Config) -> Model:
     ]
     config.inert("attention_dropout", 0)
     config.only("moe_layer_freq", 1)
-    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=0, least=0))
+    sparse = sparse_from(depth, config.count("first_k_dense_replace", default=0, least=0))
     return mixed(config, attentions, sparse, mixture_of(config, normalize=False), 1e-6)
 
 
@@ -249,13 +258,24 @@ def _exaone(config: Config) -> Model:
     ]
     config.inert("attention_dropout", 0)
     sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=1, least=0))
-    body = mixture_of(config, scale=2.5, shared="num_shared_experts")
+    body = mixture_of(config, scale=2.5, routed="num_experts", shared="num_shared_experts")
     return mixed(config, attentions, sparse, body, 1e-5)
 
 
 USUAL = rules_by(Names())
 EXAONE = rules_by(Names(bias="e_score_correction_bias"), Names())
 
+YARN_OF_MISTRAL4 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+ROUTED = {"num_local_experts": "n_routed_experts"}
+PREDICTING = {"num_mtp_layers": "num_nextn_predict_layers"}
 GROUPS_OF_V3 = {"n_group": 8, "topk_group": 4}
 
 FAMILIES = (
@@ -269,12 +289,37 @@ FAMILIES = (
             "norm_topk_prob": False,
             "topk_method": "group_limited_greedy" if _grouped(model) else "greedy",
         },
+        aliases={"num_experts": "n_routed_experts"},
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _v3,
+        USUAL,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults=GROUPS_OF_V3,
+        aliases=ROUTED | PREDICTING,
     ),
-    Family("kimi_k2", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3),
-    Family("mistral4", "Mistral4ForCausalLM", _mistral4, rules_by(Names(written_fused=True)), _mistral4_keys),
+    Family(
+        "kimi_k2",
+        "DeepseekV3ForCausalLM",
+        _v3,
+        USUAL,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults=GROUPS_OF_V3,
+        aliases=ROUTED | PREDICTING,
+    ),
+    Family(
+        "mistral4",
+        "Mistral4ForCausalLM",
+        _mistral4,
+        rules_by(Names(written_fused=True)),
+        _mistral4_keys,
+        defaults={"rope_parameters": YARN_OF_MISTRAL4},
+        aliases=ROUTED,
+    ),
     Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -284,9 +329,18 @@ FAMILIES = (
         ignored=PREDICTED,
         extra_layers=True,
         defaults={"num_key_value_heads": 8},
+        aliases=ROUTED | PREDICTING,
     ),
-    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm4_lite, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL, defaults={"num_key_value_heads": 32}),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        _glm4_lite,
+        USUAL,
+        ignored=PREDICTED,
+        extra_layers=True,
+        aliases={**ROUTED, "head_dim": "qk_rope_head_dim"},
+    ),
+    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL, defaults={"num_key_value_heads": 32}, aliases=ROUTED),
     Family(
         "solar_open",
         "SolarOpenForCausalLM",
@@ -295,12 +349,14 @@ FAMILIES = (
         ignored=PREDICTED,
         extra_layers=True,
         defaults={"num_key_value_heads": 8, "head_dim": 128},
+        aliases=ROUTED,
     ),
     Family(
         "exaone_moe",
         "ExaoneMoeForCausalLM",
         _exaone,
         EXAONE,
+        kinds_by_positions,
         ignored=PREDICTED,
         skipped=(r"mtp\..*",),
         defaults={"num_key_value_heads": 32},

@@ -20,22 +20,26 @@ from moec.grammar.huggingface.parts import (
     positive,
     windows_of,
 )
-from moec.grammar.huggingface.positions import PARAMETERS, rope_of
+from moec.grammar.huggingface.positions import rope_of
 from moec.grammar.huggingface.rules import Piece, Rule, same
 from moec.grammar.huggingface.usual_rules import Names, rules_by
-from moec.grammar.spec import Experts, Model, Moe, Rope, TopK, Yarn
+from moec.grammar.spec import Experts, Model, Moe, TopK
 from moec.grammar.spec.experts import SwiGLU
 
-DEFAULT_ROPE = Rope(
-    theta=150_000.0, scaling=Yarn(factor=32.0, original=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
-)
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _read(config: Config) -> Model:
     depth = depth_of(config)
     kinds = kinds_of_attention(config, depth, lambda number: FULL if number % 2 else SLIDING)
-    stated = config.has(*PARAMETERS, "rope_theta")
-    rope = rope_of(config, heads_of(config)[2], theta=150_000.0) if stated else DEFAULT_ROPE
+    rope = rope_of(config, heads_of(config)[2], theta=150_000.0)
     bias = bias_of(config, "attention_bias", default=True)
     attentions = [
         attention_of(config, rope=rope, bias=bias, sinks=True, window=window)
@@ -43,6 +47,8 @@ def _read(config: Config) -> Model:
     ]
     config.inert("attention_dropout", 0)
     config.only("hidden_act", "silu")
+    chosen = config.count("num_experts_per_tok", default=4)
+    config.only("experts_per_token", chosen, why="transformers reads `num_experts_per_tok` alone")
     body = SwiGLU(
         hidden=config.count("intermediate_size"),
         bias=True,
@@ -50,10 +56,10 @@ def _read(config: Config) -> Model:
         alpha=positive(config, "swiglu_alpha", 1.702),
     )
     moe = Moe(
-        experts=Experts(count=config.count("num_local_experts", "num_experts"), body=body),
-        gate=TopK(k=config.count("num_experts_per_tok", "experts_per_token", default=4), order="after", bias="learned"),
+        experts=Experts(count=config.count("num_local_experts"), body=body),
+        gate=TopK(k=chosen, order="after", bias="learned"),
     )
-    config.raw("experts_per_token", "initial_context_length")
+    config.raw("initial_context_length")
     return decoder(config, layers_of(attentions, [moe] * depth), eps=eps_of(config, 1e-5))
 
 
@@ -73,6 +79,16 @@ def _keys(model: Model) -> dict[str, object]:
     return {"swiglu_limit": getattr(body, "clamp", None), "swiglu_alpha": getattr(body, "alpha", None)}
 
 
-DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64}
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "rope_parameters": DEFAULT_ROPE}
 
-FAMILIES = (Family("gpt_oss", "GptOssForCausalLM", _read, rules_by(Names(), mix=_mix), _keys, defaults=DEFAULTS),)
+FAMILIES = (
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _read,
+        rules_by(Names(), mix=_mix),
+        _keys,
+        defaults=DEFAULTS,
+        aliases={"num_experts": "num_local_experts"},
+    ),
+)

@@ -20,6 +20,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     positive,
+    shared_of,
     windows_of,
 )
 from moec.grammar.huggingface.positions import rope_of
@@ -68,14 +69,14 @@ def _plain(config: Config) -> Model:
 def _shared(config: Config) -> Model:
     depth = depth_of(config)
     attention = _attention(config, rope_of(config, heads_of(config)[2]))
-    body = _mixture(config, shared=config.count("shared_intermediate_size", default=0, least=0))
+    body = _mixture(config, shared=shared_of(config, "shared_intermediate_size", 0))
     return _decoder(config, [attention] * depth, body)
 
 
 def _hybrid(config: Config) -> Model:
     """The layers of attention; those with states (Mamba) have no word."""
     depth = depth_of(config)
-    kinds = config.words("layer_types", "layers_block_type", length=depth)
+    kinds = config.words("layer_types", length=depth)
     if kinds is None:
         config.refuse("layer_types", "left out, its layers are of Mamba")
     for kind in sorted(set(kinds or ()) - {"attention", FULL}):
@@ -87,7 +88,7 @@ def _hybrid(config: Config) -> Model:
     rope: Rope | None = rope_of(config, heads_of(config)[2])
     if place == "nope":
         rope = None
-    shared = config.count("shared_intermediate_size", default=1024, least=0)
+    shared = shared_of(config, "shared_intermediate_size", 1024)
     if config.has("num_local_experts") and config.raw("num_local_experts") == 0:
         config.raw("intermediate_size", "num_experts_per_tok")
         return _decoder(config, [_attention(config, rope)] * depth, gated(config, shared))
@@ -104,7 +105,7 @@ def _swa(config: Config) -> Model:
         _attention(config, usual.replace(theta=base) if base else None, sinks=True, window=window)
         for base, window in zip(bases, windows_of(config, kinds, default=128), strict=True)
     ]
-    body = _mixture(config, shared=config.count("shared_intermediate_size", default=0, least=0))
+    body = _mixture(config, shared=shared_of(config, "shared_intermediate_size", 0))
     return _decoder(config, attentions, body)
 
 
@@ -151,6 +152,13 @@ RULES = rules_by(SAVED, MADE, mix=_mix, feed=lambda layer, theirs, ours: _feed(f
 FAMILIES = (
     Family("granitemoe", "GraniteMoeForCausalLM", _plain, RULES, _keys),
     Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _shared, RULES, _keys),
-    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _hybrid, RULES, _keys),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _hybrid,
+        RULES,
+        _keys,
+        aliases={"layers_block_type": "layer_types"},
+    ),
     Family("granitemoe_swa", "GraniteMoeSWAForCausalLM", _swa, rules_by(MADE, mix=_mix), _keys),
 )

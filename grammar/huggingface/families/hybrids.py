@@ -39,7 +39,7 @@ def _jamba(config: Config) -> Model:
             config.raw(key)
     attention = attention_of(config, rope=None)
     config.inert("attention_dropout", 0)
-    hidden, count = config.count("intermediate_size"), config.count("num_experts", "num_local_experts", default=16)
+    hidden, count = config.count("intermediate_size"), config.count("num_experts", default=16)
     body = Moe(
         experts=Experts(count=count, body=gated(config, hidden)),
         gate=TopK(k=config.count("num_experts_per_tok", default=2)),
@@ -61,7 +61,7 @@ def _jamba_keys(model: Model) -> dict[str, Any]:
         "attn_layer_offset": 0,
         "expert_layer_period": every,
         "expert_layer_offset": sparse[0] if sparse else 0,
-        **({} if sparse else {"num_experts": 1, "num_experts_per_tok": 1}),
+        **({} if sparse else {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}),
     }
 
 
@@ -133,6 +133,7 @@ FAMILIES = (
         _jamba_keys,
         ignored=frozenset(("layers_block_type", "layer_types", "layers_num_experts", "num_logits_to_keep")),
         defaults={"num_key_value_heads": 8},
+        aliases={"num_local_experts": "num_experts"},
     ),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2, rules_by(LFM2), _lfm2_keys, defaults={"num_key_value_heads": 8}),
 )

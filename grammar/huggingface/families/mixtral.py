@@ -30,9 +30,7 @@ def _mixtral(config: Config) -> Model:
     attention = attention_of(config, rope=rope_of(config, width, theta=1e6), window=window)
     config.inert("router_jitter_noise", 0, why="transformers multiplies the experts' inputs too, and only in training")
     config.inert("attention_dropout", 0)
-    experts = Experts(
-        count=config.count("num_local_experts", "num_experts"), body=gated(config, config.count("intermediate_size"))
-    )
+    experts = Experts(count=config.count("num_local_experts"), body=gated(config, config.count("intermediate_size")))
     moe = Moe(experts=experts, gate=TopK(k=config.count("num_experts_per_tok", default=2), normalize=True))
     return decoder(config, layers_of([attention] * depth, [moe] * depth), eps=eps_of(config, 1e-5))
 
@@ -42,26 +40,32 @@ def _minimax_m2(config: Config) -> Model:
     depth = depth_of(config)
     _, _, width = heads_of(config)
     stated = config.count("rotary_dim", default=width)
-    norm = "projection" if config.flag("use_qk_norm", default=True) else "none"
+    config.only("use_qk_norm", True, why="transformers always norms queries and keys in this architecture")
     config.only("qk_norm_type", "per_layer")
     rope = rope_of(config, width, theta=5e6, fraction=stated / width, partial=True)
-    attention = attention_of(config, rope=rope, qk_norm=norm)
+    attention = attention_of(config, rope=rope, qk_norm="projection")
     config.only("attn_type_list", [1] * depth)
     config.only("scoring_func", "sigmoid")
     config.only("use_routing_bias", True)
     config.only("shared_intermediate_size", 0)
     config.inert("router_jitter_noise", 0, why="transformers multiplies the experts' inputs too, and only in training")
     config.inert("attention_dropout", 0)
-    experts = Experts(
-        count=config.count("num_local_experts", "num_experts"), body=gated(config, config.count("intermediate_size"))
-    )
+    experts = Experts(count=config.count("num_local_experts"), body=gated(config, config.count("intermediate_size")))
     gate = TopK(k=config.count("num_experts_per_tok", default=8), score="sigmoid", normalize=True, bias=Online())
     layers = layers_of([attention] * depth, [Moe(experts=experts, gate=gate)] * depth)
     return decoder(config, layers, eps=eps_of(config, 1e-6))
 
 
+LOCAL = {"num_experts": "num_local_experts"}
 FAMILIES = (
-    Family("mixtral", "MixtralForCausalLM", _mixtral, rules_by(NAMES, Names()), defaults={"num_key_value_heads": 8}),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        _mixtral,
+        rules_by(NAMES, Names()),
+        defaults={"num_key_value_heads": 8},
+        aliases=LOCAL,
+    ),
     Family(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
@@ -70,5 +74,6 @@ FAMILIES = (
         ignored=frozenset(("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "output_router_logits")),
         skipped=(r"model\.mtp_.*",),
         defaults={"num_key_value_heads": 8, "head_dim": 128},
+        aliases=LOCAL,
     ),
 )

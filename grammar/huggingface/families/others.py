@@ -8,6 +8,7 @@ from typing import Any
 
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.keys import kinds_by_positions
 from moec.grammar.huggingface.parts import (
     FULL,
     GATED,
@@ -23,6 +24,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     positive,
+    shared_of,
     window_of,
     windows_of,
 )
@@ -53,7 +55,7 @@ def _afmoe(config: Config) -> Model:
     config.inert("attention_dropout", 0)
     for key, value in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
         config.only(key, value)
-    hidden, number = config.count("moe_intermediate_size"), config.count("num_shared_experts", default=0, least=0)
+    hidden, number = config.count("moe_intermediate_size"), shared_of(config, "num_shared_experts", 0)
     gate = TopK(
         k=config.count("num_experts_per_tok"),
         score="sigmoid",
@@ -197,7 +199,7 @@ def _ernie(config: Config) -> Model:
     if config.number("moe_norm_min", default=1e-12) > 1e-6:
         config.refuse("moe_norm_min", "moec divides the weights by their sum, however small it is")
     hidden = config.count("moe_intermediate_size")
-    number = config.count("moe_num_shared_experts", default=2, least=0)
+    number = shared_of(config, "moe_num_shared_experts", 2)
     body = Moe(
         experts=Experts(count=config.count("moe_num_experts"), body=gated(config, hidden)),
         gate=TopK(k=config.count("moe_k", default=6), normalize=True, bias=Online()),
@@ -218,7 +220,7 @@ def _ernie(config: Config) -> Model:
 
 
 def _ernie_keys(model: Model) -> dict[str, Any]:
-    sparse = [number for number, layer in enumerate(model.layers) if layer.moe is not None] or [0]
+    sparse = [number for number, layer in enumerate(model.layers) if layer.moe is not None] or [model.depth]
     step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
     return {
         "moe_layer_interval": step, "moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1],
@@ -300,7 +302,7 @@ FAMILIES = (
         "AfmoeForCausalLM",
         _afmoe,
         rules_by(Names(norms=AFMOE_NORMS, router="router.gate.weight", bias="expert_bias")),
-        lambda model: {"mup_enabled": getattr(model.embedding, "multiplier", 1.0) != 1.0},
+        lambda model: {"mup_enabled": getattr(model.embedding, "multiplier", 1.0) != 1.0, **kinds_by_positions(model)},
         ignored=frozenset(("load_balance_coeff", "num_expert_groups", "num_limited_groups", "rope_scaling")),
         defaults={"head_dim": 128, "num_shared_experts": 2},
     ),
@@ -320,6 +322,12 @@ FAMILIES = (
         ),
         _dbrx_keys,
         ignored=frozenset(("num_key_value_heads",)),
+        aliases={
+            "num_attention_heads": "n_heads",
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "max_position_embeddings": "max_seq_len",
+        },
     ),
     Family(
         "ernie4_5_moe",
@@ -333,6 +341,7 @@ FAMILIES = (
         ignored=frozenset(("num_nextn_predict_layers", "moe_capacity", "moe_gate", "compression_ratio")),
         skipped=(r"model\.mtp_.*",),
         defaults={"num_key_value_heads": 4},
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     ),
     Family(
         "hunyuan_v1_moe",
@@ -344,6 +353,7 @@ FAMILIES = (
         ignored=frozenset(
             ("eod_token_id", "moe_drop_tokens", "moe_random_routing_dropped_token", "moe_layer_num_skipped")
         ),
+        aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
     ),
     Family(
         "phimoe",

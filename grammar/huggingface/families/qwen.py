@@ -35,9 +35,8 @@ def gate_of(config: Config, **options: Any) -> TopK:
     return TopK(k=config.count("num_experts_per_tok"), normalize=normalize, **options)
 
 
-def experts_of(config: Config, hidden: str) -> Experts:
-    count = config.count("num_experts", "num_local_experts")
-    return Experts(count=count, body=gated(config, config.count(hidden)))
+def experts_of(config: Config, hidden: str, key: str = "num_experts") -> Experts:
+    return Experts(count=config.count(key), body=gated(config, config.count(hidden)))
 
 
 def sparse_by_step(config: Config, depth: int, dense: tuple[int, ...] = ()) -> list[bool]:
@@ -78,7 +77,7 @@ def _qwen3(config: Config) -> Model:
     config.raw("sliding_window", "max_window_layers")
     attention = attention_of(config, rope=rope, bias=bias, qk_norm="head", window=window)
     config.inert("attention_dropout", 0)
-    body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
+    body = Moe(experts=experts_of(config, "moe_intermediate_size", "num_local_experts"), gate=gate_of(config))
     return mixed(config, [attention] * depth, sparse_by_step(config, depth), body, 1e-6)
 
 
@@ -93,7 +92,7 @@ def _mellum(config: Config) -> Model:
         for kind, window in zip(kinds, windows_of(config, kinds), strict=True)
     ]
     config.inert("attention_dropout", 0)
-    body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
+    body = Moe(experts=experts_of(config, "moe_intermediate_size", "num_local_experts"), gate=gate_of(config))
     return mixed(config, attentions, sparse_layers(config, depth), body, 1e-6)
 
 
@@ -125,25 +124,39 @@ def _flex_olmo(config: Config) -> Model:
 
 def _mellum_keys(model: Model) -> dict[str, Any]:
     """`rope_parameters` for both kinds of layers, also where the model has one kind."""
-    found = {}
-    for layer in model.layers:
-        rope = layer.attention.rope
+    found: dict[str, Any] = {}
+    windows = [layer.attention.window for layer in model.layers]
+    kinds = [FULL if window is None else SLIDING for window in windows]
+    ropes = [layer.attention.rope for layer in model.layers]
+    if not any(windows):  # windows as long as the context hide nothing: positions alone tell the kinds apart
+        kinds = [FULL if rope == ropes[0] else SLIDING for rope in ropes]
+    for layer, rope, kind in zip(model.layers, ropes, kinds, strict=True):
         if rope is not None:
             width = getattr(layer.attention, "head_dim", None) or model.dim // layer.attention.heads
-            found[FULL if layer.attention.window is None else SLIDING] = parameters_of(rope, width, model.context)
-    return (
-        {"rope_parameters": {kind: found.get(kind, next(iter(found.values()))) for kind in (FULL, SLIDING)}}
-        if found
-        else {}
-    )
+            found[kind] = parameters_of(rope, width, model.context)
+    if not found:
+        return {}
+    return {
+        "layer_types": kinds,
+        "sliding_window": next(filter(None, windows), model.context),
+        "rope_parameters": {kind: found.get(kind, next(iter(found.values()))) for kind in (FULL, SLIDING)},
+    }
 
 
+LOCAL, EXPERTS = {"num_experts": "num_local_experts"}, {"num_local_experts": "num_experts"}
 SHARED = Names(shared="mlp.shared_expert.")
 POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
 
 FAMILIES = (
     Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED), defaults={"num_key_value_heads": 16}),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names()), defaults={"num_key_value_heads": 4}),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _qwen3,
+        rules_by(Names()),
+        defaults={"num_key_value_heads": 4},
+        aliases=LOCAL,
+    ),
     Family(
         "mellum",
         "MellumForCausalLM",
@@ -158,7 +171,8 @@ FAMILIES = (
             "norm_topk_prob": True,
             "rope_parameters": {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}},
         },
+        aliases={**LOCAL, "num_mtp_layers": "num_nextn_predict_layers"},
     ),
-    Family("olmoe", "OlmoeForCausalLM", _olmoe, rules_by(Names())),
-    Family("flex_olmo", "FlexOlmoForCausalLM", _flex_olmo, rules_by(Names(norms=POST_NORMS))),
+    Family("olmoe", "OlmoeForCausalLM", _olmoe, rules_by(Names()), aliases=EXPERTS),
+    Family("flex_olmo", "FlexOlmoForCausalLM", _flex_olmo, rules_by(Names(norms=POST_NORMS)), aliases=EXPERTS),
 )

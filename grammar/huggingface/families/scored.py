@@ -8,7 +8,7 @@ from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families.deepseek import PREDICTED, biased_gate
 from moec.grammar.huggingface.families.qwen import sparse_by_step
 from moec.grammar.huggingface.family import Family
-from moec.grammar.huggingface.keys import parameters_of
+from moec.grammar.huggingface.keys import kinds_by_positions, parameters_of
 from moec.grammar.huggingface.parts import (
     FULL,
     SLIDING,
@@ -23,6 +23,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     positive,
+    shared_of,
     sparse_layers,
     windows_of,
 )
@@ -45,7 +46,7 @@ def _hunyuan3(config: Config) -> Model:
     config.inert("attention_dropout", 0)
     config.raw("enable_moe_fp32_combine")
     hidden, wide = config.count("moe_intermediate_size"), config.count("intermediate_size")
-    number = config.count("num_shared_experts", default=1, least=0)
+    number = shared_of(config, "num_shared_experts", 1)
     gate = TopK(
         k=config.count("num_experts_per_tok"),
         score="sigmoid",
@@ -54,7 +55,7 @@ def _hunyuan3(config: Config) -> Model:
         bias=Online(),
     )
     body = Moe(
-        experts=Experts(count=config.count("num_experts", "num_local_experts"), body=gated(config, hidden)),
+        experts=Experts(count=config.count("num_experts"), body=gated(config, hidden)),
         gate=gate,
         shared=gated(config, hidden * number or wide, bias=biased),  # their code takes 0 for left out
     )
@@ -67,13 +68,16 @@ def _hunyuan3_keys(model: Model) -> dict[str, Any]:
     moes = [layer.moe for layer in model.layers if layer.moe is not None]
     wide = next((getattr(layer.ffn, "hidden", None) for layer in model.layers if layer.ffn is not None), None)
     if not moes:
-        return {}
-    shared, gate = moes[0].shared, moes[0].gate
-    number = 0 if shared is not None and getattr(shared, "hidden", None) == wide else None
+        return {"mlp_bias": getattr(model.layers[0].ffn, "bias", False)}
+    shared, gate, hidden = moes[0].shared, moes[0].gate, getattr(moes[0].parts[0].body, "hidden", None)
+    width = getattr(shared, "hidden", None)
+    if wide is None and width and hidden and width % hidden:
+        wide = width
+    number = 0 if width is not None and width == wide else None
     return {
         "mlp_bias": getattr(shared, "bias", False),
         "router_scaling_factor": getattr(gate, "scale", 1.0),
-        "intermediate_size": wide or getattr(moes[0].parts[0].body, "hidden", None),
+        "intermediate_size": wide or hidden,
         **({} if number is None else {"num_shared_experts": number}),
     }
 
@@ -88,18 +92,19 @@ def _flint(config: Config) -> Model:
     rope, bias = rope_of(config, heads_of(config)[2]), bias_of(config, "attention_bias")
     attentions = [
         attention_of(
-            config, rope=None if window is None else rope, bias=bias, qk_norm="head", sinks=True, window=window
+            config, rope=rope if kind == SLIDING else None, bias=bias, qk_norm="head", sinks=True, window=window
         )
-        for window in windows_of(config, kinds, default=513)
+        for kind, window in zip(kinds, windows_of(config, kinds, default=513), strict=True)
     ]
     config.inert("attention_dropout", 0)
+    shared = shared_of(config, "shared_expert_intermediate_size", 1024)
     gate = TopK(
         k=config.count("num_experts_per_tok"), score="sigmoid", normalize=config.flag("norm_topk_prob", default=True)
     )
     body = Moe(
         experts=Experts(count=config.count("num_experts"), body=gated(config, config.count("moe_intermediate_size"))),
         gate=gate,
-        shared=gated(config, config.count("shared_expert_intermediate_size", default=1024)),
+        shared=gated(config, shared) if shared else None,
     )
     dense = gated(config, config.count("intermediate_size"))
     bodies = [body if is_sparse else dense for is_sparse in sparse_by_step(config, depth, dense=(0, 1))]
@@ -111,6 +116,10 @@ def _dense_width(model: Model) -> dict[str, Any]:
     widths = [getattr(layer.ffn, "hidden", None) for layer in model.layers if layer.ffn is not None]
     bodies = [layer.moe.parts[0].body for layer in model.layers if layer.moe is not None]
     return {"intermediate_size": widths[0] if widths else getattr(bodies[0], "hidden", None)}
+
+
+def _flint_keys(model: Model) -> dict[str, Any]:
+    return {**_dense_width(model), **kinds_by_positions(model)}
 
 
 # ---- MiMo-V2-Flash (Xiaomi 2025) -------------------------------------------------------------------
@@ -140,18 +149,18 @@ def _mimo(config: Config) -> Model:
     attentions = [
         grouped(
             heads,
-            kv_heads if window is None else 2 * kv_heads,
+            2 * kv_heads if kind == SLIDING else kv_heads,
             width,
             config.count("hidden_size"),
             rope=ropes[kind],
             bias=bias,
-            sinks=window is not None,
+            sinks=kind == SLIDING,
             window=window,
         )
         for kind, window in zip(kinds, windows, strict=True)
     ]
     config.inert("attention_dropout", 0)
-    count = config.count("n_routed_experts", "num_local_experts", "num_experts")
+    count = config.count("n_routed_experts")
     experts = Experts(count=count, body=gated(config, config.count("moe_intermediate_size")))
     body = Moe(experts=experts, gate=biased_gate(config, count))
     dense = gated(config, config.count("intermediate_size"))
@@ -160,23 +169,28 @@ def _mimo(config: Config) -> Model:
 
 
 def _mimo_rope(config: Config, width: int, kind: str) -> Any:
-    return rope_of(config, width, kind=kind, theta=5e6 if kind == FULL else 1e4, fraction=0.334, partial=True)
+    return rope_of(
+        config, width, kind=kind, theta=5e6 if kind == FULL else 1e4, fraction=0.334, partial=True, outside=False
+    )
 
 
 def _mimo_keys(model: Model) -> dict[str, Any]:
     attention = model.layers[0].attention
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else attention.heads
+    kinds = [SLIDING if layer.attention.sinks else FULL for layer in model.layers]
+    windows = [layer.attention.window for layer in model.layers]
     width = getattr(attention, "head_dim", None) or model.dim // attention.heads
     found = {}
-    for layer in model.layers:
+    for layer, kind in zip(model.layers, kinds, strict=True):
         if layer.attention.rope is not None:
-            kind = FULL if layer.attention.window is None else SLIDING
             keys = parameters_of(layer.attention.rope, width, model.context)
             found[kind] = {**keys, "partial_rotary_factor": layer.attention.rope.fraction}
     either = next(iter(found.values()), None)
     return {
         **_dense_width(model),
-        "num_key_value_heads": kv_heads if attention.window is None else (kv_heads or 2) // 2,
+        "num_key_value_heads": kv_heads if kinds[0] == FULL else (kv_heads or 2) // 2,
+        "layer_types": kinds,
+        "sliding_window": next(filter(None, windows), model.context),
         "v_head_dim": width,
         "attention_value_scale": 1.0,
         "rope_parameters": {kind: found.get(kind, either) for kind in (FULL, SLIDING)},
@@ -194,6 +208,7 @@ FAMILIES = (
         ),
         _hunyuan3_keys,
         defaults={"num_key_value_heads": 8, "head_dim": 128},
+        aliases={"num_local_experts": "num_experts"},
         ignored=PREDICTED,
         extra_layers=True,
     ),
@@ -202,7 +217,7 @@ FAMILIES = (
         "FlintForCausalLM",
         _flint,
         rules_by(Names(shared="mlp.shared_expert.", sinks="softmax_offset"), Names(shared="mlp.shared_expert.")),
-        _dense_width,
+        _flint_keys,
         defaults={"num_key_value_heads": 4, "head_dim": 128},
     ),
     Family(
@@ -212,6 +227,7 @@ FAMILIES = (
         rules_by(Names(sinks="attention_sink_bias"), Names()),
         _mimo_keys,
         defaults={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "attention_value_scale": 0.707},
+        aliases={"num_local_experts": "n_routed_experts"},
         ignored=PREDICTED,
         skipped=(r"model\.mtp\..*",),
     ),
