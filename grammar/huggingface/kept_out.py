@@ -54,6 +54,30 @@ KEPT_OUT: dict[str, str] = {
 }
 """`model_type` → what has no word in moec, in one sentence."""
 
+AROUND_KEPT_OUT: dict[str, str] = {
+    "deepseek_ocr2": "deepseek_ocr2_text",
+    "diffusion_gemma": "diffusion_gemma_text",
+    "dots3_note": "dots3_note_text",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
+    "gemma4": "gemma4_text",
+    "glm5_next": "glm5_next_text",
+    "inkling2": "inkling2_text",
+    "inkling_mm_model": "inkling_text",
+    "llama4": "llama4_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "mistral_large4": "mistral_large4_text",
+    "muse_spark": "muse_spark_text",
+    "nemo_speechlm": "nemotron_h",
+    "nemotron_h_omni": "nemotron_h",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
+    "step3p7": "step3p5",
+    "unlimited_ocr": "unlimited_ocr_text",
+}
+"""`model_type` of a model around one of these decoders → the decoder's, where a config does not say it."""
+
 PARTLY: dict[str, str] = {
     "cohere2_moe": "no shared experts, or those that are added (`shared_expert_combination_strategy` is `sum`)",
     "granitemoehybrid": "layers of attention alone (`layer_types`); Mamba layers have no word",

@@ -10,15 +10,16 @@ from typing import Any
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.folder_kinds import HUGGING_FACE
-from moec.grammar.huggingface.around import TEXT, decoder_config
+from moec.grammar.huggingface.around import DECODERS, TEXT, decoder_config
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.quantised import READS, method_of, way_out
 from moec.grammar.resolve.files import read_source, source_of
 from moec.grammar.rules import check
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Cluster, Device, Level, Model, Spec
-from moec.grammar.suggest import nearest
+from moec.grammar.suggest import meant
 from moec.grammar.supported import unsupported
 
 CONFIG = HUGGING_FACE
@@ -151,6 +152,9 @@ def read_config(source: ConfigSource) -> Imported:
     return Imported(spec, family, dict(config.values), notes, inside=config is not whole)
 
 
+GGUF = "GGUF is llama.cpp's format, and moec reads a `config.json` with safetensors"
+NO_GGUF = "download the model that the file was made of: `hf download MODEL --local-dir DIR`"
+
 LOCAL = Cluster(
     name="local",
     device=Device(name="host", kind="cpu", memory=float(1 << 50), bandwidth=1e10),
@@ -162,6 +166,8 @@ LOCAL = Cluster(
 def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
     """The config at `path`, with its text for diagnostics."""
     try:
+        if path.suffix == ".gguf" or (path.is_dir() and not (path / CONFIG).exists() and any(path.glob("*.gguf"))):
+            raise DiagnosticError([diagnose("MOE0900", None, f"{path}: {GGUF}", help=NO_GGUF)])
         file = path / CONFIG if path.is_dir() else path
         is_other = file.exists() and not file.is_file()
     except OSError as error:  # a name that is too long
@@ -204,21 +210,35 @@ def _family(config: Config) -> Family:
     family = BY_TYPE.get(word)
     if family is not None:
         return family
-    from moec.grammar.huggingface.kept_out import KEPT_OUT
+    from moec.grammar.huggingface.kept_out import AROUND_KEPT_OUT, KEPT_OUT
 
-    text = config.values.get(TEXT)
-    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    key, inner = _decoder_in(config)
+    inner = inner or AROUND_KEPT_OUT.get(word, "")
     if word in KEPT_OUT:
         message, help = f"moec cannot express `{word}`: {KEPT_OUT[word]}", DOCS
-    elif isinstance(inner, str) and inner in KEPT_OUT:
+    elif inner in KEPT_OUT:
         message, help = f"moec cannot express `{inner}`, the decoder of `{word}`: {KEPT_OUT[inner]}", DOCS
+    elif inner in BY_TYPE or inner in DECODERS:
+        message = f"moec imports `{inner}`, the decoder of `{word}`, but not out of this model"
+        help = f"`moec.from_hf(config[{key!r}])` reads the decoder, `moec.load_hf(module, model)` its weights"
     else:
-        best = nearest(word, BY_TYPE)
+        best = meant(word, BY_TYPE)
         message = f'`{config.named("model_type")}` is "{word}"'
         help = f"did you mean `{best}`? {DOCS}" if best else DOCS
     if config.has("auto_map"):
         message += "; its own code (`auto_map`) is never run"
     raise DiagnosticError([diagnose("MOE0901", config.span("model_type"), message, help=help)])
+
+
+def _decoder_in(config: Config) -> tuple[str, str]:
+    """The key of a config inside that says a model type of text, `text_config` first, and its type."""
+    for key in sorted(config.values, key=lambda key: key != TEXT):
+        value = config.values[key]
+        has_text = isinstance(value, Mapping) and (key == TEXT or "vocab_size" in value)
+        inner = value.get("model_type") if has_text else None
+        if isinstance(inner, str):
+            return key, inner
+    return "", ""
 
 
 def _note_files(config: Config) -> None:
@@ -230,7 +250,11 @@ def _note_files(config: Config) -> None:
             "router_aux_loss_coef", "write a balance term, such as `balance = [switch_loss(0.01)]`: moec's differ"
         )
     if config.has("quantization_config"):
-        config.note("quantization_config", "moec reads weights in fp32, bf16 and fp16 only")
+        method = method_of(config.values["quantization_config"])
+        key = config.named("quantization_config")
+        config.warn(
+            "quantization_config", f"`{key}`: its weights are quantised ({method}), and {READS}: {way_out(method)}"
+        )
 
 
 def _model(family: Family, config: Config) -> Model:

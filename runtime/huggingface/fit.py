@@ -10,6 +10,7 @@ import torch
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.rules import Rule
+from moec.runtime.huggingface.quantised import quantised
 from moec.runtime.huggingface.stored import Stored
 
 READABLE = torch.float32, torch.bfloat16, torch.float16
@@ -58,6 +59,8 @@ def require_fit(
     if family.extra_layers:
         depth = max(_layer_of(name) for name in known) + 1
         extra = [name for name in extra if not depth <= _layer_of(name) < depth + further_layers]
+    if (missing or extra or wrong) and (found_quantised := quantised(stored, name)):
+        raise DiagnosticError([found_quantised])
     errors: list[Diagnostic] = []
     if missing:
         errors.append(diagnose("MOE0906", None, f"{name} has no {_list(missing)}", help=HELP))

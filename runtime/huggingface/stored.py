@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moec.grammar.huggingface.read import GGUF, NO_GGUF
 from moec.runtime.checkpoint.parts import DTYPES
 from moec.runtime.checkpoint.shards import Place, ShardFile
 from moec.runtime.errors import JobError
@@ -60,6 +61,8 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
     if folder.is_file():
         if folder.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             raise _pickled(folder.parent, folder.name)
+        if folder.suffix == ".gguf":
+            raise JobError("MOE0905", f"{folder}: {GGUF}", NO_GGUF)
         return _of_file(folder, folder.name)
     if (folder / SINGLE).is_file():  # with an index beside it too, as transformers chooses
         return _of_file(folder / SINGLE, SINGLE)
@@ -70,6 +73,8 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         raise _pickled(folder, pickles[0])
+    if any(folder.glob("*.gguf")):
+        raise JobError("MOE0905", f"{folder}: {GGUF}", NO_GGUF)
     raise JobError(
         "MOE0905",
         f"{folder} has neither {SINGLE} nor {INDEX}",
