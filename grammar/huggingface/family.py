@@ -25,7 +25,7 @@ class Family:
     checkpoints have and the model does not use; `extra_layers`: those of layers beyond the model's depth too, which
     predict further tokens. `defaults`: keys that a config may leave out, with the values of transformers' class, where
     these are not those that `read` has for every family. `aliases`: other names of keys, with the keys (the class's
-    `attribute_map`).
+    `attribute_map`). `fp32`: parameters that transformers keeps in fp32 in a model of bf16 too, beside online biases.
     """
 
     model_type: str
@@ -38,6 +38,7 @@ class Family:
     extra_layers: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    fp32: str = ""
 
     def model_of(self, config: Config) -> Model:
         """The model of a config, whose mistakes are then in `config`."""

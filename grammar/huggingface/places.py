@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from json.decoder import scanstring
 
 SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -15,13 +14,13 @@ def place_of(text: str, path: Sequence[str]) -> tuple[int, int] | None:
 
     Of a key that an object has twice the last one counts, as it does to `json.loads`. `text` is JSON.
     """
-    at, found = _next(text, 0), (0, 0)
+    at, start, end = _next(text, 0), 0, 0
     for part in path:
         key = _keys(text, at).get(part) if text[at : at + 1] == "{" else None
         if key is None:
             return None
-        *found, at = key
-    return found[0], found[1]
+        start, end, at = key
+    return start, end
 
 
 def _keys(text: str, at: int) -> dict[str, tuple[int, int, int]]:
@@ -30,7 +29,7 @@ def _keys(text: str, at: int) -> dict[str, tuple[int, int, int]]:
     found = {}
     at = _next(text, at + 1)
     while text[at] == '"':
-        key, end = scanstring(text, at + 1)
+        key, end = decoder.raw_decode(text, at)
         value = _next(text, _next(text, end) + 1)  # after the colon
         found[key] = (at, end, value)
         at = _next(text, decoder.raw_decode(text, value)[1])

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 import moec
 from moec.grammar.huggingface.around import AROUND, DECODERS
 from moec.grammar.huggingface.families import BY_TYPE
-from moec.grammar.huggingface.kept_out import KEPT_OUT, PARTLY
+from moec.grammar.huggingface.kept_out import AROUND_KEPT_OUT, KEPT_OUT, PARTLY
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 MARK = "<!-- generated -->\n"
@@ -77,6 +77,8 @@ def test_reasons_are_for_decoders_that_are_not_imported() -> None:
     assert set(KEPT_OUT) & set(BY_TYPE) == set()
     assert set(DECODERS) & (set(KEPT_OUT) | set(BY_TYPE)) == set()
     assert set(PARTLY) - set(BY_TYPE) == set()
+    assert around_decoders().items() >= AROUND_KEPT_OUT.items()
+    assert around_decoders().keys() == AROUND_KEPT_OUT.keys() | AROUND.keys() - {"mistral3"}
 
 
 @pytest.mark.parametrize("model_type", sorted(KEPT_OUT))

@@ -9,6 +9,7 @@ from moec.grammar.huggingface.families import (
     gpt_oss,
     granite,
     hybrids,
+    mistral4,
     mixtral,
     others,
     qwen,
@@ -18,6 +19,6 @@ from moec.grammar.huggingface.family import Family
 
 BY_TYPE: dict[str, Family] = {
     family.model_type: family
-    for module in (mixtral, qwen, deepseek, gpt_oss, granite, others, scored, aria, hybrids, dense)
+    for module in (mixtral, qwen, deepseek, mistral4, gpt_oss, granite, others, scored, aria, hybrids, dense)
     for family in module.FAMILIES
 }
