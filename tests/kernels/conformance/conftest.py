@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from places import NO_CUDA, PLACES, Place
+from places import INTERPRETED, NO_CUDA, PLACES, Place
 
 from moec.runtime.backends import Backend
+
+collect_ignore = ["test_derivatives.py"] if INTERPRETED else []
+"""Compositions do not depend on the backend."""
 
 ABSENT = "on cuda"
 HERE = [pytest.param(place, id=place.name) for place in PLACES]

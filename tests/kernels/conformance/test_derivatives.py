@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import INTERPRETED, Numbers
+from places import Numbers
 from test_opcheck import IN_A_GROUP, TABLE, kind
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -122,7 +122,6 @@ def refusal(call: Call, mode: Callable[[Call], Iterator[Any]]) -> str:
     return ""
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compositions do not depend on the backend")
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*torch.jit.script")
 def test_every_operator_has_each_derivative_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEC_BACKEND", "torch")
