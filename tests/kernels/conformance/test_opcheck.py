@@ -310,11 +310,12 @@ def test_operators_are_well_formed(place: Place, family: str, which: str, monkey
         if which == "first of each kind" and kind(name, arguments) in seen:
             continue
         seen.add(kind(name, arguments))
-        # No case for `aot_dispatch`: a gradient that there is none of, for it wants tensors alone; and dropped choices,
-        # whose rows of the pre-activation nobody writes.
+        # No case for `aot_dispatch`: a gradient that there is none of, for it wants tensors alone; and numbers that
+        # nobody writes, of dropped choices' pre-activations, and of blocks beyond the last in a kernel's table.
         dropped = name == "mixture_mlp" and bool((arguments[1] < 0).any())
+        of_blocks = place.backend is not torch_backend and name in ("expert_mlp", "mixture_mlp")
         without = name == "route_backward" and None in arguments
-        utilities = UTILITIES[:3] if without or dropped else UTILITIES
+        utilities = UTILITIES[:3] if without or dropped or of_blocks else UTILITIES
         found = opcheck(getattr(torch.ops.moec, name).default, arguments, test_utils=utilities)
         assert set(found.values()) == {"SUCCESS"}, name
 
