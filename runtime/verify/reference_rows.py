@@ -51,10 +51,10 @@ class WeightedRows:
             for op in plan.block(call.block).ops:
                 key = path, op.results[0].name
                 if isinstance(op, PermuteWeights):
-                    part = by_positions[op.operands[1]]
-                    self.values[key], self.mixtures[key] = self._weights_of(path, part), part
-                elif isinstance(op, Experts) and key not in computed:
-                    assert part is not None
+                    part = by_positions.get(op.operands[1])  # None in a wrong plan: then no value is the reference's
+                    if part is not None:
+                        self.values[key], self.mixtures[key] = self._weights_of(path, part), part
+                elif isinstance(op, Experts) and key not in computed and part is not None:
                     self.values[key], self.mixtures[key] = self._rows_of(path, part), part
         for value in self.values.values():
             if value.requires_grad:  # false for weights that no router computes
