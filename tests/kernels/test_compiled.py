@@ -25,9 +25,8 @@ FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": 
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """The limits of a block."""
 
-SPILLED, SPILLED_ODD = 320, 1536
-"""Spilled bytes per thread: few in the widest epilogues (304 found), more where rows are not aligned and loads are
-scalar (1456 found with Triton 3.6)."""
+SPILLED, SPILLED_ODD = 256, 1024
+"""Spilled bytes per thread: few in the widest epilogues, more where rows are not aligned and loads are scalar."""
 
 # dim, hidden, experts, k: the canonical layers, and one whose every number is odd.
 LAYERS = {
