@@ -10,6 +10,7 @@ from moec.codegen.kernels.kernel_shape import KernelShape, accumulator
 from moec.codegen.kernels.shapes import TABLES
 from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ActivationKind, kind_of
+from moec.passes.ir.value import DTYPE_BYTES
 
 MOST_ELEMENTS = 2**31
 """Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
@@ -104,6 +105,11 @@ class ProductShape(ExpertsShape):
             "weighs": False,
         }
 
+    @property
+    def aligned(self) -> bool:
+        """Whether every row of the model's and of the hidden width begins at a multiple of 16 bytes."""
+        return all(width * DTYPE_BYTES[self.dtype] % 16 == 0 for width in (self.dim, self.hidden))
+
     def persistent(self, kernel: str) -> bool:
         """Whether a kernel reads weights by TMA in a persistent loop; gradients of weights and biases never do."""
         return self.bulk and kernel in (self.product, self.of_backward)
@@ -173,6 +179,21 @@ class UpShape(ProductShape):
     of_backward: ClassVar[Kernel] = "up_backward"
     of_weights: ClassVar[Kernel] = "up_weights"
 
+    def constants(self) -> dict[str, Any]:
+        """The halvings of its tile's epilogue."""
+        return {**ProductShape.constants(self), "halvings": self._halvings()}
+
+    def _halvings(self) -> int:
+        """How often it halves its columns before they are activated and stored.
+
+        Found by compiling: 128 sums of a thread fit its registers beside all but the error function, and no sums do
+        beside the addresses of rows that are not aligned.
+        """
+        tile = self.tile
+        if tile is None or (self.aligned and not (self.kind.function.name == "gelu" and _many_sums(tile))):
+            return 0
+        return min(2, _most_halvings(tile.columns // self.kind.parts))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownShape(ProductShape):
@@ -198,11 +219,23 @@ class DownShape(ProductShape):
     def _halvings(self) -> int:
         """How often down's backward halves its columns before it reads `hidden` beside the sums.
 
-        Found by compiling for sm_90: a thread with 128 sums spills with fewer, and two more in a persistent loop, which
-        keeps the next tile's addresses.
+        Found by compiling: a thread with 128 sums spills with fewer, and two more in a persistent loop, which keeps
+        the next tile's addresses, or where rows are not aligned and each number has an address of its own.
         """
         tile = self.backward
         if tile is None or tile.columns < 32:
             return 0
-        many = tile.rows * tile.columns // (32 * tile.warps) >= 128
-        return min((4 if self.persistent("down_backward") else 2) if many else 1, (tile.columns // 16).bit_length() - 1)
+        most = _most_halvings(tile.columns)
+        if not self.aligned:
+            return min(3, most)
+        return min((4 if self.persistent("down_backward") else 2) if _many_sums(tile) else 1, most)
+
+
+def _many_sums(tile: Tile) -> bool:
+    """Whether a thread has 128 of a tile's sums, half of what registers it can have."""
+    return tile.rows * tile.columns // (32 * tile.warps) >= 128
+
+
+def _most_halvings(columns: int) -> int:
+    """Parts have 16 columns at least."""
+    return max(0, (columns // 16).bit_length() - 1)

@@ -183,7 +183,8 @@ def run_all_ranks(
             (aux_loss,) = run("aux_loss", "", [results["balance", None, None], num_tokens]).values()
             loss = loss + aux_loss
         loss.backward()
-        gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in parameters.items()}
+        summed = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in parameters.items()}
+    gradients = {name: _parts_of_masters(plan, name, of_ranks) for name, of_ranks in summed.items()}
     return _listed(logits.detach()), _listed(loss.detach()), gradients
 
 
@@ -238,6 +239,17 @@ def _summed(parameter: nn.Parameter, over: tuple[str, ...]) -> LocalTensor:
     return bucket.finish()[0]
 
 
+def _parts_of_masters(plan: Plan, name: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """What each rank's optimizer takes of a gradient: the part that its master is of its weight."""
+    data = plan.parameters[name]
+    mesh, parts = plan.meshes[data.mesh], []
+    for rank, gradient in enumerate(gradients):
+        masters, weights = (local_slices(data.shape, layout, mesh, rank) for layout in (data.master, data.layout))
+        cuts = zip(masters, weights, strict=True)
+        parts.append(gradient[tuple(slice(own.start - held.start, own.stop - held.start) for own, held in cuts)])
+    return parts
+
+
 def _listed(tensor: LocalTensor) -> list[Tensor]:
     return [tensor._local_tensors[rank] for rank in sorted(tensor._local_tensors)]
 
@@ -272,7 +284,7 @@ def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
         data = plan.parameters[name]
         mesh = plan.meshes[data.mesh]
         assert parameter.grad is not None
-        found[name] = [parameter.grad[local_slices(data.shape, data.layout, mesh, rank)] for rank in ranks]
+        found[name] = [parameter.grad[local_slices(data.shape, data.master, mesh, rank)] for rank in ranks]
     return found
 
 
