@@ -16,12 +16,20 @@ def model_forms(spec: Spec) -> Iterator[Diagnostic]:
         yield from _parallel_residual(spec.model)
         yield from _images(spec)
         yield from _windows(spec.model)
+        yield from _kept_in_fp32(spec.model)
     if (
         spec.train is not None
         and spec.train.sequence is None
         and not (spec.has_model and spec.model.length is not None)
     ):
         yield diagnose("MOE0203", spec.train.span(), "`train` needs `sequence`")
+
+
+def _kept_in_fp32(model: Model) -> Iterator[Diagnostic]:
+    """The model has what it keeps."""
+    for part in dict.fromkeys(model.keep_in_fp32):
+        if not model.has(part):
+            yield diagnose("MOE0342", model.span("keep_in_fp32"), f"no layer has {part}", help=f"leave `{part}` out")
 
 
 def _parallel_residual(model: Model) -> Iterator[Diagnostic]:

@@ -97,7 +97,7 @@ CODES: dict[str, str] = {
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0340": "nothing says how many groups of experts `device_loss` balances",
     "MOE0341": "the groups of `device_loss` do not divide the experts",
-    "MOE0342": "the model has no such part to freeze",
+    "MOE0342": "the model has no such part",
     "MOE0343": "nothing is left to train",
     "MOE0344": "a class token has no place in a grid of patches",
     "MOE0345": "a balance term is constant where the loads of experts are equal",

@@ -8,7 +8,7 @@ from typing import Any
 
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.rules import Rule
-from moec.grammar.spec import Model
+from moec.grammar.spec import DType, KeptPart, Model
 
 Read = Callable[[Config], Model]
 Rules = Callable[[Model, Container[str] | None], Sequence[Rule]]
@@ -25,7 +25,8 @@ class Family:
     checkpoints have and the model does not use; `extra_layers`: those of layers beyond the model's depth too, which
     predict further tokens. `defaults`: keys that a config may leave out, with the values of transformers' class, where
     these are not those that `read` has for every family. `aliases`: other names of keys, with the keys (the class's
-    `attribute_map`). `fp32`: parameters that transformers keeps in fp32 in a model of bf16 too, beside online biases.
+    `attribute_map`). `fp32`: parameters that transformers keeps in fp32 in a model of bf16 too, beside online
+    biases.
     """
 
     model_type: str
@@ -38,10 +39,13 @@ class Family:
     extra_layers: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    fp32: str = ""
+    fp32: tuple[KeptPart, ...] = ()
 
     def model_of(self, config: Config) -> Model:
         """The model of a config, whose mistakes are then in `config`."""
         config.defaults = self.defaults
         config.rename(self.aliases)
-        return self.read(config)
+        model = self.read(config)
+        if model.dtype is DType.FP32:
+            return model
+        return model.replace(keep_in_fp32=tuple(part for part in self.fp32 if model.has(part)))

@@ -18,7 +18,7 @@ from moec.grammar.huggingface.quantised import READS, method_of, way_out
 from moec.grammar.resolve.files import read_source, source_of
 from moec.grammar.rules import check
 from moec.grammar.source import Source, Span
-from moec.grammar.spec import Cluster, Device, DType, Level, Model, Spec
+from moec.grammar.spec import Cluster, Device, Level, Model, Spec
 from moec.grammar.suggest import meant
 from moec.grammar.supported import unsupported
 
@@ -148,12 +148,6 @@ def read_config(source: ConfigSource) -> Imported:
     wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
     if wrong:
         raise DiagnosticError([_of_config(config, found) for found in wrong])
-    if family.fp32 and model.dtype is DType.BF16:
-        config.warn(
-            "dtype" if config.has("dtype") else "torch_dtype",
-            f"{family.fp32} of `{family.model_type}` stay fp32 in transformers; moec rounds them to bf16 where it "
-            "computes, and where `save_hf` writes them",
-        )
     notes = (*config.all_notes(), *config.unread(INERT | family.ignored))
     return Imported(spec, family, dict(config.values), notes, inside=config is not whole)
 

@@ -15,7 +15,7 @@ from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.keys import NULLABLE, keys_of
 from moec.grammar.huggingface.read import DOCS
-from moec.grammar.spec import Experts, Moa, Model, Moe, Online, Spec, Switch, TokenEmbedding, TopK
+from moec.grammar.spec import DType, Experts, Moa, Model, Moe, Online, Spec, Switch, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node, field_names
 from moec.grammar.suggest import advice
 
@@ -62,7 +62,10 @@ def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
         return None, error.diagnostics[0].message
     except (ValueError, ArithmeticError) as error:
         return None, str(error).splitlines()[0]
-    different = next(differences(as_inferred(model), as_inferred(again)), None)
+    wanted, kept = as_inferred(model), as_inferred(again).keep_in_fp32
+    # A number that is rounded where it computes, and where it is written, is the same in fp32.
+    again = again.replace(keep_in_fp32=wanted.keep_in_fp32) if {*wanted.keep_in_fp32} <= {*kept} else again
+    different = next(differences(wanted, as_inferred(again)), None)
     if different is not None:
         return None, different
     asked = {key: value for key, value in keys.items() if key in config.asked or key == "model_type"}
@@ -87,7 +90,9 @@ def as_inferred(model: Model) -> Model:
     assert isinstance(embedding, TokenEmbedding)
     kept = ("tied", "positions", "multiplier", "logits_multiplier", "logits_bias")
     embedding = TokenEmbedding(**{name: getattr(embedding, name) for name in kept if hasattr(embedding, name)})
-    return model.replace(layers=tuple(layers[id(layer)] for layer in model.layers), embedding=embedding)
+    in_fp32 = () if model.dtype is DType.FP32 else model.keep_in_fp32
+    layers_of = tuple(layers[id(layer)] for layer in model.layers)
+    return model.replace(layers=layers_of, embedding=embedding, keep_in_fp32=in_fp32)
 
 
 def _inferred_gate(gate: Node) -> Node:
@@ -138,6 +143,8 @@ def _shown(value: object) -> str:
         return f"{value.count} experts"
     if isinstance(value, Moe):
         return "a mixture"
+    if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        return f"[{', '.join(value)}]"
     if isinstance(value, Mapping | tuple):
         return "another list"
     return "none" if value is None else value.word if isinstance(value, Node) else str(value)

@@ -61,7 +61,17 @@ from moec.grammar.spec.gates import (
     Topology,
 )
 from moec.grammar.spec.images import Classes, Patches
-from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, Subject, TokenEmbedding, distinct_layers
+from moec.grammar.spec.model import (
+    DType,
+    KeptPart,
+    Layer,
+    LayerModule,
+    Model,
+    Moe,
+    Subject,
+    TokenEmbedding,
+    distinct_layers,
+)
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
 from moec.grammar.spec.training import Adafactor, AdamW, ModelPart, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
 
@@ -144,6 +154,7 @@ __all__ = [
     "Greedy",
     "Hash",
     "ImportanceLoss",
+    "KeptPart",
     "Layer",
     "LayerModule",
     "LayerNorm",

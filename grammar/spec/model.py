@@ -8,7 +8,7 @@ from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
 from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward, Mixture
-from moec.grammar.spec.gates import BatchPriority, Gate, Topology
+from moec.grammar.spec.gates import BatchPriority, Gate, Hash, Topology
 from moec.grammar.spec.images import Classes, Patches
 
 MAX_LAYERS = 10_000
@@ -26,6 +26,15 @@ _NO_FP16 = NotYet(
     ("fp16",),
     help="use `bf16`: gradients in fp16 vanish unless the loss is scaled, and nothing scales it",
     numbers=True,
+)
+
+
+KeptPart = Literal["routers", "sinks"]
+"""Parameters that a model of bf16 may compute with in fp32; what a router is, `passes/lower/gates/gated.py` says."""
+
+_KEPT = Doc(
+    "parameters that are not rounded to `dtype` where they compute: `routers` of mixtures, `sinks` of attention "
+    "(ERNIE-4.5, Hunyuan, Flint: fp32 routers)"
 )
 
 
@@ -165,6 +174,11 @@ class Subject(NamedTuple):
     mixtures: tuple[Moe | None, ...]
     inner: Mapping[str, Moe] = {}
     """The mixtures that experts of others are, by name."""
+    keep_in_fp32: tuple[KeptPart, ...] = ()
+
+    def dtype_of(self, part: KeptPart) -> DType:
+        """The dtype in which the parameters of `part` compute."""
+        return DType.FP32 if part in self.keep_in_fp32 else self.dtype
 
     def within(self, experts: Experts) -> Moe | None:
         """The mixture that each of these experts is; None for feed-forwards."""
@@ -185,13 +199,14 @@ class LayerModule(Node):
     name: BlockLabel
     dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
+    keep_in_fp32: Annotated[tuple[Literal["routers"], ...], _KEPT] = ()
     moe: Annotated[Moe, Doc("the mixture")]
 
     @property
     def subject(self) -> Subject:
         """The layer as what a file compiles to: it has a `dim` then."""
         assert self.dim is not None
-        return Subject(self.name, self.dim, self.dtype, (self.moe,))
+        return Subject(self.name, self.dim, self.dtype, (self.moe,), keep_in_fp32=self.keep_in_fp32)
 
 
 class Model(Node):
@@ -206,6 +221,7 @@ class Model(Node):
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
+    keep_in_fp32: Annotated[tuple[KeptPart, ...], _KEPT] = ()
     norm: Annotated[RmsNorm | LayerNorm, Doc("of each layer's attention and feed-forward, and at the end")] = RmsNorm()
     norm_place: Annotated[
         Literal["pre", "post", "res_post", "sandwich"],
@@ -233,7 +249,15 @@ class Model(Node):
     @property
     def subject(self) -> Subject:
         """The model as what a file compiles to."""
-        return Subject(self.name, self.dim, self.dtype, tuple(layer.moe for layer in self.layers))
+        mixtures = tuple(layer.moe for layer in self.layers)
+        return Subject(self.name, self.dim, self.dtype, mixtures, keep_in_fp32=self.keep_in_fp32)
+
+    def has(self, part: KeptPart) -> bool:
+        """Whether any layer has such parameters."""
+        if part == "sinks":
+            return any(getattr(layer.attention, "sinks", False) for layer in self.layers)
+        gates = (getattr(of, "gate", None) for layer in self.layers for of in (layer.moe, layer.attention))
+        return any(gate is not None and not isinstance(gate, Hash) for gate in gates)
 
     @property
     def outputs(self) -> int:

@@ -51,7 +51,9 @@ def attended(
         beside["segments"] = window_numbers(b, model, attention.grid, v)
     if attention.sinks:
         line, zeros = attention.span("sinks"), Init(kind="zeros")
-        beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})
+        beside["sinks"] = b.parameter(
+            "attention.sinks", (heads,), model.subject.dtype_of("sinks"), zeros, line, {"tp": 0}
+        )
     return b.one(o.Attention, q, k, v, beside=beside, to="attended", span=attention.span(), **how)
 
 

@@ -16,7 +16,7 @@ from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import as_inferred, config_for, differences
-from moec.grammar.spec import Model
+from moec.grammar.spec import DType, Model
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.parts import part_of
 from moec.runtime.errors import JobError
@@ -185,7 +185,10 @@ OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
 
 def first_difference(theirs: Model, ours: Model) -> str | None:
     """What differs first, as `differences` says it, apart from what acts in training alone and from `FREE`, or None."""
-    found = differences(as_inferred(theirs), as_inferred(ours))
+    kept, wanted = as_inferred(ours), as_inferred(theirs)
+    if ours.dtype is DType.FP32 or {*wanted.keep_in_fp32} <= {*kept.keep_in_fp32}:
+        wanted = wanted.replace(keep_in_fp32=kept.keep_in_fp32)  # nothing is rounded that the config keeps
+    found = differences(wanted, kept)
     return next((each for each in found if not each.startswith(FREE)), None)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from moec.codegen.emit import DTYPES as COMPUTED
-from moec.codegen.plan import states_of
 from moec.grammar.huggingface.read import CONFIG, parsed_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import config_for
@@ -32,7 +31,7 @@ def save_hf(
     model_type: str | None = None,
     max_file_bytes: int = MOST_BYTES,
 ) -> None:
-    """Writes the model's parameters in the model's dtype, online biases in fp32, and `config.json` as the new `folder`.
+    """Writes parameters in their compute dtype, online biases in fp32, and `config.json` as the new `folder`.
 
     The architecture is `model_type`, by default that of the model's name or the first that computes the same. The
     tokenizer and other files come from the folder `like`, and with them the special tokens' ids in the config. Every
@@ -57,7 +56,8 @@ def save_hf(
             rules = [rule for rule in family.rules(module.spec.model, None) if rule.written]
             if home.rank == 0:
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                dtypes = dtypes_of(rules, COMPUTED[str(module.spec.model.dtype)], states_of(module.program))
+                model = module.spec.model
+                dtypes = dtypes_of(rules, COMPUTED[str(model.dtype)], model, module.program)
                 sweep_left_over(Path(folder))
                 writer = Writer(Path(folder), rules, shapes, dtypes, max_file_bytes)
                 beside, config = _of_folder(like, config)

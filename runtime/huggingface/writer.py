@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.huggingface.read import CONFIG
 from moec.grammar.huggingface.rules import Rule
+from moec.grammar.spec import Model
+from moec.passes.ir import Program
 from moec.runtime.checkpoint.files import shown, write_file
 from moec.runtime.checkpoint.parts import DTYPE_NAMES
 from moec.runtime.checkpoint.temporary import Temporary
@@ -133,10 +136,13 @@ class Writer:
             self._temporary.discard()
 
 
-def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, states: Container[str]) -> dict[str, torch.dtype]:
-    """The dtype of each tensor: `dtype`, and fp32 for online biases, whose small steps would be rounded away."""
-    of_states = {rule.name for rule in rules if any(piece.parameter in states for piece in rule.pieces)}
-    return {rule.name: torch.float32 if rule.name in of_states else dtype for rule in rules}
+def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, model: Model, program: Program) -> dict[str, torch.dtype]:
+    """The dtype of each tensor: `dtype`, and fp32 for online biases, which move by little, and what the model keeps."""
+    wide = set(states_of(program))
+    if model.keep_in_fp32:
+        wide.update(name for name, parameter in parameters_of(program).items() if parameter.dtype == "fp32")
+    kept = {rule.name for rule in rules if any(piece.parameter in wide for piece in rule.pieces)}
+    return {rule.name: torch.float32 if rule.name in kept else dtype for rule in rules}
 
 
 def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:

@@ -194,14 +194,15 @@ def with_sink_token(
 ) -> Tensor:
     """Attention in which a first token, which every token sees, has value 0 and score z.
 
-    One more dim holds z / scale in queries, 1 in the token's key, and 0 in other keys. Seven more zeros keep rows
-    aligned. Queries get a first row too, so that `causal` fits; it is dropped at the end.
+    One more dim holds z / scale in queries, or three dims parts of a z that is wider than queries; these dims are 1 in
+    the token's key, and 0 in other keys. Zeros up to eight dims keep rows aligned. Queries get a first row too, so that
+    `causal` fits; it is dropped at the end.
     """
     batch, rows, heads, width = q.shape
     if sinks is not None:
-        of_sink = (sinks / scale)[None, None, :, None].expand(batch, rows, heads, 1)
-        q = F.pad(torch.cat([q, of_sink.to(q.dtype)], -1), (0, 7, 0, 0, 1, 0))
-        key = F.pad(k.new_ones(batch, 1, k.shape[2], 1), (width, 7))
+        parts = torch.stack(in_parts(sinks / scale, q.dtype), -1).expand(batch, rows, heads, -1)
+        q = F.pad(torch.cat([q, parts], -1), (0, 8 - parts.shape[-1], 0, 0, 1, 0))
+        key = F.pad(k.new_ones(batch, 1, k.shape[2], parts.shape[-1]), (width, 8 - parts.shape[-1]))
         k = torch.cat([key, F.pad(k, (0, 8))], 1)
         v = F.pad(v, (0, 8, 0, 0, 1, 0))
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
@@ -210,6 +211,14 @@ def with_sink_token(
         q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return attended.transpose(1, 2)[:, attended.shape[2] - rows :, :, :width]
+
+
+def in_parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of `dtype` whose sum is x: one, or three of 16 bits for an x of fp32. The first has the gradient of x."""
+    found = [x.to(dtype)]
+    while len(found) < 3 and torch.promote_types(x.dtype, dtype) != dtype:
+        found.append((x - sum(part.to(x.dtype) for part in found)).detach().to(dtype))
+    return found
 
 
 def _backward_in_public(

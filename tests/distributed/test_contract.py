@@ -73,7 +73,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "2 ranks": TWO,
     "2 ranks, recompute": {**TWO, "recompute": "layer"},
     "4 ranks": FOUR,
-    "4 ranks, bf16": {**FOUR, "dtype": "bf16"},
+    "4 ranks, bf16": {**FOUR, "dtype": "bf16", "model": "keep_in_fp32 = [routers]"},
     "4 ranks, recompute": {**FOUR, "recompute": "layer"},
     **{f"2 ranks, zero {stage}": {**MIXED, "zero": stage} for stage in (1, 2, 3)},
     **{f"4 ranks, zero {stage}": {**FOUR, "zero": stage} for stage in (1, 2, 3)},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.decoders import ROWS, config_of, usual
+from huggingface.decoders import config_of, usual
 from huggingface.equal import made, text
 from huggingface.test_weights import VERSION, folder_of, require_refused
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,6 @@ from support.tables import each_row
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.huggingface.read import read_config
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights
 
 Keys = dict[str, Any]
@@ -118,16 +117,6 @@ def test_a_name_that_no_file_can_have_is_a_diagnostic(tmp_path: Path) -> None:
     layout.write_text(layout.read_text().replace("model.safetensors", "model\\u0000.safetensors"))
     require_refused("MOE0801", "no safetensors file", lambda: export_weights(tmp_path / "0", tmp_path / "1", VERSION))
     assert not (tmp_path / "1").exists()
-
-
-def test_parameters_that_would_stay_fp32_are_named() -> None:
-    """transformers keeps these in fp32 where all else is bf16: logits would differ in silence."""
-    noted = set()
-    for model_type in ROWS:
-        notes = read_config(usual(model_type, torch_dtype="bfloat16")).notes
-        noted |= {model_type for note in notes if "stay fp32 in transformers" in str(note.message)}
-        assert not read_config(usual(model_type)).notes
-    assert noted == {"ernie4_5_moe", "flint", "hunyuan_v1_moe"}
 
 
 def test_a_model_of_dense_layers_alone_is_saved(tmp_path: Path) -> None:

@@ -118,6 +118,9 @@ def specs(
     counted = any(word in f"{gate} {balance} {capacity}" for word in NOT_IN_TEXTS)
     if counted and ("sequence_loss" in balance or not capacity.endswith(("group = batch", "group = rank"))):
         model = model if "separator" not in model and "segments" not in model else ""
+    dtype = draw(st.sampled_from(["fp32", "bf16"]))
+    if dtype == "bf16" and not gate.startswith("hash") and draw(st.booleans()):
+        model = f"{model}; keep_in_fp32 = [routers]"
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
@@ -136,7 +139,7 @@ def specs(
         qk_norm=draw(st.sampled_from(["none", "head", "projection"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, min(4, max_layers))),
-        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        dtype=dtype,
         batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
         sequence=tp * draw(st.integers(1, 9 // tp)),
         mixtures=tuple(mixtures),

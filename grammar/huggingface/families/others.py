@@ -342,7 +342,7 @@ FAMILIES = (
         skipped=(r"model\.mtp_.*",),
         defaults={"num_key_value_heads": 4},
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        fp32="routers",
+        fp32=("routers",),
     ),
     Family(
         "hunyuan_v1_moe",
@@ -355,7 +355,7 @@ FAMILIES = (
             ("eod_token_id", "moe_drop_tokens", "moe_random_routing_dropped_token", "moe_layer_num_skipped")
         ),
         aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
-        fp32="routers",
+        fp32=("routers",),
     ),
     Family(
         "phimoe",

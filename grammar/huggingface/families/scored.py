@@ -218,7 +218,7 @@ FAMILIES = (
         _flint,
         rules_by(Names(shared="mlp.shared_expert.", sinks="softmax_offset"), Names(shared="mlp.shared_expert.")),
         _flint_keys,
-        fp32="routers and sinks",
+        fp32=("routers", "sinks"),
         defaults={"num_key_value_heads": 4, "head_dim": 128},
     ),
     Family(

@@ -157,7 +157,8 @@ class Attention(Op):
         q, k, v, *beside = operands
         _require_of_tokens(self, q, [value for value in beside if value.dtype == "int64"])
         sinks = [value for value in beside if value.dtype != "int64"]
-        fits = all(value.shape == q.shape[2:3] and value.dtype == q.dtype for value in sinks)
+        dtypes = q.dtype, promoted(q.dtype)
+        fits = all(value.shape == q.shape[2:3] and value.dtype in dtypes for value in sinks)
         require(fits and len(sinks) == ("sinks" in self.optional), self, "wants a sink for each head")
         alike = k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
         require(alike, self, "wants k and v of equal heads, over the tokens of q")

@@ -176,8 +176,8 @@ class Scale(Op):
 class Router(Op):
     """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
 
-    x has the weight's dtype, or that of the logits. `bias` `[experts]`, of the weight's dtype, is added to the logits
-    (gpt-oss, arXiv 2508.10925, section 2.3).
+    x and the weight are narrow or wide, each by itself. `bias` `[experts]`, of the weight's dtype, is added to the
+    logits (gpt-oss, arXiv 2508.10925, section 2.3).
     """
 
     mnemonic: ClassVar[str] = "router"
@@ -189,7 +189,7 @@ class Router(Op):
         require(x.shape[-1] == weight.shape[-1], self, "widths differ")
         fits = all((bias.shape, bias.dtype) == (weight.shape[:1], weight.dtype) for bias in biases)
         require(fits, self, "wants a bias for each expert")
-        require(x.dtype in (weight.dtype, promoted(weight.dtype)), self, "wants x of the weight's dtype or of fp32")
+        require(promoted(x.dtype) == promoted(weight.dtype), self, "wants x of the weight's dtype or of fp32")
         return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(weight.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -39,7 +39,7 @@ class MergeShares(Op):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight, *real = operands
         require(len(x.shape) == 3 and x.shape[2:] == weight.shape[1:], self, "wants tokens and a row of each expert")
-        require(x.dtype == weight.dtype, self, "wants one dtype")
+        require(promoted(x.dtype) == promoted(weight.dtype), self, "wants one dtype, or fp32")
         require_real(self, x, real)
         return (Type(shape=(x.shape[0], weight.shape[0]), dtype=promoted(weight.dtype)),)
 

@@ -14,7 +14,7 @@ def attention_router(b: Builder, gate: Node, given: Given) -> Gated:
     """One projection gives query, key and value; the k largest logits are chosen and softmaxed."""
     assert isinstance(gate, AttentionRouter)
     span, shape = gate.span(), (3 * given.experts, given.subject.dim)
-    weight = b.parameter(f"{given.prefix}.weight", shape, given.subject.dtype, normal(), span, matrices=TABLE)
+    weight = b.parameter(f"{given.prefix}.weight", shape, given.dtype, normal(), span, matrices=TABLE)
     projected = b.one(Router, given.h, weight, to="projected", span=span)
     logits = b.one(g.AttendExperts, projected, to="logits", span=span)
     p, w, e = b.add(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moec.grammar.spec import Subject
+from moec.grammar.spec import DType, Subject
 from moec.passes.ir import Init, Role
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.ops import Router
@@ -57,6 +57,11 @@ class Given:
     of_heads: bool = False
 
     @property
+    def dtype(self) -> DType:
+        """Of the gate's parameters."""
+        return self.subject.dtype_of("routers")
+
+    @property
     def prefix(self) -> str:
         """The first part of the names of the gate's parameters."""
         return "attention.gate" if self.of_heads else "moe.gate"
@@ -81,7 +86,7 @@ class Given:
         `name` (`noise.`) tells apart the weights of a gate that has several; `outputs` replaces the number of experts.
         `biased` adds a learned bias per expert, initially zeros.
         """
-        dtype, shape = self.subject.dtype, (outputs or self.experts, self.subject.dim)
+        dtype, shape = self.dtype, (outputs or self.experts, self.subject.dim)
         weight = b.parameter(f"{self.prefix}.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
         zeros, of_experts = Init(kind="zeros"), f"{self.prefix}.bias"
         beside = {"bias": b.parameter(of_experts, shape[:1], dtype, zeros, span)} if biased else {}

@@ -16,7 +16,7 @@ def nested_gate(b: Builder, gate: Node, inner: Moe, given: Given) -> Gated:
     """Weights and flat ids of pairs. `moe.gate.weight` has the rows of the outer gate, then those of each inner one."""
     outer, count, span = given.experts, inner.num_experts, gate.span()
     shape = (outer * (1 + count), given.subject.dim)
-    weight = b.parameter("moe.gate.weight", shape, given.subject.dtype, normal(), span, matrices=TABLE)
+    weight = b.parameter("moe.gate.weight", shape, given.dtype, normal(), span, matrices=TABLE)
     logits = b.one(o.Router, given.h, weight, to="logits", span=span)
     ways = _way(gate) | {f"inner_{name}": value for name, value in _way(inner.gate).items()}
     p, w, e = b.add(o.NestedRoute, logits, to="p w e", span=span, outer=outer, inner=count, **ways)

@@ -28,7 +28,7 @@ def smear_mixture(
     """
     assert isinstance(gate, Smear)
     line, shape = gate.span(), (given.experts, given.subject.dim)
-    router = b.parameter("moe.gate.weight", shape, given.subject.dtype, normal(), line, matrices=TABLE)
+    router = b.parameter("moe.gate.weight", shape, given.dtype, normal(), line, matrices=TABLE)
     real = {"real": given.beside["real"]} if "real" in given.beside else {}
     shares = b.one(m.MergeShares, given.h, router, beside=real, to="shares", span=line)
     up, down = (b.one(m.MergeExperts, shares, weight, to="merged", span=line) for weight in weights)

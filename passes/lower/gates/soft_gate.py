@@ -19,7 +19,7 @@ def soft_mixture(b: Builder, gate: Node, given: Given, experts: Rows) -> tuple[s
     """The mixed value's name, and that of the counts of rows per expert. There are no choices."""
     assert isinstance(gate, Soft)
     span, slots = gate.span(), given.experts * gate.slots
-    shape, dtype = (slots, given.subject.dim), given.subject.dtype
+    shape, dtype = (slots, given.subject.dim), given.dtype
     weight = b.parameter("moe.gate.weight", shape, dtype, normal(), span, matrices=TABLE)
     logits = b.one(Router, given.h, weight, to="logits", span=span)
     real = {"real": given.beside["real"]} if "real" in given.beside else {}

@@ -127,6 +127,17 @@ def test_narrow_results_are_near_the_exact_ones(dtype: torch.dtype) -> None:
         assert (ours.double() - wanted).abs().max() < 16 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
+@pytest.mark.parametrize("compute", [attend, in_public], ids=["operator", "public"])
+def test_sinks_of_fp32_beside_bf16_are_not_rounded(compute: object) -> None:
+    """With no scores of keys and values of 1, a result is `1 − exp(z) / (1 + exp(z))`, in steps of bf16 near 0."""
+    rows = torch.zeros(1, 1, HEADS, 8, dtype=torch.bfloat16)
+    sinks = torch.linspace(8.0, 8.01, HEADS)
+    found, *gradients = results(compute, (rows, rows, torch.ones_like(rows), sinks), None, None, True, 1, 0.3)
+    torch.testing.assert_close(found[0, 0, :, 0].float(), torch.sigmoid(-sinks), rtol=2**-8, atol=0)
+    assert len(found[0, 0, :, 0].unique()) > 1
+    assert gradients[-1].dtype == torch.float32
+
+
 def test_a_large_sink_takes_all_attention_and_a_small_one_none() -> None:
     q, k, v, _ = given(4)
     everything = definition(q, k, v, torch.full((HEADS,), -math.inf, dtype=q.dtype), masks()["causal"][0], 0.3)
