@@ -17,13 +17,13 @@ from torch.autograd import forward_ad
 from moec.runtime.errors import JobError
 
 HELP = (
-    "`backward` and `torch.autograd.grad` give first derivatives everywhere; others need one rank, "
-    "as has `moec.reference(…)`"
+    "`backward` and `torch.autograd.grad` give first derivatives everywhere; others need one rank and "
+    "`dtype = fp32`, or `moec.reference(…, dtype=torch.float64)`"
 )
 
 
 def no_derivative(name: str, kind: str, help: str = HELP) -> JobError:
-    """The error of a derivative that there is not."""
+    """The error MOE0729: `name` has no `kind`."""
     return JobError("MOE0729", f"{name} has no {kind}", help)
 
 

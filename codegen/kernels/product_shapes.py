@@ -95,7 +95,7 @@ class ProductShape(ExpertsShape):
         )
 
     def constants(self) -> dict[str, Any]:
-        """Whether an offset inside one expert's matrices needs 64 bits."""
+        """Those of the template: `G` parts of an activation and its functions; `wide`, whether offsets need 64 bits."""
         return {
             "G": self.kind.parts,
             "function": self.kind.function,
@@ -186,8 +186,8 @@ class UpShape(ProductShape):
     def _halvings(self) -> int:
         """How often it halves its columns before they are activated and stored.
 
-        Found by compiling: 128 sums of a thread fit its registers beside all but the error function, and no sums do
-        beside the addresses of rows that are not aligned.
+        Found by compiling: 128 sums of a thread fit its registers beside every activation but GELU, whose error
+        function takes many; rows that are not aligned, each number with its address, always need parts.
         """
         tile = self.tile
         if tile is None or (self.aligned and not (self.kind.function.name == "gelu" and _many_sums(tile))):
@@ -219,8 +219,8 @@ class DownShape(ProductShape):
     def _halvings(self) -> int:
         """How often down's backward halves its columns before it reads `hidden` beside the sums.
 
-        Found by compiling: a thread with 128 sums spills with fewer, and two more in a persistent loop, which keeps
-        the next tile's addresses, or where rows are not aligned and each number has an address of its own.
+        Found by compiling: 1; 2 for a thread with 128 sums, 4 if its loop is persistent, which keeps the next tile's
+        addresses; 3 where rows are not aligned, and each number has an address of its own.
         """
         tile = self.backward
         if tile is None or tile.columns < 32:
@@ -232,7 +232,7 @@ class DownShape(ProductShape):
 
 
 def _many_sums(tile: Tile) -> bool:
-    """Whether a thread has 128 of a tile's sums, half of what registers it can have."""
+    """Whether a thread has 128 of a tile's sums or more, half of its registers."""
     return tile.rows * tile.columns // (32 * tile.warps) >= 128
 
 

@@ -63,7 +63,7 @@ def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
     except (ValueError, ArithmeticError) as error:
         return None, str(error).splitlines()[0]
     wanted, kept = as_inferred(model), as_inferred(again).keep_in_fp32
-    # A number that is rounded where it computes, and where it is written, is the same in fp32.
+    # transformers may keep more in fp32: moec writes what it rounds in bf16, and widening changes no number.
     again = again.replace(keep_in_fp32=wanted.keep_in_fp32) if {*wanted.keep_in_fp32} <= {*kept} else again
     different = next(differences(wanted, as_inferred(again)), None)
     if different is not None:

@@ -30,7 +30,7 @@ _NO_FP16 = NotYet(
 
 
 KeptPart = Literal["routers", "sinks"]
-"""Parameters that a model of bf16 may compute with in fp32; what a router is, `passes/lower/gates/gated.py` says."""
+"""Parameters that a model of bf16 may compute with in fp32. `routers`: of all gates, those of attention heads too."""
 
 _KEPT = Doc(
     "parameters that are not rounded to `dtype` where they compute: `routers` of mixtures, `sinks` of attention "

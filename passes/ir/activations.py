@@ -1,8 +1,8 @@
 """The activations of feed-forwards, one row each.
 
 A new activation is a row here and a class in the union `FeedForward` of `grammar/spec/experts.py`; a new function is
-also a row of `FUNCTIONS` in `runtime/backends/torch/torch_activations.py`. `tests/unit/runtime/test_activations.py`
-compares the three. docs/extending.md lists the tests that need a row for it.
+also a row of `FUNCTIONS` in `runtime/backends/torch/torch_activations.py` and in `runtime/ops/compositions.py`.
+`tests/unit/runtime/test_activations.py` compares them. docs/extending.md lists the tests that need a row for it.
 
 Experts save the pre-activation `[…, parts, hidden]`, and backward recomputes the activation.
 """

@@ -20,7 +20,7 @@ def damaged(path: Path, message: str) -> JobError:
 def missing(path: Path, error: OSError) -> JobError:
     """The error for a file that cannot be read. Its help names the checkpoints that the folder has, if any.
 
-    Says what `path` is in if it is `checkpoint.json` of what is no checkpoint.
+    If the folder of a missing `checkpoint.json` is something else (a file, a plan, torch's), the error says what.
     """
     if path.name == CHECKPOINT and path.parent.is_file():
         return JobError(

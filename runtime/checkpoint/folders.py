@@ -139,7 +139,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def remove_old(newest: Path, keep: int) -> str:
-    """Leaves `keep` complete checkpoints of its run and its series: `newest`, and the last saved of the others.
+    """Keeps `newest` and the last `keep` - 1 complete checkpoints before it, of the same run and series.
 
     Of a series are those whose names equal its own but for the last number: `step-6` and `step-20`, not `best`. Removes
     left-over folders. Returns what could not be removed, in words; empty if nothing.

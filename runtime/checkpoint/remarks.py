@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 5
 WITHOUT_DATA = (LRScheduler, Optimizer, nn.Module, GradScaler)
-"""Classes of extras that count nothing of a data rank's own."""
+"""Classes of extras whose state does not depend on the data rank."""
 SCHEDULED = frozenset(("lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
 """Options of a group that a scheduler changes; `initial_lr` is one that it keeps."""
 
@@ -64,9 +64,9 @@ def remarks(
 
 
 def changed_options(optimizer: Optimizer, stored: Plain) -> list[str]:
-    """How options differ that a script gives an optimizer, before those of the checkpoint are put back.
+    """The options in which a script's optimizer differs from the checkpoint's, before those are put back.
 
-    A scheduler changes some: of these, those with which both optimizers were made count.
+    Of options that a scheduler changes, the values with which both optimizers were made are compared.
     """
     made, defaults = stored.made, scalars_of(optimizer.defaults)
     found = {key: (made[key], defaults[key]) for key in made.keys() & defaults.keys() if made[key] != defaults[key]}
@@ -93,8 +93,8 @@ def _of_schedulers(extras: Mapping[str, Any]) -> Iterator[str]:
         rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
         if last != rates:
             yield (
-                f"{name} is at lr {_listed(last)}, and its optimizer at lr {_listed(rates)}: load both, the optimizer "
-                "that the scheduler was made with too"
+                f"{name} is at lr {_listed(last)}, and its optimizer at lr {_listed(rates)}: load the "
+                "optimizer that the scheduler was made with too"
             )
 
 

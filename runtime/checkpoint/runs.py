@@ -29,9 +29,9 @@ class Run:
 
     @classmethod
     def of(cls, head: Head) -> Run:
-        """The run that goes on from a checkpoint; those of format 1 have no run and are ancestors of a new one."""
+        """The run that goes on from a checkpoint. One of format 1 names no run: a new one branches from it."""
         if not head.run:
-            return cls(ancestors=((head.run, head.saved),), step=head.step)
+            return cls(ancestors=(("", head.saved),), step=head.step)
         return cls(head.run, head.ancestors, head.step, head.saved)
 
     def branch(self) -> Run:

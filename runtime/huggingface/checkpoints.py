@@ -127,7 +127,7 @@ def export_weights(
     rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
-    dtypes = {**dtypes_of(wanted, origin.dtype, plan.spec.model, plan.program), **origin.dtypes}
+    dtypes = {**dtypes_of(wanted, origin.dtype, plan.program), **origin.dtypes}
     layout = None if left_out else origin.layout
     writer = Writer(target, wanted, shapes, dtypes, MOST_BYTES, layout)
     try:

@@ -185,10 +185,10 @@ OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
 
 def first_difference(theirs: Model, ours: Model) -> str | None:
     """What differs first, as `differences` says it, apart from what acts in training alone and from `FREE`, or None."""
-    kept, wanted = as_inferred(ours), as_inferred(theirs)
-    if ours.dtype is DType.FP32 or {*wanted.keep_in_fp32} <= {*kept.keep_in_fp32}:
-        wanted = wanted.replace(keep_in_fp32=kept.keep_in_fp32)  # nothing is rounded that the config keeps
-    found = differences(wanted, kept)
+    theirs, ours = as_inferred(theirs), as_inferred(ours)
+    if ours.dtype is DType.FP32 or {*theirs.keep_in_fp32} <= {*ours.keep_in_fp32}:
+        theirs = theirs.replace(keep_in_fp32=ours.keep_in_fp32)  # nothing is rounded that the config keeps
+    found = differences(theirs, ours)
     return next((each for each in found if not each.startswith(FREE)), None)
 
 

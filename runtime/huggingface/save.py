@@ -56,8 +56,7 @@ def save_hf(
             rules = [rule for rule in family.rules(module.spec.model, None) if rule.written]
             if home.rank == 0:
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                model = module.spec.model
-                dtypes = dtypes_of(rules, COMPUTED[str(model.dtype)], model, module.program)
+                dtypes = dtypes_of(rules, COMPUTED[str(module.spec.model.dtype)], module.program)
                 sweep_left_over(Path(folder))
                 writer = Writer(Path(folder), rules, shapes, dtypes, max_file_bytes)
                 beside, config = _of_folder(like, config)

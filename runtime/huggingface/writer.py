@@ -16,7 +16,6 @@ from torch import Tensor
 from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.huggingface.read import CONFIG
 from moec.grammar.huggingface.rules import Rule
-from moec.grammar.spec import Model
 from moec.passes.ir import Program
 from moec.runtime.checkpoint.files import shown, write_file
 from moec.runtime.checkpoint.parts import DTYPE_NAMES
@@ -136,11 +135,10 @@ class Writer:
             self._temporary.discard()
 
 
-def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, model: Model, program: Program) -> dict[str, torch.dtype]:
+def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, program: Program) -> dict[str, torch.dtype]:
     """The dtype of each tensor: `dtype`, and fp32 for online biases, which move by little, and what the model keeps."""
-    wide = set(states_of(program))
-    if model.keep_in_fp32:
-        wide.update(name for name, parameter in parameters_of(program).items() if parameter.dtype == "fp32")
+    of_fp32 = (name for name, parameter in parameters_of(program).items() if parameter.dtype == "fp32")
+    wide = {*states_of(program), *of_fp32}
     kept = {rule.name for rule in rules if any(piece.parameter in wide for piece in rule.pieces)}
     return {rule.name: torch.float32 if rule.name in kept else dtype for rule in rules}
 

@@ -32,9 +32,11 @@ class AttendedKeys:
                 total + batch * reach.keys(sequence) for total, reach in zip(self._totals, self.reaches, strict=True)
             ]
             return
-        ends: Tensor = (
-            tokens.eq(self._separator or 0) if segments is None else segments.diff(append=segments[:, -1:]).ne(0)
-        )
+        if segments is None:
+            assert self._separator is not None
+            ends: Tensor = tokens.eq(self._separator)
+        else:
+            ends = segments.diff(append=segments[:, -1:]).ne(0)
         place = torch.arange(sequence, device=tokens.device)
         behind = torch.zeros_like(tokens)
         behind[:, 1:] = torch.where(ends[:, :-1], place[1:], 0)

@@ -88,7 +88,7 @@ class PlanModule(nn.Module):
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
         self.run = Run()
-        """The run whose checkpoints it saves; that of rank 0 counts."""
+        """The run whose checkpoints it saves. Only rank 0 keeps it current."""
         self._home, self.limits = home, limits
         self._microbatches, self._counts, self.seen = Microbatches(), StepCounts(), set[object]()
         self.has_accumulated = False

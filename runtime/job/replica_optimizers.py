@@ -22,11 +22,15 @@ _sharded = WeakSet[nn.Module]()
 
 
 def refuse_replica_optimizers(module: nn.Module) -> None:
-    """From now on torch's optimizers that average or broadcast parameters of `module` over ranks raise `JobError`."""
-    if not _sharded and not hasattr(utils.average_parameters, "__wrapped__"):
-        register_optimizer_step_pre_hook(_before_a_step)
-        utils.average_parameters = _guarded(utils.average_parameters)
+    """From now on torch's optimizers that average or broadcast parameters of `module` raise `JobError` MOE0711."""
+    _install()
     _sharded.add(module)
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_a_step)
+    utils.average_parameters = _guarded(utils.average_parameters)
 
 
 def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
@@ -37,7 +41,7 @@ def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _guarded(average: Any) -> Any:
-    """torch has no hook for the averagers of models, of which `PostLocalSGDOptimizer` is one."""
+    """`average_parameters`, which torch's averagers call, that of `PostLocalSGDOptimizer` too: no hook is there."""
 
     @functools.wraps(average)
     def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:

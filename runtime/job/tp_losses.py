@@ -33,7 +33,7 @@ def unlike_in_group(job: Job, loss: Tensor | None) -> Complaint | None:
     with collective("all_reduce", f"{job.number}tp", "a custom loss") as peers:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=peers)
     lacks, any_number, all_numbers, high, low = most[0] > 0, most[1] > 0, most[2] < 0, float(most[3]), -float(most[4])
-    if lacks or not any_number or (all_numbers and (low == high or high - low <= TOLERANCE * max(abs(high), abs(low)))):
+    if lacks or not any_number or (all_numbers and math.isclose(low, high, rel_tol=TOLERANCE)):
         return None
     others = f"from {low:g} to {high:g}" if all_numbers else "NaN on some, and a number on others,"
     return Complaint(

@@ -50,17 +50,17 @@ def to_rows(values: Tensor, positions: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def permuted(x: Tensor, positions: Tensor, shape: Sequence[int]) -> Tensor:
-    """A copy of each token [B, S, D] per choice, in the choice's row."""
+    """x [B, S, D] -> [*shape, D]: each token in the rows of its choices, zeros elsewhere."""
     return to_rows(wide(x)[:, :, None].expand(*positions.shape, x.shape[2]), positions, shape).to(x.dtype)
 
 
 def permuted_weights(weights: Tensor, positions: Tensor, shape: Sequence[int]) -> Tensor:
-    """The weight [B, S, k] of each row."""
+    """weights [B, S, k] -> [*shape]: the weight of each row, 0 in rows without a choice."""
     return to_rows(weights[..., None], positions, shape)[..., 0]
 
 
 def combined(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Each token's sum of its rows, weighted or not."""
+    """rows [R, D] or [E, N, D] -> [B, S, D]: each token's sum of its rows, by weights [B, S, k] if given."""
     chosen = rows_at(rows, positions)
     return (chosen if weights is None else chosen * weights[..., None]).sum(2).to(rows.dtype)
 
@@ -170,7 +170,7 @@ def turned(
     frequencies: Sequence[float] = (),
     factor: float = 1.0,
 ) -> Tensor:
-    """`rope`."""
+    """`rope`: x [B, S, H, head dim], positions [B, S] -> like x."""
     width, own = width or x.shape[3] - start, wide(x)
     cos, sin = rope_tables(x.shape[1], width, theta, own.dtype, x.device, tuple(frequencies), factor)
     if positions is not None:
@@ -183,11 +183,11 @@ def turned(
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm`."""
+    """`layer_norm`: x [B, S, D], weight and bias [D] -> like x."""
     of_bias = None if bias is None else wide(bias)
     return F.layer_norm(wide(x), list(weight.shape), wide(weight), of_bias, eps).to(x.dtype)
 
 
 def embedded(ids: Tensor, table: Tensor) -> Tensor:
-    """`embed`."""
+    """`embed`: ids int64 [B, S], table [V, D] -> [B, S, D]."""
     return wide(table)[ids].to(table.dtype)

@@ -30,7 +30,7 @@ An argument of which only the shape matters may be zeros; one that is None or le
 
 @dataclass(slots=True)
 class Rule:
-    """How an operator is differentiated; without anything it is not."""
+    """How an operator is differentiated. With neither field it refuses."""
 
     ordinary: Callable[..., Any] | None = None
     composition: Composition | None = None
@@ -70,7 +70,7 @@ def _recomposed(operator: Any, composition: Composition, arguments: Sequence[Any
     try:
         found = composition(given, results)
     except RuntimeError as error:
-        if "vmap" in str(error):  # what it says of values that a batch has no single one of, such as sizes
+        if "vmap" in str(error):  # of sizes that depend on data, such as those of `nonzero`
             help = "differentiate each part of the batch in a loop"
             raise no_derivative(operator.name(), "derivative inside of `torch.func.vmap`", help) from error
         raise
@@ -90,10 +90,10 @@ def gradients_of(composition: Composition, given: Given, ctx: Any, gradients: Se
         i for i, (needs, x) in enumerate(zip(ctx.needs_input_grad, inputs, strict=False)) if needs and x is not None
     ]
     with torch.enable_grad():
-        # An own view of each: one tensor may be two of the arguments.
-        own = {
-            i: (x if x.requires_grad else x.detach().requires_grad_()).view_as(x) for i in needed for x in [inputs[i]]
-        }
+        own = {}
+        for i in needed:  # a view for each: one tensor may be given as two arguments
+            x = inputs[i]
+            own[i] = (x if x.requires_grad else x.detach().requires_grad_()).view_as(x)
         results = composition([own.get(i, x) for i, x in enumerate(inputs)], outputs)
         pairs = [(r, g) for r, g in zip(results, gradients, strict=False) if g is not None and r.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(needed)

@@ -80,7 +80,8 @@ class Mask(NamedTuple):
             return None
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)[None]
-        mask = (j <= i if self.causal else j == j).expand(i.shape[0], j.shape[1])[None, None]
+        earlier = j <= i if self.causal else torch.ones_like(j, dtype=torch.bool)
+        mask = earlier.expand(i.shape[0], j.shape[1])[None, None]
         if self.window:
             mask = mask & ((i - j).abs() < self.window)
         for numbers in (self.segments, self.real):
@@ -180,8 +181,7 @@ def added_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def attend_in_public(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Mask, scale: float) -> Tensor:
-    """The same by public, differentiable attention, for devices whose fused kernels give their log of sums in other
-    forms."""
+    """`attend` by `F.scaled_dot_product_attention`, for devices whose fused kernels return another `logsumexp`."""
     parts = [
         with_sink_token(q[:, rows], k[:, keys], v[:, keys], sinks, seen.of(rows, keys, q.device), seen.causal, scale)
         for rows, keys in seen.blocks(q.shape[1])

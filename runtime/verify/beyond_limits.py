@@ -30,7 +30,7 @@ def limits_of(spec: Spec) -> dict[str, float]:
 
 @contextmanager
 def beyond_limits(model: Unsharded, limits: Mapping[str, float]) -> Iterator[None]:
-    """Multiplies these parameters, so that about a third of their products exceed the limit. Restores them exactly."""
+    """Multiplies these parameters, so that a third of their products or more exceed the limit; restores them."""
     factors = {name: _factor(model.get_parameter(name), limit) for name, limit in limits.items()}
     _multiply(model, factors)
     try:

@@ -108,7 +108,8 @@ def own_losses_of_a_group(number_of: str) -> str:
     with moec.launch(moe_plan(ranks=4, tp=2, ep=2), device="cpu", timeout=60) as job:
         model = job.build(seed=1)
         (tokens, labels) = batches(32, 8, 8, 1)[0]
-        factor = {"rank": 1.0 + job.rank, "group": 1.0 + job.data_rank, "nan": torch.nan if job.rank == 3 else 1.0}
+        factor = {"rank": 1.0 + job.rank, "group": 1.0 + job.data_rank}
+        factor |= {name: float(name) if job.rank == 3 else 1.0 for name in ("nan", "inf")}
         last_bits = 1 + 1e-6 * job.rank
 
         def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,12 @@ def own_losses_of_a_group(number_of: str) -> str:
 
 @pytest.mark.parametrize(
     ("number_of", "said"),
-    [("rank", "MOE0713.*the custom loss is .* here, and from"), ("nan", "MOE0713.*NaN on some"), ("group", "")],
+    [
+        ("rank", "MOE0713.*the custom loss is .* here, and from"),
+        ("inf", "MOE0713.*the custom loss is .* here, and from .* to inf"),
+        ("nan", "MOE0713.*NaN on some"),
+        ("group", ""),
+    ],
 )
 def test_a_custom_loss_that_differs_within_a_tp_group_is_one_error(gloo: GlooPool, number_of: str, said: str) -> None:
     found = gloo.run(4, own_losses_of_a_group, number_of)

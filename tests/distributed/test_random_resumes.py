@@ -39,17 +39,15 @@ def plan_of(number: int) -> Plan:
 
 @dataclass(frozen=True)
 class Line:
-    """A run: `number`, where it has branched from others, and its last checkpoint's step and place in all saves."""
+    """A run: `number`, the places in all saves of its checkpoints and of those it has branched from, its last step."""
 
     number: int
-    ancestors: tuple[tuple[int, int], ...] = ()
+    places: frozenset[int] = frozenset()
     step: int = 0
-    place: int = 0
 
-    def has(self, other: Line) -> bool:
-        return other.number == self.number or any(
-            number == other.number and other.place <= place for number, place in self.ancestors
-        )
+    @property
+    def place(self) -> int:
+        return max(self.places, default=0)
 
 
 @dataclass
@@ -66,12 +64,12 @@ class Folder:
         self.saved = dict[str, Checkpoint]()
         self.lines = self.places = 0
 
-    def new_line(self, ancestors: tuple[tuple[int, int], ...] = ()) -> Line:
+    def new_line(self, places: frozenset[int] = frozenset()) -> Line:
         self.lines += 1
-        return Line(self.lines, ancestors)
+        return Line(self.lines, places)
 
     def branch(self, line: Line) -> Line:
-        return self.new_line((*line.ancestors, (line.number, line.place)) if line.place else line.ancestors)
+        return self.new_line(line.places)
 
     def at(self, line: Line, step: int) -> Line:
         return self.branch(line) if step < line.step else line
@@ -91,7 +89,7 @@ class Folder:
             return None
         names = self.last_first()
         last = self.saved[names[0]].line
-        own = [name for name in names if last.has(self.saved[name].line)]
+        own = [name for name in names if self.saved[name].line.place in last.places]
         whole = next((name for name in own if not self.saved[name].damaged), "")
         for name in own[: own.index(whole)] if whole else []:
             del self.saved[name]
@@ -99,7 +97,7 @@ class Folder:
 
     def save(self, line: Line, step: int, bits: object, keep: int | None) -> Line:
         self.places += 1
-        line = replace(line, step=step, place=self.places)
+        line = replace(line, step=step, places=line.places | {self.places})
         older = [n for n in self.last_first() if self.saved[n].line.number == line.number and not self.saved[n].damaged]
         self.saved[str(step)] = Checkpoint(line, bits)
         for name in older[keep - 1 :] if keep else []:
@@ -112,11 +110,14 @@ class InterruptedRunError(Exception):
 
 
 def bits_of(model: PlanModule, optimizer: torch.optim.Optimizer, scheduler: StepLR, progress: dict[str, int]) -> object:
-    """Equal for equal weights, moments, learning rate and progress, whatever the degrees. A collective."""
+    """Equal for equal norms, experts, moments, learning rate and progress, whatever the degrees. A collective."""
     whole = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        for tensor in (parameter, optimizer.state.get(parameter, {}).get("exp_avg")):
-            if isinstance(tensor, torch.Tensor) and ("norm" in name or "experts" in name):
+        if "norm" not in name and "experts" not in name:
+            continue
+        state = optimizer.state.get(parameter, {})
+        for tensor in (parameter, state.get("exp_avg"), state.get("exp_avg_sq")):
+            if isinstance(tensor, torch.Tensor):
                 tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 whole.update(tensor.detach().numpy().tobytes())
     return whole.hexdigest(), scheduler.get_last_lr(), dict(progress), model.settings["step"], model.settings["seed"]

@@ -51,7 +51,7 @@ class Verdicts:
     def _verdict(self, config: Keys, kind: type[PreTrainedModel]) -> str:
         theirs = config_of_class(config)
         if theirs is None:
-            read(config)
+            read(config)  # fails unless moec reads it, or refuses it with one of two codes
             return "unmade"
         ours = read(config)
         if ours is None:
@@ -90,7 +90,9 @@ def compared(kind: type[PreTrainedModel], known: Any, spec: Spec) -> str:
         return "unmade"
     if sum(each.numel() for each in empty.parameters()) > MOST_WEIGHTS:
         again = read(json.loads(json.dumps(known.to_dict(), default=str)))
-        return "equal" if again is None or again.model == spec.model else "another model than of the class's keys"
+        if again is None:
+            return "moec refuses what the class writes"
+        return "equal" if again.model == spec.model else "another model than of the class's keys"
     try:
         theirs = of_config(kind, known)
         with torch.no_grad():

@@ -58,7 +58,7 @@ class Given:
 
     @property
     def dtype(self) -> DType:
-        """Of the gate's parameters."""
+        """The dtype in which the gate's parameters compute."""
         return self.subject.dtype_of("routers")
 
     @property

@@ -13,6 +13,7 @@ from moec.grammar.spec.base import field_names
 from moec.grammar.spec.experts import FeedForward
 from moec.passes.ir.activations import ACTIVATIONS, Function
 from moec.runtime.backends.torch.torch_activations import FUNCTIONS
+from moec.runtime.ops import compositions
 
 TABLE = {kind.function.name: kind.function for kind in ACTIVATIONS.values()}
 functions = pytest.mark.parametrize("function", TABLE.values(), ids=TABLE)
@@ -29,7 +30,7 @@ def composed(function: Function, x: Tensor) -> Tensor:
 
 def test_every_activation_is_a_word_of_the_language_and_has_its_function_in_torch() -> None:
     assert {*CLASSES, "identity"} == ACTIVATIONS.keys()  # of low-rank maps
-    assert TABLE.keys() == FUNCTIONS.keys()
+    assert TABLE.keys() == FUNCTIONS.keys() == compositions.FUNCTIONS.keys()
 
 
 def test_the_parameters_of_an_activation_are_the_fields_that_its_class_adds() -> None:
