@@ -219,7 +219,7 @@ _NOWHERE = (
     Row("attention_mask:hf", "", "", "", "padding is `embedding = tokens(padding = given)` in the file, and `padding=attention_mask == 0` of `job.step` and `model`"),
     Row("lm_head:hf output_layer:mg", "", "", "", "every model has its head, `head.weight`; `embedding = tokens(tied = true)` ties it to the embedding"),
     Row("moe_grouped_gemm:mg grouped_gemm:ot flash_attention:ot flash_attn:ot dispatcher:ot token_dispatcher:ot use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
-    Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out; `keep_in_fp32 = [routers]` in `model` keeps the routers' weights in fp32 too"),
+    Row("fp32_gate:tu router_dtype:ot moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out; `keep_in_fp32 = [routers]` in `model` keeps the routers' weights in fp32 too"),
     Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"),
     Row("tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),
 )

@@ -18,7 +18,7 @@ from moec.runtime.errors import JobError
 
 HELP = (
     "`backward` and `torch.autograd.grad` give first derivatives everywhere; others need one rank and "
-    "`dtype = fp32`, or `moec.reference(…, dtype=torch.float64)`"
+    "fp32: `dtype = fp32` in the file, or `moec.reference(…, dtype=torch.float32)`"
 )
 
 

@@ -45,9 +45,13 @@ def config_for(spec: Spec, model_type: str | None = None) -> tuple[dict[str, Any
     if model.name in reasons or model_type:
         name = model_type or model.name
         message = f"{model.name} is no `{name}`: {reasons[name]}"
+        help = ROUNDED if reasons[name].startswith("`keep_in_fp32`") else DOCS
     else:
-        message = f"no architecture that moec knows computes what {model.name} does"
-    raise DiagnosticError([diagnose("MOE0908", None, message, help=DOCS)])
+        message, help = f"no architecture that moec knows computes what {model.name} does", DOCS
+    raise DiagnosticError([diagnose("MOE0908", None, message, help=help)])
+
+
+ROUNDED = "transformers would round these: `moec weights export` with a plan that rounds them writes a checkpoint so"
 
 
 def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:

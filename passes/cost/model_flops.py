@@ -41,10 +41,14 @@ class ModelFlops:
         per_key = {reach: flops / (workload.batch * reach.keys(workload.sequence)) for reach, flops in attended.items()}
         return cls(rest / workload.tokens, dict(sorted(per_key.items())))
 
-    def of(self, tokens: float, keys: Sequence[float]) -> float:
-        """FLOPs of a batch: `tokens`, and the keys that they attend to, by reach in the order of `reaches_of`."""
+    def of(self, tokens: float, counts: Sequence[float]) -> float:
+        """FLOPs of a batch: `tokens`, how many of them are padding, and the keys that the others attend to, by reach.
+
+        Reaches are in the order of `reaches_of`.
+        """
+        padding, *keys = counts
         attended = sum(flops * n for flops, n in zip(self.per_key.values(), keys, strict=True))
-        return self.per_token * tokens + attended
+        return self.per_token * (tokens - padding) + attended
 
 
 def reaches_of(program: Program) -> tuple[Reach, ...]:

@@ -148,6 +148,7 @@ def load(
     index = loading.checkpoint.index
     _restore_random_states(loading, next(model.parameters()).device)
     saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
+    saves.enter_again()
     model.run = Run.of(loading.checkpoint.head)
     if job.rank == 0:
         for words in remarks(loading, job.plan, optimizer, extras, resumes=resumes):
@@ -246,7 +247,8 @@ def _require_same_model(
 ) -> None:
     """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors, with their shapes and dtypes.
 
-    A parameter may be frozen, in its compute dtype, on one side and an fp32 master on the other: layers compute alike.
+    A parameter may be frozen, in its compute dtype, on one side and an fp32 master on the other: layers compute alike,
+    and what is narrow in the checkpoint is widened exactly.
     """
     there = {key.removeprefix(MODEL): entry for key, entry in stored.items() if key.startswith(MODEL)}
     unlike = []
@@ -266,8 +268,8 @@ def _require_same_model(
 def _is_frozen_on_one_side(stored: Entry | None, here: Tensor | None, data: PlanParameter | None) -> bool:
     if stored is None or here is None or data is None or tuple(stored.shape) != tuple(here.shape):
         return False
-    computes = COMPUTED[data.dtype]
-    return {DTYPES[stored.dtype], here.dtype} == {computes, torch.float32}
+    there = DTYPES[stored.dtype]
+    return here.dtype == torch.float32 or (there, here.dtype) == (torch.float32, COMPUTED[data.dtype])
 
 
 def _described(tensor: Entry | Tensor | None) -> str:

@@ -81,10 +81,14 @@ class Saves:
         self._last_in[folder.absolute()] = step, now
 
     def enters(self, folder: Path) -> bool:
-        """Whether it is the first time that the job saves to `folder` by a schedule."""
+        """Whether it is the first time that the job saves to `folder` by a schedule, or the first after a load."""
         is_new = folder.absolute() not in self._entered
         self._entered.add(folder.absolute())
         return is_new
+
+    def enter_again(self) -> None:
+        """The job has loaded a checkpoint: it may go on as another run."""
+        self._entered.clear()
 
     def stamp(self, folder: Path) -> int:
         """Now, in ns since 1970, and later than all checkpoints in `folder`, whatever the clocks of other machines."""

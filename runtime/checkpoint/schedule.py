@@ -80,6 +80,7 @@ def _about_others(folder: Path, model: PlanModule, first: int | None, every: int
     names = {int(path.name) for path, _ in found if re.fullmatch(NUMBER, path.name)}
     if first in names:
         message = f"{shown(folder / str(first))}: exists, and the first save of this run would have its name"
+        ways = "save into another folder" if model.run.ancestors else ways  # it has gone on from a checkpoint
         return Complaint("MOE0803", message, f"{ways}; or move it away", of_all_ranks=True)
     model.run = model.run.at(model.settings["step"])
     other = next((path for path, head in found if head is not None and not model.run.has(head)), None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -39,8 +41,23 @@ def _spare() -> None:
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
         frame = frame.f_back
     if frame is not None:
+        subprocess.Popen._execute_child = _unblocked(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_WORKERS)
         _thread.start_new_thread(_end_by_parent, ())
+
+
+def _unblocked(execute: Any) -> Any:
+    """A program that a worker starts has the mask of the thread that starts it, and the signals should end it."""
+
+    @functools.wraps(execute)
+    def started(*arguments: Any, **named: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_WORKERS)
+        try:
+            return execute(*arguments, **named)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return started
 
 
 def _end_by_parent() -> None:

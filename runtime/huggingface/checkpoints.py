@@ -103,8 +103,9 @@ def export_weights(
 
     The config is that of the folder `like`, or the one that the checkpoint keeps, or of the plan's model. Of the first
     two the other files come along, and the weights lie in files as theirs do, in their dtypes: an import and an export
-    give back the same bytes. Weights of a plan alone are in its model's dtype. `model_type` is the architecture that
-    its model is written as, also in place of the one that the checkpoint keeps. Online biases are fp32.
+    give back the same bytes. Weights of a plan alone are in its model's dtype. Online biases, and what the model keeps
+    in fp32, are fp32, also where they are not in `like`. `model_type` is the architecture that its model is written as,
+    also in place of the one that the checkpoint keeps.
 
     A checkpoint of a model that computes otherwise, from tensors of the same shapes, is a warning: what is exported is
     then another model than the one that was trained.
@@ -127,8 +128,12 @@ def export_weights(
     rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
-    dtypes = {**dtypes_of(wanted, origin.dtype, plan.program), **origin.dtypes}
-    layout = None if left_out else origin.layout
+    dtypes = dtypes_of(wanted, origin.dtype, plan.program)
+    wide = {name: dtype for name, dtype in dtypes.items() if dtype == torch.float32}
+    # An import gives its bytes back; what has trained since is not rounded to what a folder like it has.
+    dtypes |= origin.dtypes if like is None else {**origin.dtypes, **wide}
+    same = all(dtypes.get(name) == dtype for name, dtype in origin.dtypes.items())
+    layout = origin.layout if same and not left_out else None
     writer = Writer(target, wanted, shapes, dtypes, MOST_BYTES, layout)
     try:
         slabs = Slabs(wanted, shapes)

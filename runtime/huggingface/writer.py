@@ -137,10 +137,11 @@ class Writer:
 
 def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, program: Program) -> dict[str, torch.dtype]:
     """The dtype of each tensor: `dtype`, and fp32 for online biases, which move by little, and what the model keeps."""
-    of_fp32 = (name for name, parameter in parameters_of(program).items() if parameter.dtype == "fp32")
-    wide = {*states_of(program), *of_fp32}
-    kept = {rule.name for rule in rules if any(piece.parameter in wide for piece in rule.pieces)}
-    return {rule.name: torch.float32 if rule.name in kept else dtype for rule in rules}
+    parameters = parameters_of(program)
+    kept = {name for name, parameter in parameters.items() if parameter.dtype == "fp32"}
+    wide = {*states_of(program), *(kept if len(kept) < len(parameters) else ())}
+    of_wide = {rule.name for rule in rules if any(piece.parameter in wide for piece in rule.pieces)}
+    return {rule.name: torch.float32 if rule.name in of_wide else dtype for rule in rules}
 
 
 def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:

@@ -12,43 +12,54 @@ from moec.passes.ir.ops.attention_ops import Reach
 
 
 class AttendedKeys:
-    """Of this rank's training passes, and for each reach of the model's attention: keys, added over all tokens.
+    """Of this rank's training passes: padding, and for each reach of the model's attention keys, added over all tokens.
 
-    A text ends after a `separator`, and where given segments change. Numbers of packed batches stay on the device.
+    A text ends after a `separator`, and where given segments change. Padding attends to nothing, and nothing to it.
+    Numbers of packed and padded batches stay on the device.
     """
 
     def __init__(self, program: Program, spec: Spec) -> None:
         self.reaches = reaches_of(program)
-        self._separator = spec.model.embedding.separator if self.reaches else None
-        self._totals: list[float | Tensor] = [0.0] * len(self.reaches)
+        embedding = spec.model.embedding if self.reaches else None
+        self._separator = None if embedding is None else embedding.separator
+        self._padding = None if embedding is None else embedding.padding_id
+        self._totals: list[float | Tensor] = [0.0] * (1 + len(self.reaches))
 
-    def add(self, tokens: Tensor, segments: Tensor | None) -> None:
-        """Counts a pass over ids `[batch, sequence]`, with segments of the same shape if they are given."""
+    def add(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+        """Counts a pass over ids `[batch, sequence]`, with segments and marks of real tokens, 1 or 0, if given."""
         if not self.reaches:
             return
-        batch, sequence = tokens.shape
+        (batch, sequence), counts = tokens.shape, list[float | Tensor]()
+        if real is None and self._padding is not None:
+            real = tokens.ne(self._padding)
+        if real is None and segments is None and self._separator is None:
+            counts = [0.0, *(batch * reach.keys(sequence) for reach in self.reaches)]
+        else:
+            real = torch.ones_like(tokens) if real is None else real.long()
+            places = self._places(tokens, segments, real)
+            counts = [(1 - real).sum(), *(_keys(reach, places) for reach in self.reaches)]
+        self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
+
+    def _places(self, tokens: Tensor, segments: Tensor | None, real: Tensor) -> Tensor:
+        """The middle of each real token's place among those of its text, 0 of padding."""
+        until = real.cumsum(1)
         if segments is None and self._separator is None:
-            self._totals = [
-                total + batch * reach.keys(sequence) for total, reach in zip(self._totals, self.reaches, strict=True)
-            ]
-            return
+            return real * (until - 0.5)
         if segments is None:
             assert self._separator is not None
             ends: Tensor = tokens.eq(self._separator)
         else:
             ends = segments.diff(append=segments[:, -1:]).ne(0)
-        place = torch.arange(sequence, device=tokens.device)
-        behind = torch.zeros_like(tokens)
-        behind[:, 1:] = torch.where(ends[:, :-1], place[1:], 0)
-        places = (place - behind.cummax(1)[0]).double() + 0.5
-        self._totals = [total + _keys(reach, places) for total, reach in zip(self._totals, self.reaches, strict=True)]
+        before = torch.zeros_like(until)
+        before[:, 1:] = torch.where(ends[:, :-1], until[:, :-1], 0)
+        return real * (until - before.cummax(1)[0] - 0.5)
 
     def totals(self) -> list[float]:
-        """Keys so far, by reach. Waits for the device if batches were packed."""
+        """Padding so far, then keys by reach. Waits for the device if batches were packed or padded."""
         return [float(total) for total in self._totals]
 
 
 def _keys(reach: Reach, places: Tensor) -> Tensor:
     """`Reach.keys` of all texts together, from the middle of each token's place in its text."""
     behind = places.clamp(max=reach.window) if reach.window else places
-    return behind.sum() * (1 if reach.causal else 2)
+    return behind.double().sum() * (1 if reach.causal else 2)

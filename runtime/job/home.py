@@ -85,8 +85,8 @@ class Home(Protocol):
         """The job's steps go on from `step`, which the script has set; at 0 its tokens are 0 again."""
         ...
 
-    def attend(self, tokens: Tensor, segments: Tensor | None) -> None:
-        """Counts the keys that the tokens of a training pass attend to (`AttendedKeys.add`)."""
+    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+        """Counts the padding of a training pass, and the keys that its tokens attend to (`AttendedKeys.add`)."""
         ...
 
     def signature(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Alone:
     def count_from(self, step: int) -> None:
         """Nothing counts the steps of a single process."""
 
-    def attend(self, tokens: Tensor, segments: Tensor | None) -> None:
+    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
         """Nor their FLOPs."""
 
     def signature(self) -> dict[str, Any]:

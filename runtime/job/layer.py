@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moec.codegen.emit import Function, emit_function, site_of
+from moec.codegen.emit import DTYPES, Function, emit_function, site_of
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
@@ -76,6 +76,7 @@ class MoeLayer(nn.Module):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
+        self._dtype = torch.float64 if float64 else DTYPES[program.block(call.block).inputs[0].dtype]
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
         self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
@@ -137,7 +138,7 @@ class MoeLayer(nn.Module):
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
         look = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
-            given = _as_sequences(x).to(self._weights.specs[0].dtype)
+            given = _as_sequences(x).to(self._dtype)
             results = self._run(given)
             self._require_scores(noted, look)
             aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None

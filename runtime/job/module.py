@@ -19,6 +19,7 @@ from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.runs import Run
+from moec.runtime.derivatives import in_transform
 from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
@@ -173,7 +174,7 @@ class PlanModule(nn.Module):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(results)
-            self._home.attend(tokens, segments)
+            self._home.attend(tokens, segments, given.get("real"))
         aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
         refuses = look and not self._counts.skips
         if unfit is not None:
@@ -452,7 +453,8 @@ class PlanModule(nn.Module):
         if agreed is not None and agreed[0] is tokens:
             return agreed[1]
         checks = self._home.checks
-        look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
+        kind = ("forward", self.training, labels is not None)
+        look = not in_transform() and checks.looks(self.seen, kind, device_of(tokens))  # `vmap` has no single values
         complaint, matching = self.claims(tokens, labels, beside, look=look)
         # The labels that `job.accumulate` counts: those of `StepCounts.add`.
         counts = self._counts.labels is not None and labels is not None and of_step(self.training)

@@ -46,7 +46,7 @@ class RankHome:
         device: torch.device,
         seed: int,
         count_from: Callable[[int], None] = lambda step: None,
-        attend: Callable[[Tensor, Tensor | None], None] = lambda tokens, segments: None,
+        attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
         require_executable(plan.parameters)
         require_gathered(plan)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import OutputKey, Program
 from moec.passes.ir.interface import layer_calls
+from moec.runtime.derivatives import in_transform
 from moec.runtime.job.home import Home
 from moec.runtime.job.plan_layer import layer_inside
 
@@ -56,7 +57,9 @@ class Updates:
         return self._functions.values()
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
-        """Adds the `counts` of a forward pass to the loads."""
+        """Adds the `counts` of a forward pass to the loads; none inside of `torch.func`, which takes no step."""
+        if in_transform():
+            return
         for (role, layer, _), counts in results.items():
             if role == "counts" and layer in self._of_layer:
                 seen = self.loads.get(layer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
-from moec.passes.ir import TRAINING, local_slices
+from moec.passes.ir import TRAINING, Role, local_slices
 from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
 from moec.runtime.job.reference import reference_program
@@ -208,6 +208,14 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     return errors
 
 
+COUNTED: Mapping[Role, str] = {
+    "counts": "the rows per expert",
+    "head_counts": "the choices of each group of heads",
+    "made": "the choices before a capacity drops any",
+}
+"""What layers count (`COUNTS`), in messages."""
+
+
 def _add_results(
     errors: _Errors, plan: Plan, lockstep: Lockstep, expected: Outcome, results: PerRank, microbatches: int
 ) -> None:
@@ -222,12 +230,10 @@ def _add_results(
         for rank, got in enumerate(lockstep.scalars.get(name, [None] * plan.world_size)):
             kind: Kind = "loss" if name == "loss" else "aux_loss"
             errors.add(kind, f"the {name}", got, scalar.detach(), scalar, rank=rank)
-    for layer, counts in expected.counts.items():
-        total = _total(lockstep.counts.get(layer, []))
-        errors.add("counts", f"the rows per expert of layers.{layer}", total, counts, counts, rank=None)
-    for layer, counts in expected.head_counts.items():
-        total = _total(lockstep.head_counts.get(layer, []))
-        errors.add("counts", f"the rows per group of heads of layers.{layer}", total, counts, counts, rank=None)
+    for role, of_layers in expected.counts.items():
+        for layer, counts in of_layers.items():
+            total = _total(lockstep.counts[role].get(layer, []))
+            errors.add("counts", f"{COUNTED[role]} of layers.{layer}", total, counts, counts, rank=None)
     for name, state in expected.states.items():
         for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
             errors.add("states", name, got, state, state, rank=rank)

@@ -113,10 +113,8 @@ class Lockstep:
         self.steps: list[RecordedNode] | None = None
         self.uses: dict[Use, PerRank] = {}
         """Each consumer's view of a value with several consumers: its gradient is that consumer's part."""
-        self.counts: dict[int, PerRank] = {}
-        """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
-        self.head_counts: dict[int, PerRank] = {}
-        """Each rank's tokens' choices of each group of heads in the last run: layer → `[1, groups]` of every rank."""
+        self.counts: dict[Role, dict[int, PerRank]] = {}
+        """What layers counted of each rank's tokens in the last run, by role: layer → `[1, …]` of every rank."""
         self.routes: PerRank | None = None
         """The routes of each rank's tokens in the last run; None of a model that gives none."""
         self.losses: dict[str, PerRank] = {}
@@ -159,14 +157,14 @@ class Lockstep:
             self._forward(part, index, {role: [cut[index] for cut in ranks] for role, ranks in others.items()})
             for index, part in enumerate(given)
         ]
-        self.counts, self.head_counts, _ = (
-            {
+        self.counts = {
+            counted: {
                 output.layer: _sums(*(found[output.key] for found in outputs))
                 for output in self._graphs[FORWARD].results
                 if output.role == counted and output.layer is not None
             }
             for counted in COUNTS
-        )
+        }
         self.new_states = self._updated(loads or {}) if self._training else {}
         role = result_role(self._graphs.program)
         results = [found[role, None, None] for found in outputs]

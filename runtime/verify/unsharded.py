@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
+from moec.passes.ir import Role
+from moec.passes.ir.interface import COUNTS
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.reference import layer_reference, reference
@@ -33,18 +35,17 @@ class Outcome:
     """The results of a forward pass over a global batch.
 
     `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
-    `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
+    `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: what layers count, by role and layer.
     `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation. `routes`: the choices
-    that a model gives, if it does. `head_counts`: choices of each group of attention heads, by layer.
+    that a model gives, if it does.
     """
 
     result: Tensor
     scalars: Mapping[str, Tensor]
     differentiated: Tensor
-    counts: Mapping[int, Tensor]
+    counts: Mapping[Role, Mapping[int, Tensor]]
     states: Mapping[str, Tensor]
     routes: Tensor | None = None
-    head_counts: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype, microbatches: int = 1) -> Unsharded:
@@ -63,13 +64,14 @@ def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
         loss = training_loss(model, output)
         whole = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
         states = model.new_states(whole) if model.training else {}
-        counts = model.expert_counts, states, output.routes, model.head_counts
-        return Outcome(output.logits, {"loss": loss}, loss, *counts)
+        counts = dict(zip(COUNTS, (model.expert_counts, model.head_counts, model.choices_made), strict=True))
+        return Outcome(output.logits, {"loss": loss}, loss, counts, states, output.routes)
     (layer,) = model.layer
     y = layer(inputs.given)
     assert layer.expert_counts is not None
     scalars = {} if layer.aux_loss is None else {"aux_loss": layer.aux_loss}
-    return Outcome(y, scalars, sum(scalars.values(), (y * inputs.targets).sum()), {0: layer.expert_counts}, {})
+    differentiated = sum(scalars.values(), (y * inputs.targets).sum())
+    return Outcome(y, scalars, differentiated, {"counts": {0: layer.expert_counts}}, {})
 
 
 def states_of(model: Unsharded) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ def _mistral4_rope(config: Config) -> Rope:
     if given.word("rope_type", "type", default="default") != "yarn":
         given.refuse("rope_type", "transformers computes this architecture with `yarn` alone")
     width = turning + config.count("qk_nope_head_dim")
+    config.only("head_dim", width, why="transformers computes positions of a part of this width")
     return rope_of(
         config, turning, fraction=turning / width, interleaved=interleaved, sharpens_scores=True, part_of=width
     )

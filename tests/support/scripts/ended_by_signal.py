@@ -103,7 +103,7 @@ def run_rank(folder: Path, case: str, trained: Told) -> None:
 
 
 class Slow(Dataset[int]):
-    """Three numbers, the second after a long time."""
+    """Three numbers, the second after a long time. A program that reads data can be ended."""
 
     def __len__(self) -> int:
         return 3
@@ -111,7 +111,9 @@ class Slow(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index == 1:
             time.sleep(LONG)
-        return index
+        reader = subprocess.Popen(["sleep", "600"])
+        reader.terminate()
+        return index + signal.SIGTERM + reader.wait()
 
 
 def waits(case: str) -> Iterable[object]:

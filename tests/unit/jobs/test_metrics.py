@@ -79,25 +79,30 @@ def test_mfu_is_model_flops_over_the_devices_peak_in_the_models_dtype():
 
 
 @pytest.mark.parametrize("attention", ["mha(heads = 4)", "mha(heads = 4, window = 3)"])
-@pytest.mark.parametrize("how", ["short", "segments", "separator"])
+@pytest.mark.parametrize("how", ["short", "segments", "separator", "padding", "padding by id"])
 def test_flops_are_those_of_the_lengths_of_the_batchs_texts(attention: str, how: str):
     """Against the cost model for a file whose sequences are as long as the texts: 2, 6 and 8 tokens of 16."""
-    words = {"segments": "embedding = tokens(segments = true)", "separator": "embedding = tokens(separator = 0)"}
-    text = moe_text(
-        ranks=1, ep=1, sequence=16, batch=4, model="context = 16; " + words.get(how, ""), attention=attention
-    )
+    words = {"segments": "segments = true", "separator": "separator = 0"}
+    words |= {"padding": "segments = true, padding = given", "padding by id": "padding = 0"}
+    model = f"context = 16; embedding = tokens({words.get(how, '')})"
+    text = moe_text(ranks=1, ep=1, sequence=16, batch=4, model=model, attention=attention)
     plan = moec.compile(text)
     with moec.launch(plan, device="cpu") as job:
         model, tokens = job.build(), torch.arange(64).view(4, 16) % 31 + 1
         if how == "short":
             tokens = tokens[:, :6]
-        segments = torch.tensor([0] * 2 + [1] * 6 + [2] * 8).expand(4, 16) if how == "segments" else None
+        of_texts = torch.tensor([0] * 2 + [1] * 6 + [2] * 8).expand(4, 16)
+        segments, padding = of_texts if how in ("segments", "padding") else None, None
+        if how.startswith("padding"):  # the last text is; 2 more are in the middle
+            tokens[:, 2:4] = tokens[:, 8:] = 0
+            padding = tokens == 0 if how == "padding" else None
         if how == "separator":
             tokens[:, 1] = tokens[:, 7] = 0
-        job.step(model, tokens, tokens.roll(1), segments=segments, microbatches=2)
+        job.step(model, tokens, tokens.roll(1), segments=segments, padding=padding, microbatches=2)
         found = model_flops(plan).of(tokens.numel(), job.attended_keys.totals())
     expected = 0.0
-    for length in (6,) if how == "short" else (2, 6, 8):
+    lengths = {"short": (6,), "padding": (2, 4), "padding by id": (6,)}
+    for length in lengths.get(how, (2, 6, 8)):
         same = moec.compile(text.replace("sequence = 16", f"sequence = {length}"))
         expected += tally(same.program, same.spec).flops_per_token * 4 * length
     assert found == pytest.approx(expected, rel=1e-12)

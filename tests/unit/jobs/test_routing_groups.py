@@ -71,7 +71,7 @@ def outcome(
         # A sequence's logits lie on the ranks of its own tp group.
         shape = (len(tokens), SEQUENCE, plan.spec.model.vocab)
         logits.append(whole(shape, rank_logits, plan.result_layout, plan.meshes["dense"]))
-        for layer, counts in cluster.lockstep.counts.items():
+        for layer, counts in cluster.lockstep.counts["counts"].items():
             kept[layer] += int(torch.cat(counts).sum())
         for name, found in cluster.backward(losses).items():
             data = plan.parameters[name]

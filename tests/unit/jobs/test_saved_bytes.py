@@ -197,7 +197,7 @@ def saved_by_ranks(plan: Plan) -> tuple[float, list[Tensor]]:
     with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         _, loss = cluster.lockstep.run(shares(tokens), shares(labels))
     assert all(value.requires_grad for value in loss)
-    counts = [torch.cat(of_ranks) for of_ranks in cluster.lockstep.counts.values()]
+    counts = [torch.cat(of_ranks) for of_ranks in cluster.lockstep.counts["counts"].values()]
     return saved.bytes / plan.world_size, counts
 
 
