@@ -165,8 +165,9 @@ class PlanModule(nn.Module):
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
+        kept = {} if in_transform() else results  # a transform's values end with it
         self.expert_counts, self.head_counts, self.choices_made = (
-            {n: rows[0] for (role, n, _), rows in results.items() if role == counted and n is not None}
+            {n: rows[0] for (role, n, _), rows in kept.items() if role == counted and n is not None}
             for counted in COUNTS
         )
         self._refuse_late_recomputation()

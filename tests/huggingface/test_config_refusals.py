@@ -230,6 +230,10 @@ def test_so_is_a_wrong_decoder_inside_of_a_model_of_images(model_type: str) -> N
 # ---- what is imported in part ----------------------------------------------------------------------
 
 
+def test_mistral4_turns_a_part_of_the_width_that_its_config_says() -> None:
+    assert "MOE0903: `head_dim` is 8" in refusal("mistral4", **{**config_of("mistral4"), "head_dim": 8})
+
+
 def test_mistral4_is_imported_for_the_context_that_was_trained() -> None:
     rope = {**config_of("mistral4")["rope_parameters"], "llama_4_scaling_beta": 0.1}
     with pytest.warns(UserWarning, match="from which on `llama_4_scaling_beta` scales queries"):

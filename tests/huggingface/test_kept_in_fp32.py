@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from huggingface.decoders import ROWS, config_of, usual
 from huggingface.equal import class_of, made, text
 from huggingface.test_weights import VERSION, require_refused
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -102,6 +103,13 @@ def test_what_trained_is_written_in_fp32(model_type: str, tmp_path: Path) -> Non
     for name, tensor in kept.items():
         assert tensor.dtype == torch.float32, name
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
+    as_before = load_file(tmp_path / "theirs" / "model.safetensors")
+    like = tmp_path / "rounded"  # as it was saved before there was a word for it
+    shutil.copytree(tmp_path / "theirs", like)
+    save_file({name: tensor.bfloat16() for name, tensor in as_before.items()}, like / "model.safetensors")
+    export_weights(tmp_path / "checkpoint", tmp_path / "alike", VERSION, like=like)
+    for name, tensor in load_file(tmp_path / "alike" / "model.safetensors").items():
+        assert torch.equal(tensor, saved[name]), name
     again, expected = theirs_in(tmp_path / "saved", model_type), logits_of(module.eval())
     assert distance(logits_of(again), expected) < 0.1
 

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.plans import moe_plan
+from support.verified import require_equal
+from support.wrong_plans import change_op
 from torch import Tensor
 
 import moec
+from moec.runtime.verify.verification import verify
 
 TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 ROUTES = torch.stack([torch.arange(64) % 4, torch.full((64,), -1)], -1).view(8, 8, 1, 2)
@@ -73,6 +76,16 @@ def test_choices_that_no_token_made_are_not_counted(options: dict[str, Any], tmp
     assert none == 0.0
     assert 0 < rate < 1
     assert rate == pytest.approx(1 - int(kept.sum()) / int(made.sum()), abs=1e-12)
+
+
+def test_a_plan_that_counts_choices_of_padding_is_refused() -> None:
+    plan = moe_plan(
+        ranks=2, ep=2, model="embedding = tokens(padding = given)", beside="capacity = factor(0.7)",
+        optimizer="sgd(lr = 0.1); replay = true",
+    )  # fmt: skip
+    require_equal(plan, float32=False)
+    wrong = change_op(plan, "layers[1..2]", "made", operands=("e",))  # not masked
+    assert "the choices before a capacity drops any of layers.1" in str(verify(wrong, float32=False))
 
 
 def test_a_choice_that_goes_to_another_expert_is_not_dropped() -> None:

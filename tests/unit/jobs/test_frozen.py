@@ -176,10 +176,13 @@ def test_verify_sees_through_frozen_layers_which_op_is_wrong():
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*computes something else. keep_in_fp32")
 def test_a_checkpoint_loads_where_other_parts_are_frozen(tmp_path: Path):
     """A base trained in bf16 has fp32 masters; frozen it is kept as layers compute with it."""
     plans = {"trains": plan_of("", dtype="bf16"), "frozen": plan_of(dtype="bf16")}
-    for saved, loaded in (("trains", "frozen"), ("frozen", "trains"), ("frozen", "frozen")):
+    plans["keeps"] = plan_of("gate", dtype="bf16", model="keep_in_fp32 = [routers]")
+    loads = [("trains", "frozen"), ("frozen", "trains"), ("frozen", "frozen"), ("frozen", "keeps"), ("keeps", "frozen")]
+    for saved, loaded in loads:
         path = tmp_path / f"{saved} {loaded}"
         with moec.launch(plans[saved], device="cpu") as job:
             model = job.build(seed=1)

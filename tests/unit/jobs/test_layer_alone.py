@@ -79,6 +79,21 @@ def test_parameters_are_fp32_plain_and_named_without_their_place_in_a_model():
     ]
 
 
+def test_a_router_that_stays_fp32_is_not_rounded():
+    text = layer_text(ranks=None, dtype="bf16")
+    rounds, keeps = moec.layer(text), moec.layer(text.replace("moe {", "keep_in_fp32 = [routers]\n  moe {"))
+    exact = moec.reference(text, dtype=torch.float64)
+    nearly_one = 1 + 2**-10 * torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+    for layer in (rounds, keeps, exact):
+        layer.get_parameter("gate.weight").data.copy_(nearly_one)  # in bf16 every expert is as good as another
+    x = x_of(2, 64, 16)
+    y, wanted = keeps(x), exact(x.double()).float()
+    assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert (rounds(x) - wanted).abs().max() > 0.1 * wanted.abs().max()
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in keeps.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_it_computes_in_its_own_dtype_and_gives_that_of_x(dtype: torch.dtype):
     layer, x = moec.layer(layer_text(ranks=None, dtype="bf16")), x_of(4, 16, dtype=dtype)

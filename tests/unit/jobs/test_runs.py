@@ -93,6 +93,18 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_resumed_as_itself(job:
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "5.damaged", "8"]
 
 
+def test_a_load_in_the_middle_looks_at_the_folder_again(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    for step in range(1, 8):
+        model.set(step=step)
+        job.checkpoint(tmp_path, model, every=2)
+    job.load(tmp_path / "4", model)
+    model.set(step=5)
+    with pytest.raises(JobError, match=r"MOE0803.*/6: exists, and the first save") as raised:
+        job.checkpoint(tmp_path, model, every=2)
+    assert raised.value.diagnostics[0].help == "save into another folder; or move it away"
+
+
 def test_the_list_of_a_folder_has_runs_and_the_checkpoint_that_is_resumed(job: Job, tmp_path: Path) -> None:
     one = saved(job, tmp_path, 4, 8)
     other = saved(job, tmp_path, 2)
@@ -217,4 +229,4 @@ def test_options_that_the_checkpoint_replaces_are_named(job: Job, tmp_path: Path
     # The scheduler alone: its optimizer's rate would stay wrong.
     _, alone = made(1e-3, weight_decay=0.1)
     _, (said,) = said_by(lambda: job.load(tmp_path / "1", model, scheduler=alone))
-    assert "scheduler is at lr 0.0005, and its optimizer at lr 0.001: load both" in said
+    assert "scheduler is at lr 0.0005, and its optimizer at lr 0.001: load the optimizer that" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from support.one_rank_jobs import TOKENS
 from support.plans import layer_text, moe_plan
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import moec
@@ -99,6 +100,28 @@ def test_second_derivatives_of_a_model_do_not_depend_on_what_is_recomputed() -> 
     for slopes in found:
         for one, other in zip(slopes, exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_take_no_step_and_look_at_no_single_value() -> None:
+    """Of `vmap` a batch has no single loss; counts that a transform kept would be of values that are gone."""
+    gate = "topk(2, bias = online(0.01))"
+    model = moec.reference(moe_plan(ranks=1, ep=1, gate=gate, balance="[]"), dtype=torch.float32).train()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, given, (TOKENS, TOKENS)).loss
+
+    for _ in range(2):
+        slopes = grad(loss)(parameters)
+    assert slopes.keys() == parameters.keys()
+    copy.deepcopy(model)
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in parameters.items()}
+    one, two = vmap(loss)(stacked)
+    torch.testing.assert_close(one, loss(parameters))
+    torch.testing.assert_close(two, loss({name: 2 * p for name, p in parameters.items()}))
+    with pytest.raises(DiagnosticError, match=r"MOE0729.*inside of `torch.func.vmap`"):
+        vmap(grad(loss))(stacked)
 
 
 def test_derivatives_through_parameters_that_are_cast_are_refused_not_zero() -> None:
