@@ -25,6 +25,7 @@ from moec.runtime.checkpoint.index import MODEL
 from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.parts import DTYPES
 from moec.runtime.checkpoint.reading import Checkpoint
+from moec.runtime.checkpoint.remarks import first_of
 from moec.runtime.checkpoint.shards import places_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
@@ -247,8 +248,7 @@ def _other_mathematics(checkpoint: Checkpoint, spec: Spec) -> list[Diagnostic]:
     found = differences(checkpoint.index.model, spec)
     if not found:
         return []
-    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-    return [_warning("MOE0805", f"{checkpoint.path} computes something else: {'; '.join(found[:5])}{more}")]
+    return [_warning("MOE0805", f"{checkpoint.path} computes something else: {first_of(found)}")]
 
 
 def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], origin: Origin) -> None:

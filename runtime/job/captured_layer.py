@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moec.runtime.derivatives import beyond_backward, no_derivative
 from moec.runtime.errors import JobError
+from moec.runtime.refused_derivatives import beyond_backward, no_derivative
 
 Results = tuple[Tensor, Tensor, Tensor | None]
 """y, the rows per expert, and aux_loss, which is None for a file without balance terms."""

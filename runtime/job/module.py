@@ -19,7 +19,6 @@ from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.runs import Run
-from moec.runtime.derivatives import in_transform
 from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
@@ -50,6 +49,7 @@ from moec.runtime.job.step_counts import StepCounts, of_step
 from moec.runtime.job.top_level import TopLevel
 from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
+from moec.runtime.refused_derivatives import in_transform
 
 
 @dataclass(frozen=True, slots=True)

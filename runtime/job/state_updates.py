@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import OutputKey, Program
 from moec.passes.ir.interface import layer_calls
-from moec.runtime.derivatives import in_transform
 from moec.runtime.job.home import Home
 from moec.runtime.job.plan_layer import layer_inside
+from moec.runtime.refused_derivatives import in_transform
 
 
 class Updates:

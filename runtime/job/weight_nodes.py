@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moec.runtime.derivatives import once
 from moec.runtime.job.gathered_again import Again, changed
 from moec.runtime.job.gathering import version_of
 from moec.runtime.job.gradients import Bucket
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.weight_spec import WeightSpec
+from moec.runtime.refused_derivatives import once
 
 if TYPE_CHECKING:
     from moec.runtime.job.weights import Weights

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moec.runtime.derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.errors import JobError
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.gathered_again import Again, Handles
@@ -32,6 +31,7 @@ from moec.runtime.job.microbatches import Collected, Microbatches
 from moec.runtime.job.names import read_parameter, registered_parameter, split_name
 from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, has_hooks, wrapped
 from moec.runtime.job.weight_spec import WeightSpec
+from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch._library.utils import fill_defaults
 
-from moec.runtime.derivatives import beyond_backward, is_tracked, no_derivative
+from moec.runtime.refused_derivatives import beyond_backward, is_tracked, no_derivative
 
 Composition = Callable[[Sequence[Any], Sequence[Any]], tuple[Tensor, ...]]
 """From an operator's arguments and results: its differentiable results again, which are its first ones."""

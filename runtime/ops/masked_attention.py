@@ -34,22 +34,22 @@ times without `causal`."""
 
 class Mask(NamedTuple):
     """Which keys a row sees: of its segment and kind (`segments` and `real` int64 [B, S]), up to itself if `causal`,
-    less than `window` away, 0 for any distance. `texts`: segments are known not to descend, looked at on CPU alone.
+    less than `window` away, 0 for any distance. `ascending`: segments are known not to descend, looked at on CPU alone.
     """
 
     segments: Tensor | None
     real: Tensor | None
     causal: bool
     window: int
-    texts: bool = False
+    ascending: bool = False
 
     @classmethod
     def seen(cls, segments: Tensor | None, real: Tensor | None, causal: bool, window: int) -> Mask:
         """The mask of a batch. Sequences of one text each need no segments."""
-        texts = segments is not None and segments.device.type == "cpu" and bool((segments.diff(dim=1) >= 0).all())
-        if texts and segments is not None and torch.equal(segments[:, :1], segments[:, -1:]):
+        ascending = segments is not None and segments.device.type == "cpu" and bool((segments.diff(dim=1) >= 0).all())
+        if ascending and segments is not None and torch.equal(segments[:, :1], segments[:, -1:]):
             segments = None
-        return cls(segments, real, causal, window, texts)
+        return cls(segments, real, causal, window, ascending)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, slice]]:
         """Rows and the keys that they reach; one block where no mask is needed beside `causal`."""
@@ -67,7 +67,7 @@ class Mask(NamedTuple):
     def _texts(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
         """Where the first text of each block begins, and where its last one is over, in any sequence of the batch."""
         segments = self.segments
-        if segments is None or not self.texts or not segments.numel():
+        if segments is None or not self.ascending or not segments.numel():
             return [0] * len(starts), [*ends[-1:]] * len(starts)
         lasts = [end - 1 for end in ends]
         begun = torch.searchsorted(segments, segments[:, starts].contiguous()).amin(0)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from moec.runtime.backends import forced_backend, select, using
-from moec.runtime.derivatives import beyond_backward, once
 from moec.runtime.ops.derivatives import Composition, Given, Rule, gradients_of, kernel_of, ordinary
+from moec.runtime.refused_derivatives import beyond_backward, once
 
 DEVICES = ("CPU", "CUDA")
 

@@ -16,8 +16,8 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import attributes_among
 from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops import ragged_conversions as rows
-from moec.runtime.derivatives import once
 from moec.runtime.ops.sharded_vocabulary import embed_rows, pick_logits
+from moec.runtime.refused_derivatives import once
 
 Tensors = Sequence[Tensor]
 """A tensor of each rank of a group."""
