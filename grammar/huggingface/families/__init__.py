@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moec.grammar.huggingface.families import (
     aria,
+    dbrx,
     deepseek,
     dense,
     gpt_oss,
@@ -19,6 +20,6 @@ from moec.grammar.huggingface.family import Family
 
 BY_TYPE: dict[str, Family] = {
     family.model_type: family
-    for module in (mixtral, qwen, deepseek, mistral4, gpt_oss, granite, others, scored, aria, hybrids, dense)
+    for module in (mixtral, qwen, deepseek, mistral4, gpt_oss, granite, dbrx, others, scored, aria, hybrids, dense)
     for family in module.FAMILIES
 }
