@@ -32,6 +32,19 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_vmap() -> bool:
+    """Whether `torch.func.vmap` is on, around or inside of other transforms: tensors have no single values then."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def outlasting(value: Tensor) -> Tensor:
+    """A count that is kept after the transforms of `torch.func` other than `vmap` which it was made in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
 def beyond_backward() -> bool:
     """Whether forward mode or a transform of `torch.func` is on."""
     return forward_ad._current_level >= 0 or in_transform()

@@ -42,13 +42,10 @@ class ModelFlops:
         return cls(rest / workload.tokens, dict(sorted(per_key.items())))
 
     def of(self, tokens: float, counts: Sequence[float]) -> float:
-        """FLOPs of a batch: `tokens`, how many of them are padding, and the keys that the others attend to, by reach.
-
-        Reaches are in the order of `reaches_of`.
-        """
-        padding, *keys = counts
+        """FLOPs of a batch, from what `AttendedKeys` counted of it; of `tokens` where it counted none."""
+        real, *keys = counts
         attended = sum(flops * n for flops, n in zip(self.per_key.values(), keys, strict=True))
-        return self.per_token * (tokens - padding) + attended
+        return self.per_token * (real or tokens) + attended
 
 
 def reaches_of(program: Program) -> tuple[Reach, ...]:

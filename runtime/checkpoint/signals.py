@@ -33,31 +33,36 @@ def spare_workers() -> None:
         os.register_at_fork(after_in_child=_spare)
 
 
-_spares = False
+_spares = _is_worker = False
 
 
 def _spare() -> None:
+    global _is_worker
+    if _is_worker:  # a program that a worker starts should end by the signals
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_WORKERS)
+        return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
         frame = frame.f_back
     if frame is not None:
-        subprocess.Popen._execute_child = _unblocked(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+        _is_worker = True
+        subprocess.Popen._execute_child = _forking(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_WORKERS)
         _thread.start_new_thread(_end_by_parent, ())
 
 
-def _unblocked(execute: Any) -> Any:
-    """A program that a worker starts has the mask of the thread that starts it, and the signals should end it."""
+def _forking(execute: Any) -> Any:
+    """`Popen._execute_child`, which forks without `_spare` where there is no `preexec_fn`."""
 
     @functools.wraps(execute)
-    def started(*arguments: Any, **named: Any) -> Any:
-        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_WORKERS)
-        try:
-            return execute(*arguments, **named)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def started(self: Any, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> Any:
+        return execute(self, args, executable, preexec_fn or _nothing, *others)
 
     return started
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end_by_parent() -> None:

@@ -129,10 +129,10 @@ def export_weights(
     rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
-    dtypes = dtypes_of(wanted, origin.dtype, plan.program)
-    wide = {name: dtype for name, dtype in dtypes.items() if dtype == torch.float32}
-    # An import gives its bytes back; what has trained since is not rounded to what a folder like it has.
-    dtypes |= origin.dtypes if like is None else {**origin.dtypes, **wide}
+    dtypes = {**dtypes_of(wanted, origin.dtype, plan.program), **origin.dtypes}
+    if like is not None:  # what has trained since is not rounded to what a folder like it has
+        narrow = dtypes_of(wanted, torch.bfloat16, plan.program)
+        dtypes |= {name: dtype for name, dtype in narrow.items() if dtype == torch.float32}
     same = all(dtypes.get(name) == dtype for name, dtype in origin.dtypes.items())
     layout = origin.layout if same and not left_out else None
     writer = Writer(target, wanted, shapes, dtypes, MOST_BYTES, layout)

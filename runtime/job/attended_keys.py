@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moec.grammar.spec import Spec
@@ -12,7 +13,7 @@ from moec.passes.ir.ops.attention_ops import Reach
 
 
 class AttendedKeys:
-    """Of this rank's training passes: padding, and for each reach of the model's attention keys, added over all tokens.
+    """Of this rank's training passes: tokens that are no padding, and the keys that they attend to, added up, by reach.
 
     A text ends after a `separator`, and where given segments change. Padding attends to nothing, and nothing to it.
     Numbers of packed and padded batches stay on the device.
@@ -33,11 +34,11 @@ class AttendedKeys:
         if real is None and self._padding is not None:
             real = tokens.ne(self._padding)
         if real is None and segments is None and self._separator is None:
-            counts = [0.0, *(batch * reach.keys(sequence) for reach in self.reaches)]
+            counts = [float(tokens.numel()), *(batch * reach.keys(sequence) for reach in self.reaches)]
         else:
             real = torch.ones_like(tokens) if real is None else real.long()
             places = self._places(tokens, segments, real)
-            counts = [(1 - real).sum(), *(_keys(reach, places) for reach in self.reaches)]
+            counts = [real.sum(), *(_keys(reach, places, real) for reach in self.reaches)]
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _places(self, tokens: Tensor, segments: Tensor | None, real: Tensor) -> Tensor:
@@ -55,11 +56,15 @@ class AttendedKeys:
         return real * (until - before.cummax(1)[0] - 0.5)
 
     def totals(self) -> list[float]:
-        """Padding so far, then keys by reach. Waits for the device if batches were packed or padded."""
+        """Tokens so far, then keys by reach. Waits for the device if batches were packed or padded."""
         return [float(total) for total in self._totals]
 
 
-def _keys(reach: Reach, places: Tensor) -> Tensor:
-    """`Reach.keys` of all texts together, from the middle of each token's place in its text."""
-    behind = places.clamp(max=reach.window) if reach.window else places
+def _keys(reach: Reach, places: Tensor, real: Tensor) -> Tensor:
+    """`Reach.keys` of all texts together, from the middle of each token's place in its text; padding takes distance."""
+    behind = places
+    if reach.window:
+        until = real.cumsum(1)
+        near = until - F.pad(until, (reach.window, 0))[:, : until.shape[1]]
+        behind = places.minimum(near * real)
     return behind.double().sum() * (1 if reach.causal else 2)

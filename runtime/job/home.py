@@ -86,7 +86,7 @@ class Home(Protocol):
         ...
 
     def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
-        """Counts the padding of a training pass, and the keys that its tokens attend to (`AttendedKeys.add`)."""
+        """Counts the tokens of a training pass, and the keys that they attend to (`AttendedKeys.add`)."""
         ...
 
     def signature(self) -> dict[str, Any]:

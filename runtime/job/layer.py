@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moec.codegen.emit import DTYPES, Function, emit_function, site_of
+from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
@@ -76,10 +76,11 @@ class MoeLayer(nn.Module):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
-        self._dtype = torch.float64 if float64 else DTYPES[program.block(call.block).inputs[0].dtype]
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
         self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
+        # That of the layer, or the one that a reference was asked for: routers may be wider.
+        self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
         self._weights.home = home  # its groups stay open until the last backward pass, also where the layer is dropped
         self._routers = [site_of(op, call.layer) for op in self._function.routers]
         self._number = torch.tensor(call.layer, device="cpu")

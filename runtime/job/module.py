@@ -49,7 +49,7 @@ from moec.runtime.job.step_counts import StepCounts, of_step
 from moec.runtime.job.top_level import TopLevel
 from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
-from moec.runtime.refused_derivatives import in_transform
+from moec.runtime.refused_derivatives import in_vmap, outlasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +165,16 @@ class PlanModule(nn.Module):
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
-        kept = {} if in_transform() else results  # a transform's values end with it
+        kept = {} if in_vmap() else results  # it has other counts for each of its batch
         self.expert_counts, self.head_counts, self.choices_made = (
-            {n: rows[0] for (role, n, _), rows in kept.items() if role == counted and n is not None}
+            {n: outlasting(rows)[0] for (role, n, _), rows in kept.items() if role == counted and n is not None}
             for counted in COUNTS
         )
         self._refuse_late_recomputation()
         if labels is not None and of_step(self.training):
             self._counts.add(labels)
         if self._is_training_step(labels):
-            self._updates.add(results)
+            self._updates.add(kept)
             self._home.attend(tokens, segments, given.get("real"))
         aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
         refuses = look and not self._counts.skips
@@ -455,7 +455,7 @@ class PlanModule(nn.Module):
             return agreed[1]
         checks = self._home.checks
         kind = ("forward", self.training, labels is not None)
-        look = not in_transform() and checks.looks(self.seen, kind, device_of(tokens))  # `vmap` has no single values
+        look = not in_vmap() and checks.looks(self.seen, kind, device_of(tokens))
         complaint, matching = self.claims(tokens, labels, beside, look=look)
         # The labels that `job.accumulate` counts: those of `StepCounts.add`.
         counts = self._counts.labels is not None and labels is not None and of_step(self.training)

@@ -13,7 +13,7 @@ from moec.passes.ir import OutputKey, Program
 from moec.passes.ir.interface import layer_calls
 from moec.runtime.job.home import Home
 from moec.runtime.job.plan_layer import layer_inside
-from moec.runtime.refused_derivatives import in_transform
+from moec.runtime.refused_derivatives import outlasting
 
 
 class Updates:
@@ -57,12 +57,10 @@ class Updates:
         return self._functions.values()
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
-        """Adds the `counts` of a forward pass to the loads; none inside of `torch.func`, which takes no step."""
-        if in_transform():
-            return
+        """Adds the `counts` of a forward pass to the loads."""
         for (role, layer, _), counts in results.items():
             if role == "counts" and layer in self._of_layer:
-                seen = self.loads.get(layer)
+                counts, seen = outlasting(counts), self.loads.get(layer)
                 self.loads[layer] = counts if seen is None else seen + counts
 
     @torch.no_grad()

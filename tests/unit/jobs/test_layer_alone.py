@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.plans import layer_plan, layer_text, moe_plan, moe_text
+from support.verified import require_equal
 from torch import Tensor
 
 import moec
@@ -92,6 +93,7 @@ def test_a_router_that_stays_fp32_is_not_rounded():
     assert (rounds(x) - wanted).abs().max() > 0.1 * wanted.abs().max()
     y.sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in keeps.parameters())
+    require_equal(layer_plan(dtype="bf16", ranks=2))  # in float64, bf16 and float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

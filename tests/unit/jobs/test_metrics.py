@@ -13,6 +13,7 @@ from support.plans import moe_plan, moe_text
 import moec
 from moec.passes.cost.totals import tally
 from moec.runtime.job import metrics as metrics_module
+from moec.runtime.job.attended_keys import AttendedKeys
 from moec.runtime.job.figures import model_flops
 
 CAPACITY = "capacity = factor(0.5)"
@@ -59,8 +60,8 @@ def test_every_measured_step_is_a_line_with_its_figures(tmp_path: Path):
     assert first["tokens_per_second"] == pytest.approx(64 / first["seconds"], rel=0.2)
 
 
-def plan_on_a_device(peaks: str):
-    text = moe_text(ranks=1, ep=1).replace("device = cpu", "device = d")
+def plan_on_a_device(peaks: str, **options: str):
+    text = moe_text(ranks=1, ep=1, **options).replace("device = cpu", "device = d")
     return moec.compile(text + f'device "d" {{ kind = cpu; memory = 8GB; bandwidth = 10GB/s; peak {{ {peaks} }} }}\n')
 
 
@@ -93,19 +94,56 @@ def test_flops_are_those_of_the_lengths_of_the_batchs_texts(attention: str, how:
             tokens = tokens[:, :6]
         of_texts = torch.tensor([0] * 2 + [1] * 6 + [2] * 8).expand(4, 16)
         segments, padding = of_texts if how in ("segments", "padding") else None, None
-        if how.startswith("padding"):  # the last text is; 2 more are in the middle
-            tokens[:, 2:4] = tokens[:, 8:] = 0
+        if how.startswith("padding"):
+            tokens[:, :2] = tokens[:, 8:] = 0
             padding = tokens == 0 if how == "padding" else None
         if how == "separator":
             tokens[:, 1] = tokens[:, 7] = 0
         job.step(model, tokens, tokens.roll(1), segments=segments, padding=padding, microbatches=2)
         found = model_flops(plan).of(tokens.numel(), job.attended_keys.totals())
     expected = 0.0
-    lengths = {"short": (6,), "padding": (2, 4), "padding by id": (6,)}
-    for length in lengths.get(how, (2, 6, 8)):
+    for length in (2, 6, 8) if how in ("segments", "separator") else (6,):
         same = moec.compile(text.replace("sequence = 16", f"sequence = {length}"))
         expected += tally(same.program, same.spec).flops_per_token * 4 * length
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_padding_anywhere_is_no_key_and_takes_distance():
+    draw = torch.Generator().manual_seed(0)
+    tokens, real = torch.ones(3, 32, dtype=torch.int64), torch.rand(3, 32, generator=draw) < 0.6
+    segments = (torch.rand(3, 32, generator=draw) < 0.1).cumsum(1)
+    plan = moe_plan(ranks=1, ep=1, sequence=32, model="context = 32", attention="mha(heads = 4, window = 5)")
+    keys = AttendedKeys(plan.program, plan.spec)
+    keys.add(tokens, segments, real.long())
+    expected = 0.0
+    for row in range(3):
+        for i in real[row].nonzero().flatten().tolist():
+            seen = [j for j in range(i + 1) if real[row, j] and segments[row, j] == segments[row, i]]
+            expected += min(len(seen) - 0.5, sum(i - j < 5 for j in range(i + 1) if real[row, j]))
+    assert [reach.window for reach in keys.reaches] == [0, 5]
+    counted, _, within = keys.totals()
+    assert (counted, within) == (int(real.sum()), expected)
+
+
+def test_mfu_of_a_loop_by_hand_counts_its_tokens_once():
+    """Whatever tokens it tells metrics of: with or without padding, or none."""
+    found = []
+    for said in (None, 32, 64):
+        text = moe_text(ranks=1, ep=1, model="embedding = tokens(padding = given)").replace(
+            "device = cpu", "device = d"
+        )
+        plan = moec.compile(
+            text + 'device "d" { kind = cpu; memory = 8GB; bandwidth = 10GB/s; peak { fp32 = 1TFLOPS } }'
+        )
+        with moec.launch(plan, device="cpu") as job, job.metrics("/dev/null") as metrics:
+            model = job.build()
+            padding = (torch.arange(8) >= 4).expand(8, 8)
+            loss = model(TOKENS, TOKENS.masked_fill(padding, -100), padding=padding).loss
+            loss.backward()
+            record = metrics.step(model, loss, tokens=said)
+        found.append(record["mfu"] * record["seconds"])
+    assert found[0] > 0
+    assert max(found) < 2 * min(found)  # the clock is read twice
 
 
 def test_only_every_nth_step_is_measured_and_counts_the_tokens_between(tmp_path: Path):

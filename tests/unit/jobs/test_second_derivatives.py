@@ -103,8 +103,8 @@ def test_second_derivatives_of_a_model_do_not_depend_on_what_is_recomputed() -> 
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_take_no_step_and_look_at_no_single_value() -> None:
-    """Of `vmap` a batch has no single loss; counts that a transform kept would be of values that are gone."""
+def test_transforms_count_and_check_as_a_plain_pass_does_but_for_vmap() -> None:
+    """Of `vmap` a batch has no single loss; counts in the form that a transform gives them would be of what is gone."""
     gate = "topk(2, bias = online(0.01))"
     model = moec.reference(moe_plan(ranks=1, ep=1, gate=gate, balance="[]"), dtype=torch.float32).train()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -115,7 +115,13 @@ def test_transforms_take_no_step_and_look_at_no_single_value() -> None:
     for _ in range(2):
         slopes = grad(loss)(parameters)
     assert slopes.keys() == parameters.keys()
+    assert {int(counts.sum()) for counts in model.expert_counts.values()} == {2 * TOKENS.numel()}
     copy.deepcopy(model)
+    before = {name: bias.clone() for name, bias in model.named_buffers()}
+    model.update_states()
+    assert any(not torch.equal(bias, before[name]) for name, bias in model.named_buffers())
+    with pytest.raises(DiagnosticError, match="MOE0702"):
+        grad(lambda given: functional_call(model, given, (TOKENS + 99, TOKENS)).loss)(parameters)
     stacked = {name: torch.stack([p, 2 * p]) for name, p in parameters.items()}
     one, two = vmap(loss)(stacked)
     torch.testing.assert_close(one, loss(parameters))
