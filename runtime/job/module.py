@@ -167,7 +167,7 @@ class PlanModule(nn.Module):
         chosen = results.get(("routes", None, None))
         kept = {} if in_vmap() else results  # it has other counts for each of its batch
         self.expert_counts, self.head_counts, self.choices_made = (
-            {n: outlasting(rows)[0] for (role, n, _), rows in kept.items() if role == counted and n is not None}
+            {n: outlasting(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
             for counted in COUNTS
         )
         self._refuse_late_recomputation()

@@ -60,8 +60,8 @@ class Updates:
         """Adds the `counts` of a forward pass to the loads."""
         for (role, layer, _), counts in results.items():
             if role == "counts" and layer in self._of_layer:
-                counts, seen = outlasting(counts), self.loads.get(layer)
-                self.loads[layer] = counts if seen is None else seen + counts
+                seen = self.loads.get(layer)
+                self.loads[layer] = outlasting(counts if seen is None else seen + counts)
 
     @torch.no_grad()
     def new_values(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

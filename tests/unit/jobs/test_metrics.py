@@ -129,12 +129,7 @@ def test_mfu_of_a_loop_by_hand_counts_its_tokens_once():
     """Whatever tokens it tells metrics of: with or without padding, or none."""
     found = []
     for said in (None, 32, 64):
-        text = moe_text(ranks=1, ep=1, model="embedding = tokens(padding = given)").replace(
-            "device = cpu", "device = d"
-        )
-        plan = moec.compile(
-            text + 'device "d" { kind = cpu; memory = 8GB; bandwidth = 10GB/s; peak { fp32 = 1TFLOPS } }'
-        )
+        plan = plan_on_a_device("fp32 = 1TFLOPS", model="embedding = tokens(padding = given)")
         with moec.launch(plan, device="cpu") as job, job.metrics("/dev/null") as metrics:
             model = job.build()
             padding = (torch.arange(8) >= 4).expand(8, 8)
