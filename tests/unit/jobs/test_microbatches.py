@@ -72,7 +72,7 @@ def the_last_loads_alone(patch: pytest.MonkeyPatch) -> None:
         results = run(self, inputs, *rest, **options)
         if options.get("microbatches", 1) > 1:
             last = self._forward([x.tensor_split(2)[1] for x in inputs], 1, {})
-            self.counts = {key[1]: values for key, values in last.items() if key[0] == "counts"}
+            self.counts["counts"] = {key[1]: values for key, values in last.items() if key[0] == "counts"}
         return results
 
     patch.setattr(Lockstep, "run", replaced)
