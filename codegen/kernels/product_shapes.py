@@ -186,11 +186,11 @@ class UpShape(ProductShape):
     def _halvings(self) -> int:
         """How often it halves its columns before they are activated and stored.
 
-        Found by compiling: 128 sums of a thread fit its registers beside every activation but GELU, whose error
+        Found by compiling: 128 sums of a thread fit its registers beside every activation but `gelu`, whose error
         function takes many; rows that are not aligned, each number with its address, always need parts.
         """
         tile = self.tile
-        if tile is None or (self.aligned and not (self.kind.function.name == "gelu" and _many_sums(tile))):
+        if tile is None or (self.aligned and not (self.kind.word == "gelu" and _many_sums(tile))):
             return 0
         return min(2, _most_halvings(tile.columns // self.kind.parts))
 
