@@ -43,7 +43,8 @@ SMALL = {"cuda": Shape(256, 256, 128, 8, 2), "cpu": Shape(16, 32, 16, 4, 2)}
 SOME_CASES = {"cuda": "triton and cuda", "cpu": "experts and swiglu and float32"}
 """Of the conformance cases: moec's kernels on the device, or a few in the interpreter."""
 
-FOLDERS = ("tests/kernels/conformance", "tests/gpu")
+FOLDERS = {"tests/kernels/conformance": 300, "tests/gpu": 150}
+"""Folders of tests, and the seconds that each may take."""
 
 NAMES = ("output", "input", "router", "up", "down")
 
@@ -63,10 +64,11 @@ def measurements(device: str) -> list[Measurement]:
     made = [one("machine", "ceilings", 30)]
     made += [one(f"ceiling {of}", "ceilings", 30, of=of) for of in ("matmul", "copy", "l2")]
     made += correct(first)
-    made += [one(f"tests {folder}", f"tests {folder}", 210, folder=folder) for folder in FOLDERS[:1]]
+    kernels, jobs = (one(f"tests {name}", f"tests {name}", limit + 10, folder=name) for name, limit in FOLDERS.items())
+    made.append(kernels)
     made += [measurement for shape in others for measurement in correct(shape)]
     made += [one(f"sanitize {tool}", f"sanitize {tool}", 100, tool=tool) for tool in ("memcheck", "racecheck")]
-    return made + [one(f"tests {folder}", f"tests {folder}", 210, folder=folder) for folder in FOLDERS[1:]]
+    return [*made, jobs]
 
 
 def machine(device: str, part: str) -> dict[str, Any]:
@@ -183,12 +185,17 @@ def sanitize(device: str, part: str, tool: str) -> dict[str, Any]:
 
 
 def tests(device: str, part: str, folder: str) -> dict[str, Any]:
-    """How many of a folder's tests passed: those that are for this device run on it, on all cores if xdist is here."""
-    chosen = ["-k", SOME_CASES[device]] if folder == FOLDERS[0] else []
+    """How many of a folder's tests passed: those that are for this device run on it, on all cores if xdist is here.
+
+    Jobs are compared with the same on CPU, so they choose their kernels themselves.
+    """
+    of_kernels = folder == next(iter(FOLDERS))
+    chosen = ["-k", SOME_CASES[device]] if of_kernels else []
     if device == "cuda" and find_spec("xdist") is not None:
-        chosen += ["-n", str(min(12, os.cpu_count() or 1))]
+        chosen += ["-n", str(min(14, os.cpu_count() or 1))]
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    code, said = run_command([*command, str(ROOT / folder), *chosen], 200, MOEC_BACKEND="triton")
+    forced = {"MOEC_BACKEND": "triton"} if of_kernels or device == "cpu" else {}
+    code, said = run_command([*command, str(ROOT / folder), *chosen], FOLDERS[folder], **forced)
     words = re.findall(
         r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]|\[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED)\b", said
     )

@@ -104,11 +104,12 @@ def require_survived(run: Run, expected: list[float]) -> Counter[str]:
 def save_once_more(folder: Path, options: Options) -> None:
     """On one rank, under another plan: loads the last checkpoint, and saves with `keep`."""
     alone = {name: value for name, value in options.items() if name not in ("tp", "zero")}
+    data_ranks = options["ranks"] // options.get("tp", 1)
     with moec.launch(moe_plan(gate=GATE, **{**alone, "ranks": 1, "ep": 1}), device="cpu") as job:
         model = job.build(seed=2)
         optimizer = job.optimizer(model)
         # Also of torch's random states, where the ranks' differ: those of processes that import torch by themselves do.
-        with pytest.warns(UserWarning, match="saved with 2 data ranks, and here are 1") as told:
+        with pytest.warns(UserWarning, match=f"saved with {data_ranks} data ranks, and here are 1") as told:
             assert job.resume(folder, model, optimizer, data=Position()) == STEPS
         assert any("data: saved with" in str(each.message) for each in told)
         model.set(step=STEPS + 1)

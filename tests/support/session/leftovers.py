@@ -106,8 +106,8 @@ def _read(pid: int, file: str) -> str:
 
 def _threads(before: Snapshot, grace: float) -> Iterator[str]:
     for thread in set(threading.enumerate()) - before.threads:
-        if thread.name.startswith(KEPT_THREADS):
-            continue
+        if thread.name.startswith(KEPT_THREADS) or isinstance(thread, threading._DummyThread):
+            continue  # a dummy is a thread of C++ that ran Python, as autograd's of a GPU do: nothing can join it
         thread.join(grace)
         if thread.is_alive():
             yield f"thread {thread.name}"
