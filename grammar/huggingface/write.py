@@ -88,7 +88,7 @@ def as_inferred(model: Model) -> Model:
             if isinstance(attention, Moa) and attention.balance:
                 attention = attention.replace(balance=())
             if moe is not None:
-                moe = moe.replace(balance=(), gate=_inferred_gate(moe.gate))
+                moe = moe.replace(balance=(), gate=_inferred_gate(moe.gate), group=Moe.group)
             layers[id(layer)] = layer.replace(attention=attention, moe=moe)
     embedding = model.embedding
     assert isinstance(embedding, TokenEmbedding)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from moec.runtime.errors import JobError
+from moec.runtime.script import shown_path
 
 
 def refuse_existing(target: Path, also: str = "") -> None:
@@ -19,8 +20,7 @@ def refuse_existing(target: Path, also: str = "") -> None:
 
 def shown(path: Path) -> str:
     """`path` as a script would write it: relative to the working folder if it is inside."""
-    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
-    return str(path.relative_to(Path.cwd()) if inside else path)
+    return shown_path(str(path))
 
 
 def exists(target: Path, also: str = "") -> JobError:

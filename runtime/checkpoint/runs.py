@@ -17,34 +17,29 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training, over all its restarts. `step`, `saved`: of its last checkpoint that was saved or loaded.
+    """One training, over all its restarts. `saved`: of its last checkpoint that was saved or loaded.
 
     `ancestors`: of each earlier run that it has branched from, the id, and `saved` of the checkpoint where it did.
     """
 
     id: str = field(default_factory=new_id)
     ancestors: tuple[tuple[str, int], ...] = ()
-    step: int = 0
     saved: int = 0
 
     @classmethod
     def of(cls, head: Head) -> Run:
         """The run that goes on from a checkpoint. One of format 1 names no run: a new one branches from it."""
         if not head.run:
-            return cls(ancestors=(("", head.saved),), step=head.step)
-        return cls(head.run, head.ancestors, head.step, head.saved)
+            return cls(ancestors=(("", head.saved),))
+        return cls(head.run, head.ancestors, head.saved)
 
     def branch(self) -> Run:
         """A new run that begins at the last checkpoint."""
         return Run(ancestors=(*self.ancestors, (self.id, self.saved)) if self.saved else self.ancestors)
 
-    def at(self, step: int) -> Run:
-        """The run of a model at `step`: a new one if the model has gone back, as `model.set(step=0)` does."""
-        return self.branch() if step < self.step else self
-
-    def after(self, step: int, saved: int) -> Run:
+    def after(self, saved: int) -> Run:
         """The run with one more checkpoint."""
-        return replace(self, step=step, saved=saved)
+        return replace(self, saved=saved)
 
     def has(self, head: Head) -> bool:
         """Whether a checkpoint is of this run, or of an ancestor before it has branched."""

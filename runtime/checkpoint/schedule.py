@@ -82,7 +82,6 @@ def _about_others(folder: Path, model: PlanModule, first: int | None, every: int
         message = f"{shown(folder / str(first))}: exists, and the first save of this run would have its name"
         ways = "save into another folder" if model.run.ancestors else ways  # it has gone on from a checkpoint
         return Complaint("MOE0803", message, f"{ways}; or move it away", of_all_ranks=True)
-    model.run = model.run.at(model.settings["step"])
     other = next((path for path, head in found if head is not None and not model.run.has(head)), None)
     if other is not None:
         in_the_way = (n for n in names if first is not None and every is not None and n > first and n % every == 0)

@@ -31,7 +31,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.kept import Layout, carried, keep, kept_in, layout_of
-from moec.runtime.huggingface.load import OTHER_MODEL, further_layers, remark_of
+from moec.runtime.huggingface.load import further_layers, remark_of
 from moec.runtime.huggingface.slabs import Slabs, slab_bytes, slabs_of
 from moec.runtime.huggingface.stored import INDEX, stored_in
 from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer, dtypes_of
@@ -69,7 +69,7 @@ def import_weights(
     try:
         weights = FolderWeights(folder, imported, shapes, plan.spec.model)
     except DiagnosticError as error:
-        raise (JobError("MOE0908", remark, OTHER_MODEL) if remark else error) from error
+        raise (JobError("MOE0908", remark, error.diagnostics[0].help) if remark else error) from error
     tensors = [Whole(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
     num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into), advance)
     return Moved(num_bytes, len(tensors), notes, weights.left_out)

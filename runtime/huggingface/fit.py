@@ -35,6 +35,7 @@ def require_fit(
     for dtypes that are no floating point numbers of 16 or 32 bits, and for a tensor that must equal another.
     """
     found, missing, wrong = list[tuple[Rule, Stored]](), list[str](), list[str]()
+    help = HELP
     for rule in rules:
         tensor = stored.get(rule.name)
         if tensor is None:
@@ -43,8 +44,11 @@ def require_fit(
         shape = rule.shape(shapes)
         if tensor.shape != shape:
             wrong.append(f"{rule.name} is {list(tensor.shape)} in {tensor.place}, {list(shape)} in the model")
+            if tensor.shape[1:] == shape[1:] and rule.pieces[0].parameter in OF_TOKENS:
+                help = ADDED_TOKENS
         elif tensor.dtype not in READABLE:
             wrong.append(f"{rule.name} is {str(tensor.dtype).removeprefix('torch.')} in {tensor.place}")
+            help = DEQUANTISE
         elif rule.written:
             found.append((rule, tensor))
         elif unlike := _unlike_its_twin(rule, tensor, rules, stored):
@@ -67,7 +71,6 @@ def require_fit(
     if extra:
         errors.append(diagnose("MOE0906", None, f"{name} has {_list(extra)}, which the model does not have", help=HELP))
     if wrong:
-        help = "dequantise a quantised checkpoint (int8, fp8, mxfp4) to bf16 first"
         errors.append(diagnose("MOE0907", None, _list(wrong), help=help))
     if errors:
         raise DiagnosticError(errors)
@@ -89,6 +92,12 @@ def _unlike_its_twin(rule: Rule, tensor: Stored, rules: Sequence[Rule], stored: 
     return f"{rule.name} differs from {twin.name}, but the config ties them (`tie_word_embeddings`)"
 
 
+OF_TOKENS = "embedding.weight", "head.weight", "head.bias"
+DEQUANTISE = "dequantise a quantised checkpoint (int8, fp8, mxfp4) to bf16 first"
+ADDED_TOKENS = (
+    "for added tokens, `resize_token_embeddings` and `save_pretrained` of transformers make a folder with their rows: "
+    "import that one (docs/huggingface.md#added-tokens)"
+)
 HELP = "load the weights that belong to the config from which the model was made (`moec.from_hf`)"
 
 

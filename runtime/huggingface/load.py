@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import as_inferred, config_for, differences
+from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import DType, Model
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.parts import part_of
@@ -93,7 +95,7 @@ def _planned(module: PlanModule, source: str | Path | Mapping[str, Any]) -> Load
     try:
         found = require_fit(family, family.rules(module.spec.model, stored), shapes, stored, named, extra)
     except DiagnosticError as error:
-        raise (JobError("MOE0908", remarks[0], OTHER_MODEL) if remarks else error) from error
+        raise (JobError("MOE0908", remarks[0], error.diagnostics[0].help) if remarks else error) from error
     digest = digest_of(stored) if home_of(module).checks.compares else 0
     return Loads(found, parts, digest, remarks)
 
@@ -165,32 +167,42 @@ def further_layers(config: Mapping[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
+OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
+
+
 def remark_of(imported: Imported, model: Model, shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
     """What a model computes otherwise than the config of `source` says, or nothing.
 
     Raises `JobError` MOE0908 for models whose parameters are not those of the config.
     """
-    different = first_difference(imported.spec.model, model)
-    if different is None:
+    different = differing(imported.spec.model, model)
+    if not different:
         return ""
-    how = different.replace("would be read as", "in the model")
+    how = "; ".join(different).replace("would be read as", "in the model")
     message = f"{source} is another model than {model.name}: in its config {how}"
     if any(piece.parameter not in shapes for rule in imported.family.rules(model, None) for piece in rule.pieces):
         raise JobError("MOE0908", message, OTHER_MODEL)
     return message
 
 
-OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
+def differing(theirs: Model, ours: Model) -> list[str]:
+    """What differs, as `differences` says it, apart from what acts in training alone and from `FREE`.
 
-
-def first_difference(theirs: Model, ours: Model) -> str | None:
-    """What differs first, as `differences` says it, apart from what acts in training alone and from `FREE`, or None."""
+    What differs alike in several layers is said once, of all of them.
+    """
     theirs, ours = as_inferred(theirs), as_inferred(ours)
     if ours.dtype is DType.FP32 or {*theirs.keep_in_fp32} <= {*ours.keep_in_fp32}:
         theirs = theirs.replace(keep_in_fp32=ours.keep_in_fp32)  # nothing is rounded that the config keeps
-    found = differences(theirs, ours)
-    return next((each for each in found if not each.startswith(FREE)), None)
+    layers = dict[tuple[str, str], list[int]]()
+    for each in differences(theirs, ours):
+        if not each.startswith(FREE):
+            said = _DIFFERENT.fullmatch(each)
+            assert said is not None
+            number, what, how = said.groups()
+            layers.setdefault((what, how), []).extend([int(number)] if number else [])
+    return [f"`{what}`{f' of {numbered(of)}' if of else ''} {how}" for (what, how), of in layers.items()]
 
 
+_DIFFERENT = re.compile(r"`(?:layers\.(\d+)\.)?(.*?)` (.*)")
 FREE = "`dtype`", "`context`"
 """What may differ: the dtype in which layers compute, and the longest sequence."""

@@ -9,17 +9,23 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from moec.codegen.emit import DTYPES as COMPUTED
-from moec.grammar.huggingface.read import CONFIG, parsed_config
+from moec.codegen.plan import parameters_of
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.read import CONFIG, INERT, read_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import config_for
+from moec.passes.lower.lower_model import lower
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.temporary import sweep_left_over
 from moec.runtime.errors import JobError
+from moec.runtime.huggingface.fit import OF_TOKENS
 from moec.runtime.huggingface.kept import carried
-from moec.runtime.huggingface.load import complaint_of, plan_tensors, require_module
+from moec.runtime.huggingface.load import complaint_of, plan_tensors, remark_of, require_module
 from moec.runtime.huggingface.writer import MOST_BYTES, Writer, dtypes_of
 from moec.runtime.job.home import home_of
 from moec.runtime.job.module import PlanModule
+from moec.runtime.script import warn
 
 
 @called("moec.save_hf")
@@ -34,13 +40,14 @@ def save_hf(
     """Writes parameters in their compute dtype, online biases in fp32, and `config.json` as the new `folder`.
 
     The architecture is `model_type`, by default that of the model's name or the first that computes the same. The
-    tokenizer and other files come from the folder `like`, and with them the special tokens' ids in the config. Every
-    rank of a job calls it, rank 0 writes; a rank needs memory for the largest whole parameter. What a killed save has
-    left beside `folder` is removed.
+    tokenizer and other files come from the folder `like`, and with them the keys of its config that moec does not
+    read: special tokens, coefficients of losses. Every rank of a job calls it, rank 0 writes; a rank needs memory for
+    the largest whole parameter. What a killed save has left beside `folder` is removed. Warns on rank 0 where the
+    model computes otherwise than the config of `like` says; what is written is the model's own.
 
     Raises `DiagnosticError` on every rank, with nothing at `folder`: MOE0710, MOE0714, MOE0724 as `load_hf`, MOE0901
-    for an unknown `model_type`, MOE0908 for a model that no architecture computes, MOE0909 where the folder exists or
-    cannot be written.
+    for an unknown `model_type`, MOE0908 for a model that no architecture computes, and for a folder `like` of a model
+    with other parameters, MOE0909 where the folder exists or cannot be written; those of `read_config` for `like`.
     """
     require_module(module)
     home = home_of(module)
@@ -51,7 +58,7 @@ def save_hf(
     beside: Mapping[str, bytes] = {}
     try:
         try:
-            config, family = config_for(module.spec, model_type)
+            config, family = _config_for(module, model_type)
             tensors = plan_tensors(module)
             rules = [rule for rule in family.rules(module.spec.model, None) if rule.written]
             if home.rank == 0:
@@ -59,7 +66,8 @@ def save_hf(
                 dtypes = dtypes_of(rules, COMPUTED[str(module.spec.model.dtype)], module.program)
                 sweep_left_over(Path(folder))
                 writer = Writer(Path(folder), rules, shapes, dtypes, max_file_bytes)
-                beside, config = _of_folder(like, config)
+                if like is not None:
+                    beside, config = _like(Path(like), module, config, shapes)
         except Exception as raised:  # noqa: BLE001 - the other ranks wait
             error = raised
         _require_none(module, error)
@@ -82,20 +90,54 @@ def save_hf(
             writer.discard()
 
 
-SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "tokenizer_class"
-
-
-def _of_folder(like: str | Path | None, config: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files of the folder that a model is saved like, and the config with its special tokens."""
-    if like is None:
-        return {}, dict(config)
+def _config_for(module: PlanModule, model_type: str | None) -> tuple[dict[str, Any], Family]:
+    """`config_for`, whose refusal names what can be written all the same."""
     try:
-        files = carried(Path(like))
-    except (OSError, ValueError) as error:  # ValueError: a NUL
-        reason = getattr(error, "strerror", None) or str(error)
-        raise JobError("MOE0900", f"{like}: {reason}", "`like` must be the folder that the model came from") from error
-    values, _ = parsed_config(files.pop(CONFIG, b"{}"), f"{like}/{CONFIG}")
-    return files, {**config, **{key: values[key] for key in SPECIAL if key in values}}
+        return config_for(module.spec, model_type)
+    except DiagnosticError as error:
+        raise DiagnosticError([
+            found._replace(help="; ".join(filter(None, (found.help, EXPORT)))) if found.code == "MOE0908" else found
+            for found in error.diagnostics
+        ]) from error  # fmt: skip
+
+
+EXPORT = "`moec weights export CHECKPOINT FOLDER --like DIR` writes a checkpoint's tensors with the config of DIR"
+
+
+def _like(
+    folder: Path, module: PlanModule, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The files of the folder that a model is saved like, and its config: theirs where the model computes as it says,
+    else the model's own with what the folder's says of training, generation and tokens."""
+    imported = read_config(folder)
+    try:
+        files = carried(folder)
+    except OSError as error:
+        raise JobError("MOE0900", f"{folder}: {error.strerror}", "`like` is a model's folder") from error
+    files.pop(CONFIG, None)
+    remark = remark_of(imported, module.spec.model, shapes, str(folder))
+    theirs_only = {name: p.shape for name, p in parameters_of(lower(imported.spec)).items()}.items() - shapes.items()
+    if any(name not in OF_TOKENS or name not in shapes for name, _ in theirs_only):
+        raise JobError("MOE0908", remark, OTHER_FOLDER)
+    if remark:
+        warn(remark)
+    theirs = {key: value for key, value in imported.config.items() if key != "quantization_config"}
+    if not remark and not imported.inside and theirs.get("model_type") == config["model_type"]:
+        own = {"torch_dtype": config["dtype"], **config}
+        return files, {**theirs, **{key: own[key] for key in FREE if theirs.get(key) is not None and key in own}}
+    inert = (INERT | imported.family.ignored) - OF_FILES
+    return files, {**config, **{key: value for key, value in theirs.items() if key in inert}}
+
+
+OTHER_FOLDER = "name the folder that the model came from, or leave `like` out and copy the tokenizer's files"
+
+FREE = "dtype", "torch_dtype", "max_position_embeddings"
+"""What a model may have otherwise than the folder that it is saved like, without computing otherwise."""
+
+OF_FILES = frozenset((
+    "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version"
+))  # fmt: skip
+"""Keys that say which class the files are of, and how their tensors are stored."""
 
 
 def _require_none(module: PlanModule, error: Exception | None) -> None:

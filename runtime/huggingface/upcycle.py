@@ -35,7 +35,7 @@ from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
-from moec.runtime.huggingface.load import first_difference
+from moec.runtime.huggingface.load import differing
 from moec.runtime.huggingface.slabs import slab_bytes, slabs_of
 from moec.runtime.job.home import ALONE
 from moec.runtime.job.shards import initial_shard
@@ -173,9 +173,8 @@ def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> Non
             for theirs, ours in zip(dense.layers, sparse.layers, strict=True)
         ]
         sparse = sparse.replace(layers=tuple(layers))
-    different = first_difference(dense, sparse)
-    if different is not None:
-        how = different.replace("would be read as", "in the file")
+    if different := differing(dense, sparse):
+        how = "; ".join(different).replace("would be read as", "in the file")
         help = "`moec import hf` writes the dense model's file; put `moe` in place of `ffn` in it"
         raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: in {folder} {how}", help)
 

@@ -14,6 +14,11 @@ from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.stated_degrees import data_parallel_size
 
+LARGER = (
+    "compile it again with a larger one; weights of Hugging Face get their rows before "
+    "(docs/huggingface.md#added-tokens)"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -92,7 +97,7 @@ class Limits:
         if low == IGNORED_LABEL and name == "tokens":
             ignored = f": only labels may have {IGNORED_LABEL}, and they come after the tokens"
         elif high >= self.vocab and not ignored:
-            ignored = ": `vocab` in the file is the tokenizer's number of ids; compile it again with a larger one"
+            ignored = f": `vocab` in the file is the tokenizer's number of ids; {LARGER}"
         return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}{ignored}"
 
 

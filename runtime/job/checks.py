@@ -145,6 +145,7 @@ class JobChecks(Checks):
         report = replace(report, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
         among_all, in_group = self._factors
         products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
+        assert len(counts) <= MOST_COUNTS, f"{report.site} sends {len(counts)} counts"
         room = [0] * (MOST_COUNTS - len(counts))  # every site sends tensors of the same size
         sums = torch.tensor([report.complaint is not None, *products, *counts, *room], dtype=torch.int64)
         with collective("all_reduce", self._job + HOST, report.site) as peers:

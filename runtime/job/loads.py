@@ -60,16 +60,14 @@ def of_last_pass(job: Job, model: PlanModule, site: str, also: Sequence[int] = (
     found = [of_layers[layer] for of_layers in every for layer in sorted(of_layers)]
     sizes = [counts.numel() for counts in found]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
-    totals = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens), *also))
+    (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
     tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
-    tokens, *summed_also = (total // tp for total in totals)
-    if not found:
-        return Loads({}, {}, tokens, also=tuple(summed_also))
-    counts = torch.cat(found)
-    if job.world_size > 1:
+    counts = torch.cat([*found, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
+    if job.world_size > 1 and counts.numel():
         with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
             dist.all_reduce(counts, group=peers)
-    summed = iter(torch.split(counts.cpu(), sizes))
+    *of_all_layers, summed_also = torch.split(counts.cpu(), [*sizes, len(also)])
+    summed = iter(of_all_layers)
     experts, heads, made = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
     of_choices = {layer: int(total) for layer, total in made.items()}
-    return Loads(experts, heads, tokens, of_choices, tuple(summed_also))
+    return Loads(experts, heads, tokens // tp, of_choices, tuple(total // tp for total in summed_also.tolist()))

@@ -279,16 +279,18 @@ class PlanModule(nn.Module):
     def set(self, **settings: int) -> None:
         """Changes settings: `seed` and `step`, whole numbers from 0 to 2^62, of which random numbers are functions.
 
-        A new `step` is that of `job.steps` too, and at 0 `job.total_tokens` is 0 again.
+        A new `step` is that of `job.steps` too, and at 0 `job.total_tokens` is 0 again; a lower one begins a new run.
         `job.step` adds 1 to `step`; so do `job.accumulate` and, outside of both, each forward pass in training.
 
         A collective: every rank of a job calls it with the same numbers, or `JobError` is raised on every rank.
         """
         self._home.require_running()
         self._home.checks.require("set", complaint_about(settings), same_on_ranks(settings))
-        self.settings.update(settings)
         if STEP.name in settings:
+            if settings[STEP.name] < self.settings[STEP.name]:
+                self.run = self.run.branch()
             self._home.count_from(settings[STEP.name])
+        self.settings.update(settings)
 
     @property
     def spec(self) -> Spec:

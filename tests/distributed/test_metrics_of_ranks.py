@@ -72,7 +72,8 @@ def test_outputs_on_the_first_rank_alone_are_refused_on_every_rank(gloo: GlooPoo
 
 def metrics_but_on_rank_1(path: str, every: int) -> str:
     """The error of a script whose second rank leaves `metrics.step` out."""
-    with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job, job.metrics(path, every=every) as metrics:
+    plan = moe_plan(ranks=2, ep=2, layers=[f"attention = mha(heads = 4, window = {keys})" for keys in range(2, 7)])
+    with moec.launch(plan, device="cpu") as job, job.metrics(path, every=every) as metrics:
         model = job.build(seed=1)
         tokens = torch.arange(16).view(2, 8)
         try:
@@ -89,7 +90,7 @@ def metrics_but_on_rank_1(path: str, every: int) -> str:
 def test_ranks_that_leave_a_measurement_out_are_told_so_on_every_rank(
     gloo: GlooPool, tmp_path: Path, every: int
 ) -> None:
-    """Once gloo got all_reduces of two sizes and ended the processes."""
+    """Once gloo got all_reduces of two sizes and ended the processes. Metrics count the keys of each window."""
     first, second = gloo.run(2, metrics_but_on_rank_1, str(tmp_path / "run.jsonl"), every)
     assert first == second
     assert "ranks make different calls: one is at `metrics.step`, another at `start of a step`" in first

@@ -47,7 +47,7 @@ def tiny_model() -> Any:
 def test_its_python_trains_and_transformers_loads_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("olmoe")
-    console, (training, alone) = blocks("console")[0], blocks("python")
+    console, (training, alone, with_tokens) = blocks("console")[0], blocks("python")
     _, command, output = console.rstrip("\n").split("\n")
     result = CliRunner().invoke(app, command.removeprefix("$ moec ").split())
     assert result.stdout.rstrip("\n") == output
@@ -61,6 +61,11 @@ def test_its_python_trains_and_transformers_loads_the_result(tmp_path: Path, mon
     exec(alone, names)  # noqa: S102
     assert Path("again/model.safetensors").read_bytes() == Path("olmoe/model.safetensors").read_bytes()
     assert Path("tuned/model.safetensors").read_bytes() != Path("olmoe/model.safetensors").read_bytes()
+    exec(with_tokens, names)  # noqa: S102
+    larger = AutoModelForCausalLM.from_pretrained("with_tokens")
+    torch.testing.assert_close(names["model"](tokens + 8).logits, larger(tokens + 8).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(moec.DiagnosticError, match=r"(?s)`vocab` is 64, and in the model 72.*added tokens"):
+        moec.load_hf(names["model"], "olmoe")
 
 
 def test_its_commands_of_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,11 +127,12 @@ def test_to_load_the_last_checkpoint_is_to_go_on_with_its_run(job: Job, tmp_path
 def test_a_model_whose_step_goes_back_begins_a_run(job: Job, tmp_path: Path) -> None:
     model = saved(job, tmp_path, 8)
     model.set(step=0)
-    model.set(step=2)
-    job.save(tmp_path / "2", model, keep=1).wait()
-    assert sorted(os.listdir(tmp_path)) == ["2", "8"]
-    other = job.build()
-    assert said_by(lambda: job.resume(tmp_path, other))[0] == 2
+    for step, kept in ((9, {"8", "9"}), (2, {"2", "8", "9"})):
+        model.set(step=step)
+        job.save(tmp_path / f"{step}", model, keep=1).wait()
+        assert set(os.listdir(tmp_path)) == kept
+        other = job.build()
+        assert said_by(lambda: job.resume(tmp_path, other))[0] == step  # noqa: B023 - called at once
 
 
 def test_metrics_of_a_run_that_begins_with_loaded_weights_begin_anew(job: Job, tmp_path: Path) -> None:
