@@ -71,12 +71,23 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
 def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     """Reads a plan folder; executes nothing of it. `trust_nothing` compiles its Spec again and compares.
 
-    Raises MOE0751 for a `.moe` file, and `PlanError` for an invalid plan and, with `trust_nothing`, for one that
-    differs from its compiled Spec.
+    Warns on rank 0 where the `.moe` file beside it has changed since. Raises MOE0751 for a `.moe` file, and `PlanError`
+    for an invalid plan and, with `trust_nothing`, for one that differs from its compiled Spec.
     """
-    from moec.codegen.reading import read_plan
+    from moec.runtime.script import warn
+    from moec.stale import stale
 
     require_plan(path, "moec.load")
+    plan = valid_plan(path, trust_nothing=trust_nothing)
+    if os.environ.get("RANK", "0") == "0" and (found := stale(Path(path), plan)):
+        warn(f"{found.code}: {found.message}; {found.help}")
+    return plan
+
+
+def valid_plan(path: str | Path, *, trust_nothing: bool = False) -> Plan:
+    """`load` without its warning."""
+    from moec.codegen.reading import read_plan
+
     plan = read_plan(path)
     if trust_nothing:
         _require_same(plan, Path(path))

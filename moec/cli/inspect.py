@@ -87,13 +87,13 @@ def inspect(
     elif fx:
         from moec.commands.inspect_fx import inspect_fx
 
-        _show_text("fx", inspect_fx(path).rstrip("\n"), style)
+        _show_text("fx", inspect_fx(path, style).rstrip("\n"), style)
     elif memory:
         _show_memory(path, plot, style)
     elif graph:
         from moec.commands.inspect_picture import picture_of
 
-        _show_text("graph", picture_of(path, graph), style)
+        _show_text("graph", picture_of(path, graph, style), style)
     elif path.is_dir():
         from moec.commands.inspect_plan import run as run_plan
 

@@ -96,16 +96,13 @@ def launch(
         raise click.UsageError(
             "--run prints what the script prints, and takes a free port: leave out --json, --host and --port"
         )
+    from moec.commands.given_plan import given_plan
     from moec.commands.launch import make_launch
-    from moec.commands.stale import warn_if_stale
-    from moec.driver import load
 
     _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
-    loaded = load(plan)
-    warn_if_stale(plan, loaded, style)
     made = make_launch(
-        loaded,
+        given_plan(plan, style),
         plan,
         script,
         nodes=nodes,

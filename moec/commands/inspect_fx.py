@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.codegen.plan import Plan
-from moec.driver import load
+from moec.commands.given_plan import given_plan
 
 
-def inspect_fx(path: Path) -> str:
+def inspect_fx(path: Path, style: str) -> str:
     """The text."""
-    return fx_of(load(path))
+    return fx_of(given_plan(path, style))
 
 
 def fx_of(plan: Plan) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from moec.commands.given_plan import given_plan
 from moec.commands.inspect_documents import CountedElements, CountedLayers, ParametersDocument
 from moec.commands.output import emit
 from moec.commands.table import table
-from moec.driver import load, read, run_passes
+from moec.driver import read, run_passes
 from moec.grammar.amounts import count
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.printer import selector
@@ -24,7 +25,7 @@ def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ..
     """Prints the counts of a `.moe` file or a plan folder; returns the warnings. Raises `DiagnosticError`."""
     warnings: tuple[Diagnostic, ...] = ()
     if path.is_dir():
-        plan = load(path)
+        plan = given_plan(path, style)
         spec, program = plan.spec, plan.program
     else:
         loaded = read(path, **lets)

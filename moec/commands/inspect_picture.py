@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.plan import Plan
-from moec.driver import load
+from moec.commands.given_plan import given_plan
 from moec.passes.ir import Block, Op
 from moec.passes.ir.ops import Conversion
 
 
-def picture_of(path: Path, kind: str) -> str:
+def picture_of(path: Path, kind: str, style: str) -> str:
     """The picture of the plan in `path`: `kind` is mermaid or dot."""
-    return "\n".join(_picture(load(path), kind))
+    return "\n".join(_picture(given_plan(path, style), kind))
 
 
 def _picture(plan: Plan, kind: str) -> Iterator[str]:

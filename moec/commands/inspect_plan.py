@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.plan import Plan
+from moec.commands.given_plan import given_plan
 from moec.commands.inspect_plan_document import BlockCollective, PlanBlock, PlanDocument, PlanMesh
 from moec.commands.inspect_rank import rank_document, rank_lines, shortened
 from moec.commands.inspect_work import work_of, work_table
 from moec.commands.output import emit
-from moec.commands.stale import warn_if_stale
 from moec.commands.table import amount_or_dash, table
-from moec.driver import load
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
@@ -28,8 +27,7 @@ MOST_COMMUNICATORS = 4
 
 def run(path: Path, rank: int | None, style: str) -> None:
     """Prints the plan, or one rank of it. Raises `DiagnosticError` for a rank that the plan does not have."""
-    plan = load(path)
-    warn_if_stale(path, plan, style)
+    plan = given_plan(path, style)
     if rank is None:
         found = plan_document(plan)
         emit(style, lambda: plan_lines(found), lambda: found)

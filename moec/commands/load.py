@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.documents import LoadedPlan
+from moec.commands.given_plan import given_plan
 from moec.commands.other_files import require_plan
 from moec.commands.output import emit
-from moec.driver import load
 from moec.grammar.amounts import count
 
 
 def run(path: Path, trust_nothing: bool, style: str) -> None:
     """Loads the plan in the folder `path` and says what it is. Raises `DiagnosticError` for one that is not valid."""
     require_plan(path, "moec load")
-    plan = load(path, trust_nothing=trust_nothing)
+    plan = given_plan(path, style, trust_nothing=trust_nothing)
     parameters = len(plan.parameters)
     emit(
         style,

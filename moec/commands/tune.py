@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.kernels.tiles import KERNELS
+from moec.commands.given_plan import given_plan
 from moec.commands.other_files import require_plan
 from moec.commands.output import document, emit
 from moec.commands.table import table
-from moec.driver import load
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
 
@@ -47,7 +47,7 @@ class TunedPlan:
 def run(path: Path, output: Path | None, tries: int | None, style: str = "full") -> None:
     """Measures the plan in `path` and writes it to `output` (default: `path`). Raises `DiagnosticError`."""
     require_plan(path, "moec tune")
-    plan = load(path)
+    plan = given_plan(path, style)
     device = plan.spec.cluster.device
     if device.kind == "cpu":
         why = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"

@@ -15,11 +15,10 @@ from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report, Roundin
 
 def run(path: Path, style: str, *, trust_nothing: bool, scale: bool | None) -> bool:
     """Verifies the plan in `path`, prints the report; returns whether the plan is right. Raises `DiagnosticError`."""
-    from moec.commands.stale import warn_if_stale
-    from moec.driver import load, verify
+    from moec.commands.given_plan import given_plan
+    from moec.driver import verify
 
-    plan = load(path, trust_nothing=trust_nothing)
-    warn_if_stale(path, plan, style)
+    plan = given_plan(path, style, trust_nothing=trust_nothing)
     with progress(f"verifying {count(plan.world_size, 'rank')}") as bar:
         report = verify(plan, scale=scale, progress=bar.at)
     emit(style, lambda: report_lines(path, report), lambda: verify_document(path, report))

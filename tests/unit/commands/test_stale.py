@@ -1,4 +1,4 @@
-"""`moec launch` warns where the file has changed since its plan was compiled."""
+"""Commands and `moec.load` warn where the file has changed since its plan was compiled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from running import Run
+
+from moec import load
 
 SAID = (
     "warning[MOE0605]: the file no longer says what its plan has\n"
@@ -33,6 +35,20 @@ def test_a_changed_file_warns_and_the_plan_is_used(moec: Run, compiled: Path) ->
     assert (ran.status, ran.err.startswith(SAID)) == (0, True)
     assert "`moec compile model.moe` compiles it again" in ran.err
     assert ran.out.startswith("torchrun ")
+    for command in (["load"], ["inspect"], ["inspect", "--params"], ["inspect", "--graph", "dot"]):
+        assert moec(*command, "model.plan").err.startswith(SAID), command
+
+
+def test_a_script_is_told_on_rank_0(moec: Run, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compiled.parent / "model.plan"
+    newer(compiled)
+    load(plan)
+    compiled.write_text(compiled.read_text().replace("topk(2", "topk(1"))
+    newer(compiled)
+    with pytest.warns(UserWarning, match=r"MOE0605: .*has changed since.*`moec compile .*compiles it again"):
+        load(plan)
+    monkeypatch.setenv("RANK", "1")
+    load(plan)
 
 
 def test_a_file_that_no_longer_parses_warns_too(moec: Run, compiled: Path) -> None:

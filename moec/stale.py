@@ -6,15 +6,8 @@ from pathlib import Path
 from shlex import quote
 
 from moec.codegen.plan import Plan
-from moec.commands.output import show
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.folder_kinds import PLAN
-
-
-def warn_if_stale(path: Path, plan: Plan, style: str) -> None:
-    """Prints the warning of `stale` to stderr."""
-    if found := stale(path, plan):
-        show([found], style)
 
 
 def stale(path: Path, plan: Plan) -> Diagnostic | None:
