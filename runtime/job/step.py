@@ -20,6 +20,7 @@ from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
 from moec.runtime.job.equal_batches import mark_of, warn_of_equal
+from moec.runtime.job.first_batch import warn_of_batch
 from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.leftover_gradients import warn_of_leftover
@@ -28,7 +29,6 @@ from moec.runtime.job.mean_losses import warn_of_mean
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.padded_labels import warn_of_padded
 from moec.runtime.job.tp_losses import unlike_in_group
-from moec.runtime.job.unshifted_labels import warn_of_unshifted
 from moec.runtime.job.watch import collective
 from moec.runtime.ops.dense_collectives import all_reduce
 from moec.runtime.script import warn_first
@@ -131,7 +131,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     _warn_of_evaluation(model)
     warn_of_leftover(model)
     if not step.has_custom_loss:
-        warn_of_unshifted(model, step.tokens, step.labels)
+        warn_of_batch(model, step.tokens, step.labels, job.data_size)
         warn_of_padded(model, step.tokens, step.labels, step.beside)
     total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:

@@ -1,4 +1,4 @@
-"""The warning of labels that are the tokens themselves, from which a model would learn to repeat its input."""
+"""Warnings of a first batch whose labels are not the next tokens, or whose sequences come first."""
 
 from __future__ import annotations
 
@@ -35,6 +35,29 @@ def test_labels_that_are_the_tokens_warn_once_at_the_scripts_line(labels: Tensor
         assert [warning.filename for warning in caught] == [__file__]
         model.zero_grad()
         assert not warned(lambda: job.step(model, TOKENS, labels))
+
+
+def test_labels_shifted_twice_warn() -> None:
+    """`tokens = ids[:, :-1]` with labels that were shifted already, from the end ignored or cut."""
+    ids = torch.arange(20).view(2, 10)
+    ignored = torch.where(ids > 11, -100, ids)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        for given in (ids, ignored):
+            (said,) = warned(lambda labels=given: job.step(job.build(), ids[:, :-2], labels[:, 2:]))
+            assert "the tokens after the next ones, as if shifted twice" in said
+
+
+def test_sequences_in_the_first_place_warn() -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1, batch=2), device="cpu") as job:
+        ids = torch.randint(32, (9, 2))
+        said = [each for each in warned(lambda: job.step(job.build(), ids[:-1], ids[1:])) if "tokens of" in each]
+        assert said == [
+            "tokens of job.step are [8, 2], and the file's batch is 2 sequences of 8 tokens for each data rank: give "
+            "`[batch, sequence]`, such as `tokens.t()`"
+        ]
+        assert not [
+            each for each in warned(lambda: job.step(job.build(), ids[1:].t(), ids[:-1].t())) if "tokens of" in each
+        ]
 
 
 def shifted(job: Job, model: PlanModule) -> None:
