@@ -9,7 +9,7 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnos
 from moec.grammar.spec import Spec, Train
 from moec.passes.cost.memory import Moment, memory_of
 from moec.passes.ir import Program
-from moec.passes.remedies import Change, first_that_fits, what_could_help
+from moec.passes.remedies import ROOM, Change, first_that_fits, has_room, what_could_help
 
 LARGEST_KINDS = 3
 """Tenants that the message names."""
@@ -63,7 +63,8 @@ class Budget:
 def _advice(change: Change, memory: float) -> str:
     """`set … : it fits (61.3 of 80 GB)`."""
     fits = "it fits" if change.num_words == 1 else "they fit"
-    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)})"
+    tight = "" if has_room(change.peak, memory) else f"; less than {ROOM:.0%} stay free, which a prediction may miss by"
+    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)}){tight}"
 
 
 def gigabytes(size: float, of: float | None = None) -> str:

@@ -2,7 +2,7 @@
 
 The changes are every combination of `zero`, `recompute`, the numbers of micro-batches that divide a rank's sequences,
 and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. What
-is given was compiled, and its peak fits.
+is given was compiled, and its peak fits. Changes that leave `ROOM` of the device's memory come before others.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ MORE_RANKS = (2, 4, 8, 16)
 
 SAME_TIME = 0.05
 """Estimates of times fall into steps of 5 %. Within a step, fewer changed words come first."""
+
+ROOM = 0.1
+"""Part of a device's memory: predicted peaks were at most 9.3 % off the measured ones (benchmarks/bench_memory.py), and
+what a driver and communicators take is not in them."""
 
 Place = Callable[[Spec], Program]
 
@@ -89,14 +93,21 @@ def first_that_fits(spec: Spec, place: Place) -> Change | None:
     if found := _words_that_fit(_Search(spec, place)):
         return Change(f"set {found.text}", found.num_words, found.peak)
     larger = [more for times in MORE_RANKS if _has_degrees(more := _with_ranks(spec, times))]
-    for more in larger:
-        if peak := _peak(more, place):
-            return Change(f"use {more.cluster.ranks} ranks", 1, peak)
+    peaks = {more.cluster.ranks: peak for more in larger if (peak := _peak(more, place))}
+    if peaks:
+        memory = spec.cluster.device.memory
+        ranks = next((ranks for ranks, peak in peaks.items() if has_room(peak, memory)), min(peaks))
+        return Change(f"use {ranks} ranks", 1, peaks[ranks])
     for more in larger:
         search = _Search(more, place)
         if search.is_promising() and (found := _words_that_fit(search)):
             return Change(f"use {more.cluster.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
     return None
+
+
+def has_room(peak: float, memory: float) -> bool:
+    """Whether a peak leaves `ROOM` of the memory of a device, both in bytes."""
+    return peak <= (1 - ROOM) * memory
 
 
 def what_could_help(spec: Spec, place: Place) -> list[str]:
@@ -122,10 +133,11 @@ def what_could_help(spec: Spec, place: Place) -> list[str]:
 
 
 def _words_that_fit(search: _Search) -> Change | None:
-    """The combination of words that fits in the least time, as one writes it."""
-    for words in search.fitting():
-        if peak := _peak(words.spec(search.spec), search.place):
-            return Change(words.written(search.stated), words.num_differing(search.stated), peak)
+    """The combination of words that fits in the least time, as one writes it: with room, or else without."""
+    for search.room in (ROOM, 0.0):
+        for words in search.fitting():
+            if peak := _peak(words.spec(search.spec), search.place):
+                return Change(words.written(search.stated), words.num_differing(search.stated), peak)
     return None
 
 
@@ -144,6 +156,8 @@ class _Search:
     costs: dict[tuple[int | None, int, int], dict[str, BlockCost]] = field(default_factory=dict)
     too_small: set[tuple[int | None, int]] = field(default_factory=set)
     """The `ep` and `zero` whose parameters and optimizer states alone do not fit."""
+    room: float = 0.0
+    """The part of the device's memory that stays free."""
 
     @cached_property
     def stated(self) -> Words:
@@ -236,7 +250,7 @@ class _Search:
         peak = memory_of(self._program(words), words.spec(self.spec)).peak.bytes
         if sum(peak.of.get(kind, 0.0) for kind in ALWAYS) > capacity:
             self.too_small.add((words.ep, words.zero))
-        return peak.total <= capacity
+        return peak.total <= (1 - self.room) * capacity
 
     def _with_more_parts(self, words: Words, parts: list[int]) -> Words | None:
         """`words` with the fewest of these micro-batches that fit."""

@@ -106,23 +106,26 @@ def explain(subject: str, style: str) -> None:
     documents=("init", "init-list"),
 )
 @argument("file", "The file to write; it must not exist. Default: model.moe, or NAME.moe.", required=False, type=path())
+@click.option("-o", "--output", type=path(), help="FILE, as other commands call it.")
 @click.option("--from", "model", metavar="NAME", type=LibraryModel(), help="Start from this model of the library.")
 @click.option("--list", "show_list", is_flag=True, help="Write nothing; list the library's models.")
 @output_format
-def init(file: Path | None, model: str | None, show_list: bool, style: str) -> None:
+def init(file: Path | None, output: Path | None, model: str | None, show_list: bool, style: str) -> None:
     """Write a commented starter file, or a file that starts from a model of the library."""
     if show_list:
         from moec.commands.library import listing, models
         from moec.commands.output import emit
 
-        if file or model:
+        if file or output or model:
             raise click.UsageError("--list writes nothing: leave out FILE and --from")
         listed = models()
         emit(style, lambda: listing(listed), lambda: listed)
         return
     from moec.commands.init import run
 
-    run(file, model, style)
+    if file and output:
+        raise click.UsageError("give the file once: FILE and -o are the same")
+    run(file or output, model, style)
 
 
 @click.group("import", cls=Group)

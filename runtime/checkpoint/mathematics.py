@@ -13,7 +13,7 @@ from typing import Any
 
 from moec.grammar.printer import selector, written_value
 from moec.grammar.schema import fields
-from moec.grammar.spec import LongRope, Mixture, Moe, Ntk, Spec
+from moec.grammar.spec import Layer, LongRope, Mixture, Model, Moe, Ntk, Spec
 from moec.grammar.spec.base import Node
 from moec.runtime.checkpoint.index import ModelFields
 
@@ -96,6 +96,14 @@ def _bias_of(layer: Mapping[str, str]) -> str:
 
 def _between(stored: dict[str, str], here: dict[str, str]) -> Iterator[str]:
     for name in [*stored, *(name for name in here if name not in stored)]:
-        there, now = stored.get(name, "not given"), here.get(name, "not given")
+        there, now = (given.get(name) or _not_given(name) for given in (stored, here))
         if there != now:
             yield f"{name} is {there} in the checkpoint, {now} here"
+
+
+def _not_given(name: str) -> str:
+    """`not given (bf16)`, where a field of a model, a layer or a mixture has a default."""
+    word = name.rpartition(".")[2]
+    known = next((known for kind in (Model, Layer, Moe) for known in fields(kind).values() if known.word == word), None)
+    has_default = known is not None and not known.required and known.default is not None
+    return f"not given ({written_value(known, known.default)})" if known and has_default else "not given"

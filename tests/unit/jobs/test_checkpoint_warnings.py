@@ -60,7 +60,7 @@ def said_by(act: Callable[[], Any]) -> tuple[Any, list[str]]:
         (
             "gate = topk(2)",
             "gate = topk(2); capacity = factor(1.5)",
-            ["moe.capacity of layers [1, 3] is not given in the checkpoint, factor(1.5) here"],
+            ["moe.capacity of layers [1, 3] is not given (dropless) in the checkpoint, factor(1.5) here"],
         ),
         ("batch = 8; sequence = 8", "batch = 16; sequence = 8; optimizer = sgd(lr = 1)", []),
         ("size = 1", "size = 4", []),

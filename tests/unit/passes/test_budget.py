@@ -52,10 +52,20 @@ def test_the_proposed_words_fit_and_save_what_they_say(words: str) -> None:
 
 def test_one_word_is_proposed_where_one_is_enough() -> None:
     assert peak_of("zero = 1") < peak_of()
-    diagnostic = refusal(text_of(round(1.001 * peak_of("zero = 1"))))
+    diagnostic = refusal(text_of(round(1.001 * peak_of("zero = 3"))))
     change, _, fits = diagnostic.help.partition(": ")
     assert change.count(" = ") == 1
     assert fits.startswith("it fits (")
+    assert fits.endswith(")")
+
+
+def test_a_change_that_leaves_room_comes_first_and_one_that_does_not_says_so() -> None:
+    """`zero = 1` alone would leave none."""
+    roomy = refusal(text_of(round(1.001 * peak_of("zero = 1")))).help
+    assert roomy.count(" = ") == 2
+    assert roomy.endswith(")")
+    least = peak_of("ep = 4; zero = 1; recompute = layer; microbatches = 4", ep=None)
+    assert "; less than 10% stay free" in refusal(text_of(round(1.001 * least))).help
 
 
 def test_the_refusal_names_the_device_the_batch_and_the_largest_tenants() -> None:
