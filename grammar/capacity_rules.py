@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
+from moec.grammar.spec.balance import PlaceOrder
 from moec.grammar.units import written
 
 
@@ -80,6 +81,10 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
         message = f"`{gate.word}` has no next best expert"
         help = "gates with reroutes: topk, switch, batch_priority"
         yield diagnose("MOE0354", moe.span("overflow"), message, labels=_label(gate.span(), "this gate"), help=help)
+    elif moe.order in ("weight", "token"):
+        message, there = f"`order = {moe.order}`", _label(moe.span("overflow"), "moec cannot yet reroute in this order")
+        help = "orders of reroutes: sequence, priority, random"
+        yield diagnose("MOE0354", capacity.span("order"), message, labels=there, help=help)
     elif isinstance(gate, TopK):
         limits = {"bias": gate.bias == "learned", "noise": gate.noise > 0, "groups": gate.keep_groups is not None}
         for option in [name for name, given in limits.items() if given]:
@@ -90,8 +95,8 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     """Warns where later tokens decide which choices of earlier ones a capacity drops.
 
-    In token order only second choices queue behind later tokens, unless each choice has an expert of its own; by
-    priority, or at random in training, first ones do.
+    In token order only second choices queue behind later tokens, unless each choice has an expert of its own, and
+    token by token none; by priority or by weight, or at random in training, first ones do.
     """
     capacity, k = moe.capacity, moe.gate.choices(moe.num_experts)
     second = k > 1 and not moe.gate.by_expert
@@ -104,8 +109,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             return
     tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
     reroutes = moe.overflow == "reroute"
-    behind_later = {"sequence": (second, second), "random": (True, second), "priority": (True, True)}[moe.order]
-    behind_later = (True, True) if reroutes else behind_later
+    behind_later = (True, True) if reroutes else _BEHIND_LATER[moe.order](second)
     dropping = [
         mode
         for mode, behind, factor, of_group in zip(
@@ -125,7 +129,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     elif moe.order == "sequence":
         message = f"in {modes} it can drop second choices, which queue behind all first ones"
         labels = _label(moe.gate.span("k") or moe.gate.span(), f"each token makes {k} choices")
-        help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"
+        help = "`dropless` and `dynamic()` drop nothing; `order = token` and `topk(1)` let only earlier tokens decide"
     else:
         message = f"in {modes} it can drop choices, which queue behind those of later tokens"
         by_gate = isinstance(moe.gate, BatchPriority)
@@ -137,6 +141,17 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             "`dropless` and `dynamic()` drop nothing; `topk(1)` with `order = sequence` lets only earlier tokens decide"
         )
     yield diagnose("MOE0322", moe.span("capacity"), message, labels=labels, help=help, severity=Severity.WARNING)
+
+
+_BEHIND_LATER: dict[PlaceOrder, Callable[[bool], tuple[bool, bool]]] = {
+    "sequence": lambda second: (second, second),
+    "random": lambda second: (True, second),
+    "priority": lambda second: (True, True),
+    "weight": lambda second: (True, True),
+    "token": lambda second: (False, False),
+}
+"""By order of places: whether choices queue behind those of later tokens, in training and in evaluation. They are given
+whether second choices, which share experts with first ones, do in token order."""
 
 
 def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:

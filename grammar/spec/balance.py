@@ -93,11 +93,14 @@ Loss = SwitchLoss | GShardLoss | ImportanceLoss | LoadLoss | SequenceLoss | Devi
 # ---- capacity ----------------------------------------------------------------------------------------
 
 
+PlaceOrder = Literal["sequence", "random", "priority", "weight", "token"]
 Order = Annotated[
-    Literal["sequence", "random", "priority"],
+    PlaceOrder,
     Doc(
-        "which tokens take places first: as in the sequence; at random in training; or those with the best scores "
-        "(V-MoE, Riquelme et al. 2021, arXiv 2106.05974, section 4.1)"
+        "which choices take places first: all first choices before second ones, tokens as in the `sequence`, at "
+        "`random` in training, or by `priority`, those with the best scores first (V-MoE, Riquelme et al. 2021, arXiv "
+        "2106.05974, section 4.1); by `weight`, so that each expert keeps the choices that it weighs most (Megatron "
+        "`probs`); or `token` by token, all choices of one before those of the next (Megatron, DeepSpeed `position`)"
     ),
 ]
 

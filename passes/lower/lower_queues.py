@@ -48,6 +48,8 @@ def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]
     capacity, how = moe.capacity, capacity_of(moe) if moe.drops else {}
     if moe.drops and routed.segments is not None:
         return replace(routed, kept=_kept_in_segments(b, moe, routed, routed.segments))
+    if moe.order in ("weight", "token"):
+        return replace(routed, kept=_best(b, moe, routed))
     ordered = {"priorities": _priorities(b, moe, routed, beside)} if moe.order != "sequence" else {}
     if moe.overflow == "reroute":
         return _rerouted(b, moe, routed, ordered)
@@ -66,6 +68,16 @@ def _kept_in_segments(b: Builder, moe: Moe, routed: Routed, segments: str) -> st
     return b.one(
         o.KeepInSegments, routed.e, segments, beside=varying(b, moe), to="kept", span=moe.span("capacity"),
         num_experts=routed.experts, **how,
+    )  # fmt: skip
+
+
+def _best(b: Builder, moe: Moe, routed: Routed) -> str:
+    """The name of the choices, −1 for those beyond the capacity: by their own weights, or token by token."""
+    assert moe.overflow != "reroute", "the language refuses reroutes in such an order"
+    priorities = {"priorities": routed.gated.w} if moe.order == "weight" else {}
+    return b.one(
+        o.KeepBest, routed.e, beside={**priorities, **varying(b, moe)}, to="kept", span=moe.capacity.span("order"),
+        num_experts=routed.experts, **capacity_of(moe),
     )  # fmt: skip
 
 

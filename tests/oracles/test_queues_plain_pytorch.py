@@ -52,12 +52,19 @@ class QueuedMoe(PlainMoe):
         kept = torch.zeros_like(chosen)
         for tokens, places in self.groups(chosen):
             taken = [0] * EXPERTS
-            for j in range(chosen.shape[2]):
-                for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at)):
-                    expert = int(chosen[s, t, j])
-                    kept[s, t, j] = taken[expert] < places
-                    taken[expert] += 1
+            for s, t, j in self.queue(tokens, logits, weights):
+                expert = int(chosen[s, t, j])
+                kept[s, t, j] = taken[expert] < places
+                taken[expert] += 1
         return weights * kept, chosen
+
+    def queue(self, tokens: list[tuple[int, int]], logits: Tensor, weights: Tensor) -> list[tuple[int, int, int]]:
+        """The choices of a group, (sequence, place, j), in the order in which they take places."""
+        k = weights.shape[2]
+        if self.how in ("token", "weight"):
+            choices = [(s, t, j) for s, t in tokens for j in range(k)]
+            return choices if self.how == "token" else sorted(choices, key=lambda at: -float(weights[at]))
+        return [(s, t, j) for j in range(k) for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at))]
 
     def groups(self, chosen: Tensor) -> list[tuple[list[tuple[int, int]], int]]:
         """The tokens of each group, (sequence, place), and the places of each expert."""
@@ -103,7 +110,7 @@ CAPACITIES = [
 ]
 
 
-@pytest.mark.parametrize("order", ["random", "priority"])
+@pytest.mark.parametrize("order", ["random", "priority", "weight", "token"])
 @pytest.mark.parametrize(("gate", "beside", "body"), CAPACITIES)
 def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside: str, body: str, order: str) -> None:
     compare(gate, beside.format(order), body, order)

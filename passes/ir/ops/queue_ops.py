@@ -1,7 +1,9 @@
-"""Queues in another order than that of tokens: the op that keeps the choices with places, and priorities of tokens.
+"""Queues in another order than that of tokens: the ops that keep the choices with places, and priorities of tokens.
 
-As in `capacity_ops`, all first choices of a routing group come before all second ones. Among the j-th choices, the
-token with the highest priority comes first; equal ones are in token order. The ops see whole routing groups.
+With priorities of tokens, all first choices of a routing group come before all second ones, as in `capacity_ops`. Among
+the j-th choices, the token with the highest priority comes first; equal ones are in token order. With priorities of
+choices, the choice with the highest comes first, whether it is a token's first one or not. The ops see whole routing
+groups.
 """
 
 from __future__ import annotations
@@ -82,6 +84,46 @@ class KeepFirst(Capacity):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         whole = grouped(self.group, meshes)
         return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        return _rows(self, operands[0], self.num_experts, workload)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepBest(Capacity):
+    """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities of the same shape → kept.
+
+    Each expert keeps the choices with the highest priorities; equal ones, and all without the operand, are token by
+    token, and a token's own in their order. Megatron-LM's and DeepSpeed's `drop_policy`: with weights as priorities it
+    is `probs`, without any `position` (Megatron-LM 0.16.1, `transformer/moe/moe_utils.py`,
+    `apply_router_token_dropping`; DeepSpeed 0.19.8, `moe/sharded_moe.py`, `topkgating`).
+    """
+
+    mnemonic: ClassVar[str] = "keep_best"
+    takes: ClassVar[str] = "experts priorities? training?"
+    gives: ClassVar[str] = "kept"
+    operator: ClassVar[str | None] = "keep_best"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"priorities"})
+    chooses: ClassVar[str] = "kept"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        experts, priorities = given["experts"], given.get("priorities")
+        self.require_setting([given["training"]] if "training" in given else [])
+        require_choices(self, experts)
+        fits = priorities is None or (priorities.dtype != "int64" and priorities.shape == experts.shape)
+        require(fits, self, "wants a priority of each choice, or none")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing(tuple(REPLICATED if n == "training" else whole for n in self.named(operands)), (whole,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         return _rows(self, operands[0], self.num_experts, workload)
