@@ -26,6 +26,7 @@ def capacities(spec: Spec) -> list[Diagnostic]:
     for moe in {id(moe): moe for moe in mixtures if moe and not moe.gate.decides_rows}.values():
         found += _evaluation(spec, moe)
         found += _order(moe)
+        found += _renormalized(moe)
         found += _overflow(moe)
         found += _causality(spec, moe) if causal else ()
     return list(dict.fromkeys(found))
@@ -63,6 +64,19 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
         labels = _label(span, "this gate's order is `priority`")
         help = "leave `order` out, or use the gate `topk`"
         yield diagnose("MOE0354", capacity.span("order"), f"`order = {stated}`", labels=labels, help=help)
+
+
+def _renormalized(moe: Moe) -> Iterator[Diagnostic]:
+    """Warns of weights that are 1 whatever the router computes, because each token has one choice."""
+    capacity, gate = moe.capacity, moe.gate
+    if not (isinstance(capacity, Factor) and capacity.renormalize) or gate.choices(moe.num_experts) != 1:
+        return
+    if "logits" in gate.gives and moe.num_experts > 1:
+        message, help = "of one choice this makes every weight 1", "leave it out, as DeepSpeed does for `k = 1`"
+        labels = _label(gate.span("k") or gate.span(), "each token makes one choice")
+        yield diagnose(
+            "MOE0321", capacity.span("renormalize"), message, labels=labels, help=help, severity=Severity.WARNING
+        )
 
 
 def _overflow(moe: Moe) -> Iterator[Diagnostic]:

@@ -122,6 +122,13 @@ class Factor(Node):
     eval: Annotated[Ratio | None, Doc("`factor` in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("least number of places per expert")] = 1
     order: Order = "sequence"
+    renormalize: Annotated[
+        bool,
+        Doc(
+            "divide the weights of a token's choices by the sum of those that find a place, before the gate's `scale` "
+            "(DeepSpeed, for k of 2 or more)"
+        ),
+    ] = False
 
 
 class Dynamic(Node):

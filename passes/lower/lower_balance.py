@@ -32,8 +32,8 @@ class Routed:
     `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
     those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
     the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
-    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` where `gated.w` are those of experts
-    that reroutes found; None elsewhere.
+    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` before drops where `gated.w` are
+    others, those of experts that reroutes found, or divided by the sum of those with a place; None elsewhere.
     """
 
     gated: Gated

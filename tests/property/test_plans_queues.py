@@ -18,7 +18,13 @@ from support.verified import require_equal
 from moec.grammar.spec import Spec
 
 GROUPS = ("sequence", "batch", "rank")
-FACTORS = ("factor(0.6{})", "factor(0.5, eval = 0.9{})", "dynamic(max = 0.8{})", "factor(1.0, min = 2{})")
+FACTORS = (
+    "factor(0.6{})",
+    "factor(0.5, eval = 0.9{})",
+    "dynamic(max = 0.8{})",
+    "factor(1.0, min = 2{})",
+    "factor(0.7, renormalize = true{})",
+)
 ORDERED = {
     order: [f"capacity = {factor.format(f', order = {order}')}; group = {g}" for factor in FACTORS for g in GROUPS]
     for order in ("random", "priority", "weight", "token")

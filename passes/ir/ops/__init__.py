@@ -32,7 +32,7 @@ from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, Permut
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.part_ops import ConcatCounts, CountMade, SelectExperts
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
-from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepBest, KeepFirst, Reroute
+from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepBest, KeepFirst, Renormalize, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import AddLearnedNoise, SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
@@ -137,6 +137,7 @@ __all__ = [
     "QueueStarts",
     "RealTokens",
     "ReduceScatter",
+    "Renormalize",
     "RepeatHeads",
     "Replay",
     "Reroute",

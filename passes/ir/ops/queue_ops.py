@@ -180,6 +180,43 @@ class Reroute(Capacity):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renormalize(Op):
+    """`scale · wⱼ / Σ w` over a token's choices that found a place; 0 for the others: weights, kept → weights.
+
+    Both are `[batch, sequence, k]`, and kept is −1 for a choice without a place. The sum is at least the epsilon of
+    fp32, so a token without places has zeros and no NaN (DeepSpeed 0.19.8, `moe/sharded_moe.py`, `top2gating` and
+    `topkgating`). `scale` is the gate's, which the weights contain.
+    """
+
+    mnemonic: ClassVar[str] = "renormalize"
+    takes: ClassVar[str] = "weights kept"
+    gives: ClassVar[str] = "renormalized"
+    scale: Positive = 1.0
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        weights, kept = operands
+        require_choices(self, kept)
+        fits = weights.dtype != "int64" and weights.shape == kept.shape
+        require(fits, self, "wants a weight of each choice")
+        return (Type(shape=weights.shape, dtype=weights.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (weights, _), (given,) = operands, results
+        choices, k = workload.count(weights), workload.shape(weights)[-1]
+        keeps = (
+            workload.inner(given, "none", choices, "bool"),
+            workload.inner(given, "placed", choices, weights.dtype),
+            workload.inner(given, "sums", choices / k, weights.dtype),
+            workload.inner(given, "divisors", choices / k, weights.dtype),
+        )
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=5)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenWeights(Op):
     """The weights that `route` with the same attributes gives to choices made elsewhere: logits, experts → weights.
 

@@ -69,6 +69,7 @@ def test_a_mistake_has_a_place_and_a_way_out(code: str, options: dict[str, Any],
         ("MOE0347", {"gate": "topk(2, group_score = max)"}),
         ("MOE0348", {"model": "embedding = tokens(padding = 0, separator = 0)"}),
         ("MOE0351", {"beside": "capacity = dynamic(order = random)"}),
+        ("MOE0321", {"gate": "topk(1)", "beside": "capacity = factor(8, renormalize = true)"}),
     ],
 )
 def test_what_has_no_effect_or_an_odd_one_is_warned_of(code: str, options: dict[str, Any]) -> None:

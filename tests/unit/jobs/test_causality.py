@@ -190,6 +190,9 @@ def test_a_model_that_is_not_causal_is_not_warned() -> None:
 @pytest.mark.parametrize(
     ("gate", "learns"),
     [
+        ("topk(1); capacity = factor(4, renormalize = true)", False),
+        ("switch; capacity = factor(0.5, order = token, renormalize = true)", False),
+        ("topk(2); capacity = factor(0.5, order = token, renormalize = true)", True),
         ("topk(1, normalize = true)", False),
         ("topk(1, score = sigmoid, normalize = true)", False),
         ("topk(1, order = after, normalize = true)", False),

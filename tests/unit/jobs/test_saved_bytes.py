@@ -41,6 +41,8 @@ MODELS = {
         "beside": "shared = swiglu(8, gated = true)",
     },
     "places by priority": {"beside": "capacity = factor(1.25, order = priority)"},
+    "places by weight": {"beside": "capacity = factor(1.25, order = weight)"},
+    "renormalized weights": {"beside": "capacity = factor(0.75, renormalize = true)"},
     "reroutes": {"beside": "capacity = factor(1.25); overflow = reroute"},
     "reroutes by sigmoid": {
         "gate": "topk(2, score = sigmoid)",
