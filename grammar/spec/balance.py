@@ -21,11 +21,19 @@ class _Loss(Node):
 
 
 class SwitchLoss(_Loss):
-    """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k."""
+    """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k.
+
+    With `over = model` there is one term for all layers that have it, whose f and P are over the tokens of them all. It
+    is transformers' `load_balancing_loss_func` divided by k, over a micro-batch: `group = batch`.
+    """
 
     word = "switch_loss"
-    source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4"
+    source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4; transformers 5.24.0, models/mixtral/modeling_mixtral.py"
     counts = "choices"
+    over: Annotated[
+        Literal["layer", "model"],
+        Doc("`layer`: a term of each layer, and their sum; `model`: one term, over the tokens of all layers together"),
+    ] = "layer"
 
 
 class GShardLoss(_Loss):

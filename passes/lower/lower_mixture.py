@@ -16,6 +16,7 @@ from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_experts import Sent, activated_weights, apply_experts
 from moec.passes.lower.lower_feed_forward import beside_experts, scale_of, windows
+from moec.passes.lower.lower_pooled import given_to_model
 from moec.passes.lower.lower_queues import capacity_of, places_in_order, starts_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
 
@@ -41,8 +42,9 @@ def mixture(
         mixed = b.scaled(mixed, scale_of(moe.parts[0].body), moe.parts[0].span())
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
+    pooled = given_to_model(moe, routed)
     choices = (Output(routed.e, "choices"),) if replay else ()
-    return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *choices]
+    return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *pooled, *choices]
 
 
 def _made(b: Builder, moe: Moe, routed: Routed) -> list[Output]:

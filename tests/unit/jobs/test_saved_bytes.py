@@ -72,6 +72,7 @@ MODELS = {
     "near experts, bounded": {"gate": "topology(2, share = 0.2)", "levels": FOUR, "ep": 4},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
+    "balance over all layers": {"balance": "[switch_loss(0.1, over = model)]", "depth": 4},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
     "balance of sequences": {"gate": "topk(2, groups = 4, keep_groups = 2)", "balance": "[sequence_loss(0.1)]"},
