@@ -207,6 +207,8 @@ def nested(spec: Spec) -> Iterator[Diagnostic]:
             for term in moe.balance:
                 if not isinstance(term, SwitchLoss):
                     yield refused(term.span(), f"`{term.word}` of a mixture of mixtures", "")
+                elif term.fractions == "scores":
+                    yield refused(term.span("fractions"), "`fractions = scores` of a mixture of mixtures", "")
             for name in ("shared", "residual", "capacity", "balance"):
                 value = getattr(within, name)
                 if value is not None and value != () and not isinstance(value, Dropless):

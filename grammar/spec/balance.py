@@ -19,6 +19,11 @@ class _Loss(Node):
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
+    @property
+    def counted(self) -> Literal["", "choices", "first", "scores"]:
+        """`counts` of this very term, which an option may change."""
+        return self.counts
+
 
 class SwitchLoss(_Loss):
     """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k.
@@ -34,6 +39,17 @@ class SwitchLoss(_Loss):
         Literal["layer", "model"],
         Doc("`layer`: a term of each layer, and their sum; `model`: one term, over the tokens of all layers together"),
     ] = "layer"
+    fractions: Annotated[
+        Literal["choices", "scores"],
+        Doc(
+            "what f counts: the choices that are made, or the k best scores alone, whatever biases and groups choose "
+            "(Megatron's `aux_loss`; `sequence_loss` does so over each sequence)"
+        ),
+    ] = "choices"
+
+    @property
+    def counted(self) -> Literal["", "choices", "first", "scores"]:
+        return self.fractions
 
 
 class GShardLoss(_Loss):
@@ -53,6 +69,13 @@ class ImportanceLoss(_Loss):
     word = "importance_loss"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 6 and 7"
     needs = "weights"
+    of: Annotated[
+        Literal["choices", "all"],
+        Doc(
+            "whose weights are summed: those of a token's choices, or `all` experts' probabilities before noise "
+            "(Tutel, whose variance is E / (E - 1) times this one)"
+        ),
+    ] = "choices"
 
 
 class LoadLoss(_Loss):
@@ -61,6 +84,13 @@ class LoadLoss(_Loss):
     word = "load_loss"
     source = "Shazeer et al. 2017, arXiv 1701.06538, appendix A, eq. 8 to 11"
     needs = "noise"
+    of: Annotated[
+        Literal["logits", "probabilities"],
+        Doc(
+            "what noise lifts over the k-th best logit: an expert's logit, or its probability before noise (Tutel, for "
+            "`topk` with `noise`; its variance is E / (E - 1) times this one)"
+        ),
+    ] = "logits"
 
 
 class SequenceLoss(_Loss):

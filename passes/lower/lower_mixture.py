@@ -42,7 +42,7 @@ def mixture(
         mixed = b.scaled(mixed, scale_of(moe.parts[0].body), moe.parts[0].span())
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
-    pooled = given_to_model(moe, routed)
+    pooled = given_to_model(b, moe, routed)
     choices = (Output(routed.e, "choices"),) if replay else ()
     return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *pooled, *choices]
 

@@ -9,15 +9,15 @@ from moec.grammar.spec import Moe
 from moec.passes.ir import Output
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.lower_balance import Routed
+from moec.passes.lower.lower_balance import Routed, counted_by
 
 
-def given_to_model(moe: Moe, routed: Routed) -> list[Output]:
+def given_to_model(b: Builder, moe: Moe, routed: Routed) -> list[Output]:
     """The probabilities and choices of a layer's tokens, for a term over all layers; nothing without."""
-    if moe.pooled is None:
+    if (term := moe.pooled) is None:
         return []
     assert routed.gated.p is not None, "the language refuses a term over what the gate does not give"
-    return [Output(routed.gated.p, "probabilities"), Output(routed.outer or routed.e, "counted")]
+    return [Output(routed.gated.p, "probabilities"), Output(counted_by(b, term, routed), "counted")]
 
 
 @dataclass(slots=True)
@@ -60,6 +60,5 @@ class Pooled:
             o.SwitchLoss, self.p, self.choices, beside=beside, to="switch_loss", span=term.span(), group=group
         )
         weights = (term.weight / len(self.layers),)
-        return [
-            Output(self.b.one(o.WeightedSum, loss, to="pooled_balance", span=term.span(), weights=weights), "balance")
-        ]
+        weighted = self.b.one(o.WeightedSum, loss, to="pooled_balance", span=term.span(), weights=weights)
+        return [Output(weighted, "balance")]

@@ -23,7 +23,14 @@ from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.passes.ir.ops.head_gate import GateHeads
 from moec.passes.ir.ops.image_ops import Classify, FirstToken, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
-from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
+from moec.passes.ir.ops.load_ops import (
+    ExpectedLoads,
+    ExpertWeights,
+    FirstChoices,
+    GroupTotals,
+    LoadsAbove,
+    VariationLoss,
+)
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.merge_ops import MergeExperts, MergeShares, SequenceLinear
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
@@ -114,6 +121,7 @@ __all__ = [
     "LargestScores",
     "LayerNorm",
     "Linear",
+    "LoadsAbove",
     "LogitMax",
     "MaskChoices",
     "Mean",

@@ -52,6 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "capacity, one rank": {"beside": "capacity = factor(1.0)", "ranks": 1, "ep": 1},
     "capacity by priority": {"beside": "capacity = factor(1.0, order = priority)", "tp": 2, "ep": 4},
     "balance over all layers": {"balance": "[switch_loss(0.1, over = model)]", "tp": 2, "ep": 4},
+    "loads above": {"gate": "topk(2, noise = 0.5)", "balance": "[load_loss(0.1, of = probabilities)]", "tp": 2},
     "renormalized weights": {"beside": "capacity = factor(0.5, renormalize = true)", "tp": 2, "ep": 4},
     "capacity by weight": {"beside": "capacity = factor(1.0, order = weight)", "tp": 2, "ep": 4},
     "capacity token by token": {"beside": "capacity = dynamic(max = 1.0, order = token); group = batch"},

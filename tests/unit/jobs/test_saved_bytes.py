@@ -88,6 +88,10 @@ MODELS = {
     "groups": {"gate": "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 4, keep_groups = 2)"},
     "importance_loss": {"balance": "[importance_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
     "load_loss": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]"},
+    "loads above": {
+        "gate": "topk(2, noise = 0.5)",
+        "balance": "[importance_loss(0.1, of = all), load_loss(0.1, of = probabilities)]",
+    },
     "sparsemixer": {"gate": "sparsemixer(3)"},
     "dselect_k": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]"},
     "dselect_k of one": {"gate": "dselect_k(1)", "balance": "[]"},
