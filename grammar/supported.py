@@ -176,9 +176,6 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
             yield elsewhere(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
-        if isinstance(bias := getattr(gate, "bias", None), Online):
-            help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
-            yield elsewhere(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
 
 
 def _all_mixtures(spec: Spec) -> Iterator[Moe]:
