@@ -121,6 +121,7 @@ CODES: dict[str, str] = {
     "MOE0369": "windows do not fit the grid of patches",
     "MOE0370": "the choices of this gate cannot be given",
     "MOE0371": "packed texts are marked in two ways",
+    "MOE0372": "layers do not share a balance term",
     "MOE0373": "a replay drops or reroutes other choices than its rollout",
     "MOE0374": "an option has no effect without another",
     "MOE0375": "a degree of experts for layers without experts",

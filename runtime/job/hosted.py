@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moec.runtime.calls import called
+from moec.runtime.errors import JobError
 from moec.runtime.job.gradients import require_max_norm
 from moec.runtime.job.groups import resolve
 from moec.runtime.job.layer import MoeLayer
@@ -25,6 +26,25 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     experts = {id(parameter) for layer in _layers(model) for parameter in layer.expert_parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
+@called("moec.end_step")
+def end_step(model: nn.Module) -> None:
+    """Says that a training step has ended: the biases of layers with `bias = online(…)` move towards equal loads.
+
+    They move by the rows that experts got in training since the last call, of all ranks and micro-batches. A collective
+    over the layers' ranks: every rank calls it once after each `optimizer.step()`. Without such layers it does nothing.
+    Raises `JobError` (MOE0713) where none of them has had a forward pass in training since the last call. A layer whose
+    optimizer steps without this call refuses the next pass in training.
+    """
+    biased = [layer for layer in _layers(model) if layer.biases.any]
+    moved = [layer.end_step() for layer in biased]
+    if biased and not any(moved):
+        raise JobError(
+            "MOE0713",
+            "moec.end_step was called, and no forward pass in training came since the last step ended",
+            "call it once after each `optimizer.step()`, with layers in `.train()`",
+        )
 
 
 @called("moec.clip_grad_norm_", max_norm="1.0 is usual")
