@@ -170,6 +170,8 @@ CODES: dict[str, str] = {
     "MOE0742": "more tokens than the model's context",
     "MOE0743": "no token can be chosen",
     "MOE0744": "this layer cannot run as a CUDA graph",
+    "MOE0745": "this layer was made before its process group",
+    "MOE0746": "a file would have one rank's experts as all",
     "MOE0750": "wrong argument or name",
     "MOE0751": "something else was given for a plan or a `.moe` file",
     "MOE0752": "the job does not run",

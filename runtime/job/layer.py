@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
@@ -27,6 +28,7 @@ from moec.runtime.job.layer_biases import LayerBiases
 from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.settings import require_seed, setting_values
+from moec.runtime.job.torch_clipping import count_experts
 
 
 class HostedHome(Home, Protocol):
@@ -45,6 +47,11 @@ class HostedHome(Home, Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the layer."""
+        ...
+
+    @property
+    def expert_group(self) -> str:
+        """The name of the group whose ranks have different experts; empty if every rank has all experts."""
         ...
 
     def whole(self, name: str, part: Tensor) -> Tensor:
@@ -211,8 +218,11 @@ class MoeLayer(nn.Module):
         """Raises `JobError` for an invalid x; returns whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
-        if len(self._home.ranks) > 1:
-            self._hosts = hosts.check_hosts(self.get_submodule("experts"), self._home.ranks, self._hosts)
+        if dist.is_initialized():
+            experts = self.get_submodule("experts")
+            if self._hosts is None:  # the first pass of this layer, or of its copy
+                count_experts(experts, self._home.expert_group)
+            self._hosts = hosts.check_hosts(experts, self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
         complaint = self.biases.complaint if self.training else None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
