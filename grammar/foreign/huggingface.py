@@ -37,7 +37,7 @@ _DENSE = "write `layers {} {{ ffn = swiglu(WIDTH) }}` in `model`, after the `lay
 
 _MODEL = (
     Row("rms_norm_eps", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "", "models/mixtral/modeling_mixtral.py, MixtralRMSNorm; models/phimoe/modeling_phimoe.py, PhimoeDecoderLayer", cases=(("in Phi-3.5-MoE", "norm = layer_norm(eps = {})"),)),
-    Row("layer_norm_eps layer_norm_epsilon", "model.norm.layer_norm.eps", "norm = layer_norm(eps = {})", "1e-5", "", "models/gpt2/modeling_gpt2.py, GPT2Block", convert=True),
+    Row("layer_norm_eps layer_norm_epsilon", "model.norm.layer_norm.eps", "norm = layer_norm(eps = {})", "1e-5", "", "models/gpt2/modeling_gpt2.py, GPT2Block; models/cohere/modeling_cohere.py, CohereLayerNorm", cases=(("in Cohere, whose norm has no shift", "norm = layer_norm(eps = {}, bias = false)"),)),
     Row("norm_type", "model.norm", "norm = {}", "rms(eps = 1e-5)"),
     Row("position_embedding_type", f"{GQA}.rope", "attention = mha(heads = 32, rope = rope())", "", "without either there are none", "models/bert/modeling_bert.py, BertEmbeddings", "for `rotary`", (("for `absolute`", "embedding = tokens(positions = learned)"),)),
     Row("pad_token_id", "model.embedding.tokens.padding", "embedding = tokens(padding = {})", "0", "only where padding must go to no expert; else leave it out", _LOSS, differs="padding goes to experts there; `attention_mask` keeps it out of attention and of the auxiliary loss", renames=False, but=off()),
@@ -56,7 +56,7 @@ _OF_ATTENTION = (
     Row("num_key_value_heads num_kv_heads", f"{GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {}, rope = rope())", "8", "`heads` is your number of attention heads", "models/mixtral/modeling_mixtral.py, MixtralAttention"),
     Row("attention_head_dim", f"{GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {}, rope = rope())", "128", "", but=off()),
     Row("rope_theta rotary_emb_base", f"{ROPE}.theta", "rope = rope(theta = {})", "1e6", "", "models/mixtral/modeling_mixtral.py, apply_rotary_pos_emb", cases=(("in DeepSeek, GLM-4, Cohere and ERNIE, which turn neighbours", "rope = rope(theta = {}, interleaved = true)"),)),
-    Row("partial_rotary_factor rotary_pct", f"{ROPE}.fraction", "rope = rope(fraction = {})", "0.5", "", "modeling_rope_utils.py, _compute_default_rope_parameters", convert=True),
+    Row("partial_rotary_factor rotary_pct", f"{ROPE}.fraction", "rope = rope(fraction = {})", "0.5", "", "models/glm4_moe/modeling_glm4_moe.py, apply_rotary_pos_emb; models/glm4/modeling_glm4.py, apply_rotary_pos_emb", cases=(("in GLM-4, which turns neighbours", "rope = rope(fraction = {}, interleaved = true)"),)),
     Row("rope_scaling rope_parameters rope_type", f"{ROPE}.scaling", "rope = rope(scaling = yarn(4, original = 4096))", "", "scalings are `linear`, `ntk` for `dynamic`, `yarn`, `llama3` and `longrope`", "modeling_rope_utils.py, ROPE_INIT_FUNCTIONS", but=off()),
     Row("rope_interleave", f"{ROPE}.interleaved", "rope = rope(interleaved = {})", "true", "True is the default of DeepSeek-V3", _MLA, convert=True),
     Row("sliding_window", f"{GQA}.window", "attention = gqa(heads = 32, kv_heads = 8, window = {}, rope = rope())", "4096", "a token counts itself, in both; Qwen has no window unless `use_sliding_window`", "masking_utils.py, sliding_window_overlay", but=off()),

@@ -20,7 +20,7 @@ _FP16 = "moec does not train in fp16 yet: write `dtype = bf16` in `model`"
 _FP32 = "write `dtype = fp32` in `model`: bf16 is the default"
 
 ROWS: tuple[Row, ...] = (
-    Row("hidden_size:hf,mg,ds n_embd:hf d_model:hf,fm model_dim:tu dim_model:ot dmodel:ot", "model.dim", "dim = {}", "4096"),
+    Row("hidden_size:hf,mg,ds n_embd:hf d_model:hf,fm model_dim:tu dim_model:ot dmodel:ot hidden_dim:ot", "model.dim", "dim = {}", "4096"),
     Row("num_hidden_layers:hf num_layers:hf,mg,ds n_layer:hf n_layers:hf,tt nlayers:ot", "model.depth", "depth = {}", "32"),
     Row("vocab_size:hf,tt padded_vocab_size:mg n_vocab:ot vocabulary_size:ot", "model.vocab", "vocab = {}", "32_000"),
     Row("max_position_embeddings:hf,mg n_positions:hf n_ctx:hf max_seq_len:tt max_context_length:tt context_length:ot block_size:ot", "model.context", "context = {}", "4096"),
@@ -43,6 +43,13 @@ ROWS: tuple[Row, ...] = (
     Row("aux_loss:ot aux_loss_weight:ot load_balancing_loss_coef:ot load_balancing_loss:ot load_balance_loss:ot", SWITCH_LOSS, "balance = [switch_loss({})]", "0.01", _AUX_LOSS, renames=False, but=off()),
     Row("z_loss_coef:ot router_z_loss_weight:ot", f"{MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=off()),
     Row("seq_aux_loss_coef:ot", f"{MOE}.balance.sequence_loss.weight", "balance = [sequence_loss({})]", "1e-4", but=off()),
+    Row("jitter_noise:ot", f"{MOE}.gate.topk.jitter", "gate = topk(2, jitter = {})", "0.01", "of the router's input, in training", renames=False, but=off()),
+    Row("router_noise:ot", f"{MOE}.gate.topk.noise", "gate = topk(2, noise = {})", "1.0", "Gaussian, added to the logits in training", renames=False, but=off()),
+    Row("score_function:ot", f"{MOE}.gate.topk.score", "gate = topk(2, score = {})", "sigmoid"),
+    Row("router_type:ot", f"{MOE}.gate", "gate = topk(2)", "", "other gates are `switch`, `expert_choice`, `soft`, …: `moec explain gate`"),
+    Row("expert_capacity_factor:ot", f"{MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", "what a system's number means: `moec explain capacity_factor`", renames=False, but=off("leave it out: without a capacity no token is dropped")),
+    Row("token_dropping:ot", f"{MOE}.capacity", "capacity = factor(1.25)", "", "full experts then drop tokens", but=off("write `capacity = dropless()`, the default: no token is dropped")),
+    Row("use_shared_expert_gate:ot", f"{MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", "", but=off()),
     Row("shared_expert:ot", f"{MOE}.shared", "shared = swiglu(2816)", "", "WIDTH is the number of shared experts times the width of one", but=off()),
     # ---- attention -------------------------------------------------------------------------------------
     Row("rope_base:ot", f"{ROPE}.theta", "rope = rope(theta = {})", "1e6", "with `interleaved = true` where neighbours turn"),
@@ -55,6 +62,7 @@ ROWS: tuple[Row, ...] = (
     Row("gradient_accumulation_steps:hf,ds num_microbatches:mg num_micro_batches:ot grad_accum:ot accumulation_steps:ot accumulate_grad_batches:pl gradient_accumulation:ot", "parallel.microbatches", "microbatches = {}", "4"),
     Row("learning_rate:hf", f"{ADAMW}.lr", "optimizer = adamw(lr = {})", "3e-4", ADAMW_DEFAULTS),
     Row("betas:hf,ds", f"{ADAMW}.beta1", "optimizer = adamw(beta1 = 0.9, beta2 = 0.95)", "", "each has a name of its own"),
+    Row("epsilon:ot", f"{ADAMW}.eps", "optimizer = adamw(eps = {})", "1e-8"),
     Row("wd:ot", f"{ADAMW}.weight_decay", "optimizer = adamw(weight_decay = {})", "0.1"),
     Row("use_distributed_optimizer:mg", "parallel.zero", "zero = 1", "", "masters and optimizer states are cut over the data-parallel ranks", but=off()),
     Row("master_weights:ot main_params_dtype:mg", "train.master", "master = fp32", "", "that is the default"),

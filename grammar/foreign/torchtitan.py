@@ -17,7 +17,7 @@ _PAIRS = "Llama 3 and DeepSeek-V3 turn neighbours, `interleaved = true`; Qwen3 a
 _BALANCED = "`load_balance_coeff`, 1e-3 unless told, is a bias too: `bias = online(1e-3)`"
 
 ROWS: tuple[Row, ...] = (
-    Row("norm_eps", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "", "models/common/nn_modules.py, RMSNorm", convert=True),
+    Row("norm_eps", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "", "models/common/nn_modules.py, RMSNorm"),
     Row("n_heads", f"{ATTENTION}.mha.heads", "attention = mha(heads = {}, rope = rope(interleaved = true))", "32", f"with fewer key and value heads, both numbers go into one `gqa`; {_PAIRS}", _ROPE),
     Row("n_kv_heads", f"{GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {}, rope = rope(interleaved = true))", "8", f"`heads` is your number of attention heads; {_PAIRS}", _ROPE),
     Row("rope_theta", f"{ROPE}.theta", "rope = rope(theta = {}, interleaved = true)", "1e6", _PAIRS, _ROPE, "in Llama 3 and DeepSeek-V3", (("in Qwen3 and gpt-oss", "rope = rope(theta = {})"),)),

@@ -21,7 +21,7 @@ ROWS: tuple[Row, ...] = (
     Row("activation_fn", f"{MOE}.experts", "experts = 16 * relu(16_384, bias = true)", "", "`gelu`, `relu2`, `silu` are the words for others", _EXPERTS, "left out"),
     Row("has_fc1_bias has_fc2_bias", f"{MOE}.experts.relu.bias", "experts = 16 * relu(16_384, bias = true)", "", "for both true, the default; one alone has no equal", _EXPERTS, renames=False, but=off()),
     Row("gate_type", f"{MOE}.gate", "gate = topk(2, normalize = true)", "", "for k = 1 `topk(1)`; `cosine_top` has no equal", f"{_LAYER}; gates/top.py, LinearTopKGate", "for `{'type': 'top', 'k': 2}`"),
-    Row("normalize_gate", f"{GATE}.normalize", "gate = topk(2, normalize = {})", "true", "true by default there; of no effect for k = 1: `topk(1)`", _CRITICAL),
+    Row("normalize_gate", f"{GATE}.normalize", "gate = topk(2, normalize = {})", "true", "true by default there", _CRITICAL, "for k >= 2", (("for k = 1, where it has no effect", "gate = topk(1)"),), renames=False),
     Row("gate_noise", f"{GATE}.noise", "gate = topk(2, normalize = true, noise = 0.125)", "", "Tutel's number divided by the number of experts: for 1.0 and 8 experts; it chooses and weighs, in training, in both", _LAYER, renames=False, but=off()),
     Row("batch_prioritized_routing", f"{CAPACITY}.order", "capacity = factor(1.25, order = priority)", "", "beside `gate = topk(2, normalize = true)`: `gate = batch_priority(2)` does not divide weights by their sum, as `normalize_gate` does", _CRITICAL, but=off()),
     Row("capacity_factor", f"{CAPACITY}.factor", "capacity = factor(FACTOR)", "1.25", f"{_ROUNDED}; {_RANK}; left out it is 1.0; 0 is `dynamic()`, a negative number `dynamic(max = …)`", _CRITICAL, renames=False, but=dict.fromkeys(("0", "0.0"), "write `capacity = dynamic()`")),

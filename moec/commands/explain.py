@@ -65,7 +65,7 @@ def explain(asked: str) -> Explanation:
 
 
 def _of_word(asked: str) -> Explanation:
-    from moec.grammar.foreign.lookup import aliases, elsewhere, synonym
+    from moec.grammar.foreign.lookup import aliases, elsewhere, near, synonym
     from moec.grammar.suggest import meant, nearest
     from moec.grammar.words_in_words import page, words
 
@@ -82,11 +82,14 @@ def _of_word(asked: str) -> Explanation:
         places = dict.fromkeys((found.name, found.path[-2]) for found in other.meanings if found.name in known)
         pages += [page(name, inside=inside) for name, inside in places]
         return Explanation(asked=asked, subject=other.word, kind="word of another system", markdown="\n".join(pages))
-    near = synonym(asked) or meant(asked, known)
-    if near is None and (there := meant(_plain(asked), aliases())):
+    if (help := near(asked)) is not None:
+        text = f"# `{asked}`\n\nA value of other systems: {help}.\n"
+        return Explanation(asked=asked, subject=asked, kind="word of another system", markdown=text)
+    same = synonym(asked) or meant(asked, known)
+    if same is None and (there := meant(_plain(asked), aliases())):
         return _of_word(there)
-    if near is not None and near in known:
-        return Explanation(asked=asked, subject=near, kind="word", markdown=page(near))
+    if same is not None and same in known:
+        return Explanation(asked=asked, subject=same, kind="word", markdown=page(same))
     like = (nearest(asked.upper(), CODES) or nearest(asked, known)) if asked else None
     advice = f"did you mean `{like}`? " if like else ""
     example = "a word of the language (topk, kv_heads), or of Hugging Face, Megatron or DeepSpeed (hidden_size)"

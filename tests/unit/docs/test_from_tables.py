@@ -135,9 +135,7 @@ def file_of(code: str) -> str:
     for word, number in NUMBERS_FOR.items():
         code = re.sub(word, number, code)
     if code.startswith("rope = "):
-        latent = "mla(heads = 32, kv_rank = 512, nope_dim = 128, rope_dim = 64, value_dim = 128, {})"
-        attention = latent if "interleaved" in code else "gqa(heads = 32, kv_heads = 8, {})"
-        code = f"attention = {attention.format(code)}"
+        code = f"attention = gqa(heads = 32, kv_heads = 8, {code})"
     if code.startswith("attention = mla(heads = 128"):
         code = code.replace("heads = 128", "heads = 32")
     blocks = {block: dict(names) for block, names in BLOCKS.items()}

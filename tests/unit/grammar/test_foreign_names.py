@@ -182,12 +182,14 @@ def fixes(text: str) -> list[str]:
         ("model { layers { moe { gate = topk(top_k = 2) } } }", []),
         ("model { layers { moe { gate = topk(num_experts_per_tok = 2) } } }", []),
         ("model { layers { moe { gate = topk(2, norm_topk_prob = true) } } }", ["normalize"]),
+        ("model { layers { moe { gate = topk(1, normalize_gate = true) } } }", []),  # no effect in Tutel, 1 here
+        ("model { layers { moe { gate = topk(2, moe_input_jitter_eps = 0.1) } } }", []),  # in evaluation too
         ("model { layers { moe { moe_expert_capacity_factor = 1.25 } } }", []),  # drops others for k >= 2
         ("model { layers { moe { capacity = factor(capacity_factor = 1.25) } } }", []),  # Tutel rounds twice
         ("model { layers { moe { capacity = factor(1.25, min_capacity = 4) } } }", ["min"]),
         ("model { layers { moe { moe_shared_expert_intermediate_size = 64 } } }", []),  # gelu without `--swiglu`
         ("model { rms_norm_eps = 1e-5 }", []),  # a layer norm in Phi-3.5-MoE
-        ("model { layer_norm_eps = 1e-5 }", ["norm = layer_norm(eps = 1e-5)"]),
+        ("model { tie_word_embeddings = true }", ["embedding = tokens(tied = true)"]),
         ("model { layers { attention = gqa(num_attention_heads = 8, kv_heads = 2) } }", ["heads"]),
         ("model { layers { attention = gqa(heads = 8, kv_heads = 2, rope_theta = 1e6) } }", []),  # or neighbours turn
         ("model { layers { attention = gqa(heads = 8, kv_heads = 2, rope = rope(rope_theta = 1e6)) } }", ["theta"]),
@@ -233,6 +235,8 @@ def test_a_name_that_is_merely_near_has_no_page(name: str) -> None:
         ("--quick-geglu", "1 is added to the other factor"),
         ("--window-size", "the left number there does not count the token itself"),
         ("k", "A word of DeepSpeed"),
+        ("global_aux_loss", "`switch_loss` with `group = batch`"),
+        ("sinkhorn", "no gate here balances by Sinkhorn"),
     ],
 )
 def test_options_that_were_missing_or_misleading_say_what_they_are(name: str, says: str) -> None:
