@@ -67,7 +67,7 @@ _OF_ATTENTION = (
     Row("attention_multiplier", f"{GQA}.multiplier", "attention = gqa(heads = 32, kv_heads = 8, multiplier = {}, rope = rope())", "0.125", "", "models/granitemoe/modeling_granitemoe.py, GraniteMoeAttention", but=off()),
     Row("clip_qkv", f"{GQA}.clip", "attention = gqa(heads = 32, kv_heads = 8, clip = {}, rope = rope())", "8.0", "", "models/olmoe/modeling_olmoe.py, OlmoeAttention.forward", but=off()),
     Row("q_lora_rank", f"{MLA}.q_rank", MLA_FORM.replace("kv_rank", "q_rank = {}, kv_rank"), "1536", "", _MLA, but=off()),
-    Row("kv_lora_rank", f"{MLA}.kv_rank", MLA_FORM.replace("512", "{}"), "512", "", _MLA),
+    Row("kv_lora_rank", f"{MLA}.kv_rank", MLA_FORM.replace("512", "{}"), "512", "norms of the latent vectors have `latent_eps = 1e-6` there, whatever `rms_norm_eps` is", _MLA),
     Row("qk_nope_head_dim", f"{MLA}.nope_dim", MLA_FORM.replace("nope_dim = 128", "nope_dim = {}"), "128", "", _MLA),
     Row("qk_rope_head_dim", f"{MLA}.rope_dim", MLA_FORM.replace("64", "{}"), "64", "", _MLA),
     Row("v_head_dim", f"{MLA}.value_dim", MLA_FORM.replace("value_dim = 128", "value_dim = {}"), "128", "", _MLA),

@@ -249,7 +249,7 @@ def test_options_that_were_missing_or_misleading_say_what_they_are(name: str, sa
         ("moe { use_residual = false }", "leave it out: that is the default here"),
         ("moe { drop_tokens = False }", "write `capacity = dropless()`, the default: no token is dropped"),
         ("moe { drop_tokens = true }", "`capacity = factor(1.0, min = 4, order = random)`, for `True`"),
-        ("moe { capacity_factor = 1.25 }", "DeepSpeed: here it is `capacity = factor(1.25, eval = 1, min = 4"),
+        ("moe { capacity_factor = 1.25 }", "DeepSpeed: here it is `capacity = factor(1.25, eval = 1, min = 4, order"),
         ("moe { router_aux_loss_coef = 0.02 }", "`balance = [switch_loss(WEIGHT)]`; WEIGHT is 0.02 * k / L"),
         ("moe { shared = 0 }", "for none, leave `shared` out"),
         ("moe { shared = 1 }", "write `shared = swiglu(WIDTH)`"),
