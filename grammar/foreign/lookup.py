@@ -121,11 +121,15 @@ class Alias:
         return tuple(SYSTEMS[key].name for meaning in self.meanings for key in meaning.systems)
 
     def said(self, value: str = "", *, here: bool = False) -> str:
-        """What each system's is here, as `Meaning.said` has it; without notes where there are several."""
+        """What each system's is here, as `Meaning.said` has it; without notes where systems differ."""
         if self.one is not None:
             return self.one.said(value, here=here)
-        said = (f"{meaning.named}: {meaning.said(value, here=here, brief=True)}" for meaning in self.meanings)
-        return f"systems differ. {'. '.join(said)}. `moec explain {self.word}` says more"
+        said = [(meaning.named, meaning.said(value, here=here, brief=True)) for meaning in self.meanings]
+        if len({text for _, text in said}) == 1:
+            notes = (f"; {meaning.named}: {meaning.row.note}" for meaning in self.meanings if meaning.row.note)
+            return said[0][1] + "".join(notes)
+        texts = ". ".join(f"{named}: {text}" for named, text in said)
+        return f"systems differ. {texts}. `moec explain {self.word}` says more"
 
     @property
     def renames(self) -> bool:
@@ -149,6 +153,14 @@ def _rows() -> Iterator[tuple[str, tuple[str, ...], Row]]:
             yield from ((name, (key,), row) for name in row.names.split())
 
 
+def _sense(row: Row) -> tuple[object, ...]:
+    """What two rows have in common that say the same."""
+    return (
+        *(row.path, row.form, row.when, row.cases, row.differs, row.note, row.convert, row.renames),
+        *row.but.items(),
+    )
+
+
 def key_of(name: str) -> str:
     """A name without a flag's dashes, in lower case."""
     return name.lstrip("-").replace("-", "_").lower()
@@ -160,8 +172,8 @@ def aliases() -> dict[str, Alias]:
     found: dict[str, dict[tuple[object, ...], Meaning]] = {}
     for name, keys, row in _rows():
         word = key_of(name)
-        same = (*row._replace(names="", read="", but={})[:-1], *row.but.items())
         meanings = found.setdefault(word, {})
+        same = _sense(row)
         before = meanings.get(same) or Meaning(word=word, systems=(), row=row, read={})
         read = {**before.read, **dict.fromkeys(keys, row.read)}
         meanings[same] = replace(before, systems=(*before.systems, *keys), read=read)

@@ -11,7 +11,7 @@ _SAMPLES = (
     (re.compile(r"\b\d+ \* (?=swiglu|gelu|relu)"), "COUNT * "),
     (re.compile(r"(?<=\(heads = )\d+"), "HEADS"),
     (re.compile(r"(?<=kv_heads = )\d+"), "KV_HEADS"),
-    (re.compile(r"(?<=topk\()\d+"), "K"),
+    (re.compile(r"(?<=topk\()(?!1\b)\d+"), "K"),
     (re.compile(r"(?<=microbatches = )\d+"), "NUMBER"),
 )
 

@@ -167,6 +167,13 @@ def test_a_name_of_several_systems_shows_what_it_is_in_each(name: str, shown: di
     assert help.startswith("systems differ. ") == (len(shown) > 1)
 
 
+def test_systems_that_differ_in_what_they_default_to_alone_have_one_form() -> None:
+    help = ALIASES["lr"].said("3e-4")
+    assert help.count("`optimizer = adamw(lr = 3e-4)`") == 1
+    assert "Megatron: the rate that" in help
+    assert "torchtitan: its other numbers" in help
+
+
 def fixes(text: str) -> list[str]:
     """The texts that `check --fix` puts in, of the first error of an unknown name."""
     found = next(each for each in load_text(text).diagnostics if each.code == "MOE0201")
