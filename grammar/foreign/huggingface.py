@@ -29,7 +29,7 @@ _OF_FAMILIES = (
     ("in Phi-3.5-MoE", "gate = sparsemixer({})"),
 )
 _TRAINERS = "under `Trainer` WEIGHT is {} * k / L times the accumulated micro-batches and processes: the whole loss is multiplied by the number of processes, and not divided by that of micro-batches"
-_POOLED = "exact for one layer, and for layers that load their experts alike: transformers takes the tokens of all layers together"
+_POOLED = "exact for one layer, and for layers that load their experts alike: transformers takes the tokens of all layers together, and the fractions of plain top-k, without biases and groups"
 _JITTER = "it multiplies what the experts get, too, and here what the router gets alone"
 _IMPORT = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"
 _NO_LOSS = "transformers' own classes have no such loss; in DeepSeek's remote code "
