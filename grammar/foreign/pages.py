@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moec.grammar.foreign import shared
 from moec.grammar.foreign.lookup import TABLES
@@ -47,7 +47,7 @@ def tables(page: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = [head, ("---",) * len(head), *rows]
     return ["".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in lines]
 

@@ -25,7 +25,7 @@ FORMS: dict[str, dict[str, str]] = {
     },
 }
 """Each form with the paths of the words here whose values it has, and their places in it."""
-SYSTEMS = {"experts": ("hf", "mg", "tt"), "attention": ("hf",), "gate": ("hf",)}
+SYSTEMS = {"experts": ("hf", "tt"), "attention": ("hf",), "gate": ("hf",)}
 """By the name that a form gives: the systems in which it gives the same numbers."""
 
 
@@ -34,19 +34,31 @@ def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool)
 
     All names must be those of one system.
     """
+    usable = [
+        meaning for meaning in found.meanings if value and value.lower() not in meaning.row.but and _holds(meaning)
+    ]
     for form, places in FORMS.items():
-        for meaning in found.meanings:
-            if not value or value.lower() in meaning.row.but or meaning.row.path not in places or not _holds(meaning):
-                continue
-            for system in set(meaning.systems) & set(SYSTEMS[form.partition(" ")[0]]):
-                others = {path: _given(path, system, beside) for path in places if path != meaning.row.path}
-                if all(others.values()):
-                    values = {places[meaning.row.path]: value}
-                    values |= {places[path]: beside[word] for path, word in others.items()}
-                    names = " and ".join(f"`{each}`" for each in (found.word, *others.values()))
-                    where = "" if here or not meaning.block else f", in {meaning.block}"
-                    return f"{names} are one value here: `{form.format_map(values)}`{where}"
+        for meaning in usable:
+            others = _others(meaning, form, beside)
+            if others:
+                values = {places[meaning.row.path]: value}
+                values |= {places[path]: beside[word] for path, word in others.items()}
+                names = " and ".join(f"`{each}`" for each in (found.word, *others.values()))
+                where = "" if here or not meaning.block else f", in {meaning.block}"
+                return f"{names} are one value here: `{form.format_map(values)}`{where}"
     return found.said(value, here=here)
+
+
+def _others(meaning: Meaning, form: str, beside: Mapping[str, str]) -> dict[str, str]:
+    """The paths of the other values of a form, with the names beside that give them in a system of the meaning."""
+    places, systems = FORMS[form], SYSTEMS[form.partition(" ")[0]]
+    if meaning.row.path not in places:
+        return {}
+    for system in meaning.systems:
+        found = {path: _given(path, system, beside) for path in places if path != meaning.row.path}
+        if system in systems and all(found.values()):
+            return found
+    return {}
 
 
 def _holds(meaning: Meaning) -> bool:
