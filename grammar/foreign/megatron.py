@@ -100,8 +100,8 @@ _OF_ATTENTION = (
 )
 
 _OF_EXPERTS = (
-    Row("--ffn-hidden-size", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "left out it is 4 * dim, with `--swiglu` int(dim * 8 / 3 / 64) * 64", _ARGUMENTS, "with `--swiglu`", (("with plain gelu, the default, and `--disable-bias-linear`", "ffn = gelu({})"),)),
-    Row("--moe-ffn-hidden-size", f"{MOE}.experts.swiglu.hidden", "experts = 8 * swiglu({})", "14_336", "left out it is `--ffn-hidden-size`", "core/transformer/transformer_config.py, TransformerConfig.moe_ffn_hidden_size", "with `--swiglu`"),
+    Row("--ffn-hidden-size", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "left out it is 4 * dim, with `--swiglu` int(dim * 8 / 3 / 64) * 64", _ARGUMENTS, "with `--swiglu` and `--disable-bias-linear`", (("with plain gelu, the default, and `--disable-bias-linear`", "ffn = gelu({})"),)),
+    Row("--moe-ffn-hidden-size", f"{MOE}.experts.swiglu.hidden", "experts = 8 * swiglu({})", "14_336", "left out it is `--ffn-hidden-size`", "core/transformer/transformer_config.py, TransformerConfig.moe_ffn_hidden_size", "with `--swiglu` and `--disable-bias-linear`"),
     Row("--swiglu", "model.layers.ffn", "ffn = swiglu(14_336)", "", "of experts `experts = 8 * swiglu(14_336)`; the first half of the columns is the gate, in both", _CONFIG, but={"false": "write `ffn = gelu(WIDTH)`: plain gelu is Megatron's default"}),
     Row("activation_func", "model.layers.ffn", "ffn = swiglu(14_336)", "", "`gelu`, `relu`, `relu2` and `silu` are the words for others", _ACTIVATION, "for `F.silu` with `gated_linear_unit`"),
     Row("--squared-relu", "model.layers.ffn", "ffn = relu2(14_336)", "", "of experts `experts = 8 * relu2(14_336)`", "core/activations.py, squared_relu"),
@@ -118,7 +118,7 @@ _OF_EXPERTS = (
 )
 
 _OF_GATES = (
-    Row("--moe-router-topk", f"{GATE}.k", "gate = topk({}, order = after)", "2", "a router bias, unless `--disable-bias-linear`, is `bias = learned`; k = 1 wants `--moe-router-pre-softmax` there", _TOPK, "the softmax of the chosen logits, their default", ((_PRE, "gate = topk({})"), (_SIGMOID, "gate = topk({}, score = sigmoid, normalize = true)")), renames=False, but={"1": "write `gate = topk(1)`: Megatron refuses k = 1 without `--moe-router-pre-softmax`"}),
+    Row("--moe-router-topk", f"{GATE}.k", "gate = topk({}, order = after)", "2", "without that flag the router has a bias, `bias = learned`; k = 1 wants `--moe-router-pre-softmax` there", _TOPK, "with `--disable-bias-linear`: the softmax of the chosen logits", ((_PRE, "gate = topk({})"), (_SIGMOID, "gate = topk({}, score = sigmoid, normalize = true)")), renames=False, but={"1": "write `gate = topk(1)`: Megatron refuses k = 1 without `--moe-router-pre-softmax`"}),
     Row("--moe-router-pre-softmax", f"{GATE}.order", "gate = topk(2, order = before)", "", "the default here; the weights are then not divided by their sum", _TOPK, renames=False, but={"false": "write `gate = topk(2, order = after)`: the softmax is over the chosen logits"}),
     Row("--moe-router-score-function", f"{GATE}.score", "gate = topk(8, score = sigmoid, normalize = true)", "", "for k = 1 without `normalize`; `sqrtsoftplus` has no equal", _TOPK, "for `sigmoid`", (("for `softmax`, their default", "gate = topk(8, order = after)"),), renames=False, but={"softmax": "write `gate = topk(K, order = after)`, or `gate = topk(K)` with `--moe-router-pre-softmax`", "sqrtsoftplus": "no equal: `score` is `softmax` or `sigmoid`"}),
     Row("--moe-router-topk-scaling-factor", f"{GATE}.scale", "gate = topk(8, order = after, scale = {})", "2.5", "", _TOPK, cases=((_SIGMOID, _OF_SIGMOID + ", scale = {})"), (_PRE, "gate = topk(8, scale = {})")), but=off()),
