@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from moec.runtime.calls import called
 from moec.runtime.errors import JobError
 from moec.runtime.job.gradients import EPS, require_max_norm
-from moec.runtime.job.groups import resolve
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.norms_over_ranks import by_span, canonical, norms
 
