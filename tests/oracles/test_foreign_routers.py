@@ -69,7 +69,7 @@ def test_a_word_for_these_numbers_is_missing(row: Row) -> None:
 def test_biases_follow_loads_as_in_megatron_and_but_for_their_mean_as_in_torchtitan() -> None:
     """`moe_router_bias_update_rate` counts kept choices; `load_balance_coeff` moves biases by steps of mean 0."""
     row, rate = ROWS["torchtitan load_balance_coeff, on by default"], 0.03
-    for capacity in ("", "; group = rank; capacity = factor(0.75)"):
+    for capacity in ("", "; group = rank; capacity = factor(1)"):
         ours = ModelProbe(f"gate = topk(3, score = sigmoid, bias = online({rate})){capacity}", row.given.logits)
         megatrons, titans = torch.zeros(2, row.experts, dtype=torch.float64)
         for _ in range(4):
@@ -81,7 +81,7 @@ def test_biases_follow_loads_as_in_megatron_and_but_for_their_mean_as_in_torchti
                 titans = torchtitan.updated_bias((expected > 0).sum(0), titans, rate)
             ours.model.update_states()
             torch.testing.assert_close(ours.bias, megatrons, check_dtype=False, **TIGHT)
-        assert ours.bias.abs().max() > 2 * rate
+        assert ours.bias.abs().max() > rate
         if not capacity:
             torch.testing.assert_close(ours.bias - ours.bias.mean(), titans, check_dtype=False, **TIGHT)
             assert abs(float(ours.bias.mean())) > LOOSE, "the test sees no difference"
