@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from oracles.foreign.table_deepspeed import DEEPSPEED
 from oracles.foreign.table_megatron import MEGATRON
 from oracles.foreign.table_others import FASTMOE, TORCHTITAN, TUTEL
 from oracles.foreign.table_transformers import TRANSFORMERS
+from oracles.same import spread
+from oracles.specs import small_spec
 from support.tables import each_row
 from torch import Tensor
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moec.grammar.diagnostics import DiagnosticError
+from moec.runtime.job.reference import reference
 
 TABLES = (MEGATRON, DEEPSPEED, TUTEL, FASTMOE, TORCHTITAN, TRANSFORMERS)
 ROWS = {row.name: row for table in TABLES for row in table}
@@ -85,6 +91,29 @@ def test_biases_follow_loads_as_in_megatron_and_but_for_their_mean_as_in_torchti
         if not capacity:
             torch.testing.assert_close(ours.bias - ours.bias.mean(), titans, check_dtype=False, **TIGHT)
             assert abs(float(ours.bias.mean())) > LOOSE, "the test sees no difference"
+
+
+def test_jitter_of_transformers_changes_what_experts_get_and_ours_what_the_router_gets() -> None:
+    """`router_jitter_noise` of Mixtral, with a router of zeros, which jitter cannot change."""
+    block: Any = MixtralSparseMoeBlock(
+        MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=4, router_jitter_noise=0.3)
+    ).double()
+    spread(block)
+    block.gate.weight.data.zero_()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    assert (block.train()(x.clone()) - block.eval()(x.clone())).abs().max() > LOOSE
+    ours = reference(
+        small_spec(
+            "layers { attention = mha(heads = 4); moe { experts = 4 * swiglu(8); gate = topk(2, jitter = 0.3) } }"
+        ),
+        dtype=torch.float64,
+    )
+    spread(ours)
+    for name, parameter in ours.named_parameters():
+        if name.endswith("moe.gate.weight"):
+            parameter.data.zero_()
+    tokens = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(ours.train()(tokens).logits, ours.eval()(tokens).logits, **TIGHT)
 
 
 def real(row: Row, routing: Routing) -> Tensor:

@@ -25,9 +25,11 @@ def top1(
     gumbel: Tensor | None = None,
     used: Tensor | None = None,
 ) -> Routing:
-    """`top1gating`. `drawn` [T] are the random numbers of `use_rts`; without them the first tokens take the places, as
-    CUDA's `torch.topk` takes the first of equal ones. `gumbel` is the noise of `RSample`, which chooses and does not
-    weigh. `used` are real tokens."""
+    """`top1gating`. `gumbel` is the noise of `RSample`, which chooses and does not weigh. `used` are real tokens.
+
+    `drawn` [T] are the random numbers of `use_rts`. Without them `torch.topk` of zeros and ones gives the places: on a
+    CPU to any, in CUDA's kernel (`gatherTopK`, by its source) to the first tokens, as here.
+    """
     tokens, experts = logits.shape
     gates = logits.softmax(-1)
     mask = mask_of((gates if gumbel is None else logits + gumbel).argmax(-1, keepdim=True), experts)

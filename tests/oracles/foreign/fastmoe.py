@@ -17,8 +17,8 @@ def naive(logits: Tensor, top_k: int) -> Routing:
 
 
 def noisy(clean: Tensor, raw: Tensor, top_k: int, normal: Tensor | None, epsilon: float = 1e-2) -> Routing:
-    """`NoisyGate`: `raw` [T, E] is x · w_noise; `normal` is standard normal in training, None in evaluation, whose loss
-    divides by a deviation of 0. The deviation has 0.01 added to it."""
+    """`NoisyGate`: `raw` [T, E] is x · w_noise; `normal` is standard normal in training. None is evaluation, whose loss
+    divides by a deviation of 0, which torch's checks of arguments refuse. The deviation has 0.01 added to it."""
     deviation = F.softplus(raw) + epsilon
     logits = clean if normal is None else clean + normal * deviation
     best, order = logits.topk(top_k + 1, -1)

@@ -55,8 +55,8 @@ def capacity(tokens: int, experts: int, factor: float) -> int:
 def drop(weights: Tensor, chosen: Tensor, topk: int, factor: float, policy: str) -> Tensor:
     """`apply_router_token_dropping`: the weights, 0 where a choice has no place. It divides none anew.
 
-    `position` takes `torch.topk` of zeros and ones, which leaves open which of equal ones come first; CUDA's takes
-    the first ones, which this does too.
+    `position` takes `torch.topk` of zeros and ones, which leaves open which of equal ones it takes: on a CPU any, in
+    CUDA's kernel (`gatherTopK`, by its source) the first ones, as here.
     """
     tokens, experts = weights.shape
     places = capacity(tokens * topk, experts, factor)
