@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 import torch
-from oracles.foreign import megatron, torchtitan
+from oracles.foreign import deepspeed, megatron, torchtitan, tutel
 from oracles.foreign.probe import ModelProbe
 from oracles.foreign.routing import Routing
-from oracles.foreign.row import Given, Row
+from oracles.foreign.row import Given, Options, Row
 from oracles.foreign.table_deepspeed import DEEPSPEED
 from oracles.foreign.table_megatron import MEGATRON
 from oracles.foreign.table_others import FASTMOE, TORCHTITAN, TUTEL
 from oracles.foreign.table_transformers import TRANSFORMERS
-from oracles.same import spread
 from oracles.specs import small_spec
 from support.tables import each_row
 from torch import Tensor
@@ -33,6 +33,22 @@ LOOSE = 1e-3
 
 def test_each_row_has_a_name_of_its_own() -> None:
     assert len(ROWS) == sum(map(len, TABLES))
+
+
+def test_each_option_of_a_formula_has_a_row() -> None:
+    used = {name for row in ROWS.values() if isinstance(row.theirs, Options) for name in row.theirs.options}
+    formulas = (
+        megatron.choose,
+        megatron.route,
+        deepspeed.top1,
+        deepspeed.top2,
+        deepspeed.topk,
+        tutel.route,
+        torchtitan.route,
+    )
+    for formula in formulas:
+        parameters = inspect.signature(formula).parameters.values()
+        assert {each.name for each in parameters if each.kind is each.KEYWORD_ONLY} <= used
 
 
 @each_row("row", [row for row in ROWS.values() if not row.differs and not row.awaits])
@@ -95,23 +111,15 @@ def test_biases_follow_loads_as_in_megatron_and_but_for_their_mean_as_in_torchti
 
 def test_jitter_of_transformers_changes_what_experts_get_and_ours_what_the_router_gets() -> None:
     """`router_jitter_noise` of Mixtral, with a router of zeros, which jitter cannot change."""
-    block: Any = MixtralSparseMoeBlock(
-        MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=4, router_jitter_noise=0.3)
-    ).double()
-    spread(block)
-    block.gate.weight.data.zero_()
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=4, router_jitter_noise=0.3)
+    block: Any = MixtralSparseMoeBlock(config).double()
+    moe = "experts = 4 * swiglu(8); gate = topk(2, jitter = 0.3)"
+    ours = reference(small_spec(f"layers {{ attention = mha(heads = 4); moe {{ {moe} }} }}"), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(6)
+    for name, parameter in [*block.named_parameters(), *ours.named_parameters()]:
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (not name.endswith("gate.weight")))
+    x = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
     assert (block.train()(x.clone()) - block.eval()(x.clone())).abs().max() > LOOSE
-    ours = reference(
-        small_spec(
-            "layers { attention = mha(heads = 4); moe { experts = 4 * swiglu(8); gate = topk(2, jitter = 0.3) } }"
-        ),
-        dtype=torch.float64,
-    )
-    spread(ours)
-    for name, parameter in ours.named_parameters():
-        if name.endswith("moe.gate.weight"):
-            parameter.data.zero_()
     tokens = torch.arange(12).view(2, 6)
     torch.testing.assert_close(ours.train()(tokens).logits, ours.eval()(tokens).logits, **TIGHT)
 

@@ -242,7 +242,7 @@ TRANSFORMERS = [
     ),
     Row(
         "router_aux_loss_coef, two layers",
-        balanced(lambda logits: (logits, logits.roll(1, 1))),
+        balanced(lambda logits: (logits, logits.roll(1, 1))),  # each of the two has the same term by itself
         f"{NORMAL}; group = batch; balance = [switch_loss(2)]",
         differs="loss",
         why="fractions and probabilities are over the tokens of all layers together, not a mean of layers' terms",
