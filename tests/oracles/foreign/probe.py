@@ -46,6 +46,7 @@ class ModelProbe:
 
     def __init__(self, moe: str, logits: Tensor, *, real: Tensor | None = None, noise: float = 0.0) -> None:
         (batch, sequence, self.experts), self.dim = logits.shape, 2 * logits.shape[-1] + 1
+        logits = logits.detach()
         size = 4.0 * self.dim * float(logits.square().sum(-1).max() + 1)
         rest = (size - logits.square().sum(-1, keepdim=True)).sqrt()
         stream = torch.cat([logits, torch.zeros_like(logits), rest], -1).flatten(0, 1)

@@ -80,8 +80,9 @@ class Options:
 class Row:
     """`theirs` gives what the system computes; `moe` are the lines of a `moe` block for the same.
 
-    `differs` names what no lines make equal, with `why`: `moe` is then the nearest. `awaits` are the lines that would
-    be equal if the language had a word that it has not yet. `needs` a `model` where a `layer` cannot say it.
+    `differs` is "loss" where only the loss of the nearest lines, `moe`, differs. `why` is for what no lines make equal.
+    `awaits` are the lines that would be equal if the language had a word that it has not yet. `needs` a `model` where
+    a `layer` cannot say it.
     """
 
     name: str

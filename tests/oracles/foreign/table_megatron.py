@@ -47,6 +47,7 @@ AUX, ALL = ({"load_balancing": f"{name}aux_loss"} for name in ("", "global_"))
 SEQ = {"load_balancing": "seq_aux_loss", "sequences": lambda g: len(g.logits)}
 REAL = {"real": lambda g: g.padded}
 SWITCH = "group = rank; balance = [switch_loss(1)]"
+SCORES = "group = rank; balance = [switch_loss(1, fractions = scores)]"
 
 MEGATRON = [
     Row("megatron topk 2", options(2), "gate = topk(2, order = after)"),
@@ -137,14 +138,14 @@ MEGATRON = [
         options(4, **GROUPS, **PRE, **AUX),
         f"gate = topk(4, {KEEP}); {SWITCH}",
         differs="loss",
-        why="the fractions are of the plain top k, without groups",
+        awaits=f"gate = topk(4, {KEEP}); {SCORES}",
     ),
     Row(
         "megatron aux_loss, bias",
         biased(3, **AUX),
         f"gate = topk(3, score = sigmoid, normalize = true, bias = online(1e-3)); {SWITCH}",
         differs="loss",
-        why="the fractions are of the plain top k, without the bias",
+        awaits=f"gate = topk(3, score = sigmoid, normalize = true, bias = online(1e-3)); {SCORES}",
         needs="bias",
     ),
     Row(

@@ -83,7 +83,11 @@ TUTEL = [
         tutels(2, is_gshard_loss=False, **NOISY),
         "gate = topk(2, normalize = true, noise = 0.5); group = rank; balance = [importance_loss(0.5)]",
         differs="loss",
-        why="importance is of the softmax of all experts, with Bessel's correction; load compares it with logits",
+        # all experts' softmax; load compares it with logits; variances have Bessel's correction: 1 / 2 * 8 / 7
+        awaits=(
+            "gate = topk(2, normalize = true, noise = 0.5); group = rank; "
+            "balance = [importance_loss(4 / 7, of = all), load_loss(4 / 7, of = probabilities)]"
+        ),
         needs="model",
     ),
     Row(
