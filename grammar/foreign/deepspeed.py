@@ -12,13 +12,13 @@ _TOP1, _TOP2, _TOPK = (f"moe/sharded_moe.py, {name}" for name in ("top1gating", 
 _GATE = "moe/sharded_moe.py, TopKGate"
 _CAPACITY = "moe/sharded_moe.py, _capacity; moe/layer.py, MoE"
 _RANK = "counted over a rank's tokens of a micro-batch: `group = rank` is a further line of `moe`"
-_KEPT = "weights of k >= 2 choices are divided there by the sum of those that were kept, and before drops here"
-_DROPS = f"no equal for k >= 2 where choices are dropped: {_KEPT}; nearest for k = 2 is `factor({{}}, eval = 1, min = 4)`, for k > 2, where each expert keeps the choices that it weighs most, with `order = priority`"
+_KEPT = "weights of k >= 2 choices are divided by the sum of those that were kept: `renormalize = true` of `factor(…)`"
+_DROPS = "for k = 2 `factor({}, eval = 1, min = 4, renormalize = true)`, and for k > 2, where each expert keeps the choices that it weighs most, `factor({}, eval = 1, min = 4, order = weight, renormalize = true)` beside `gate = topk(K)`"
 _RTS = "for k = 1 with `use_rts`, their defaults"
 _NO_RTS = "no equal: without it `torch.topk` of equal numbers says who keeps a place, in no order that torch promises; nearest is the default order, `capacity = factor(1.25, eval = 1, min = 4)`"
 
 ROWS: tuple[Row, ...] = (
-    Row("k", f"{GATE}.k", "gate = topk(2, normalize = true)", "", f"k = 2 with `top2_2nd_expert_sampling`, the default, draws its second choice, which has no equal; {_KEPT}", f"{_TOP1}; {_TOP2}; {_TOPK}", "for k > 2, and for k = 2 with `top2_2nd_expert_sampling = False`", (("for k = 1, the default", "gate = topk(1)"),), renames=False),
+    Row("k", f"{GATE}.k", "gate = topk(2, normalize = true)", "", f"k = 2 with `top2_2nd_expert_sampling`, the default, draws its second choice, which has no equal; {_KEPT}", f"{_TOP1}; {_TOP2}; {_TOPK}", "for k = 2 with `top2_2nd_expert_sampling = False`", (("for k = 1, the default, and k > 2 with dropped choices", "gate = topk(1)"), ("for k > 2 without", "gate = topk(6, normalize = true)")), renames=False),
     Row("top2_2nd_expert_sampling", "", "", "", "no equal: with it, the default, Gumbel noise is added before the second choice, in evaluation too; `gate = topk(2, normalize = true)` is DeepSpeed's with `False`", _TOP2, but=off("leave it out: `gate = topk(2, normalize = true)` takes the second best")),
     Row("noisy_gate_policy", f"{GATE}.jitter", "gate = topk(1, jitter = 0.01)", "", "`RSample` adds Gumbel noise to the logits that choose, for k = 1 alone, and weighs without it, which has no equal: `noise` is Gaussian, and weighs too", f"{_GATE}.forward; moe/sharded_moe.py, multiplicative_jitter", "for `Jitter`", renames=False, but=off() | {"rsample": "no equal: `RSample` chooses by logits with Gumbel noise and weighs without; nearest is `gate = topk(1, noise = 1.0)`, Gaussian noise that weighs too"}),
     Row("capacity_factor", f"{CAPACITY}.factor", "capacity = factor({}, eval = 1, min = 4, order = random)", "1.25", f"{_RANK}; left out it is 1.0, and `eval_capacity_factor` too; {_DROPS}", _CAPACITY, _RTS, renames=False, but=off("leave it out: without a capacity no token is dropped")),

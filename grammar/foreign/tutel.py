@@ -14,7 +14,7 @@ _EXPERTS = "experts/ffn.py, FusedExpertsNetwork"
 _LOSSES = "impls/losses.py, load_importance_loss"
 _RANK = "counted over a rank's tokens of a call: `group = rank` is a further line of `moe`"
 _ROUNDED = "FACTOR is int({} * ceil(tokens / experts)) * experts / tokens for a rank's tokens: Tutel rounds before it multiplies by k"
-_NO_LOAD = "its importance sums the softmax over all experts, ours the chosen weights; its load counts a token's own k-th logit in the threshold; its variances divide by E - 1, ours by E"
+_LOADS = "`balance = [importance_loss(V, of = all), load_loss(V, of = probabilities)]` beside `gate = topk(2, normalize = true, noise = 0.125)`, where V is WEIGHT / 2 * E / (E - 1): Tutel's variances divide by E - 1, ours by E"
 
 ROWS: tuple[Row, ...] = (
     Row("hidden_size_per_expert", f"{MOE}.experts.relu.hidden", "experts = 16 * relu({}, bias = true)", "16_384", "`activation_fn` is the word of the call, relu by default; without `has_fc1_bias` and `has_fc2_bias`, both true by default, leave `bias` out", _EXPERTS, "with its defaults", (("with `activation_fn = F.gelu`", "experts = 16 * gelu({}, bias = true)"),)),
@@ -25,8 +25,8 @@ ROWS: tuple[Row, ...] = (
     Row("gate_noise", f"{GATE}.noise", "gate = topk(2, normalize = true, noise = 0.125)", "", "Tutel's number divided by the number of experts: for 1.0 and 8 experts; it chooses and weighs, in training, in both", _LAYER, renames=False, but=off()),
     Row("batch_prioritized_routing", f"{CAPACITY}.order", "capacity = factor(1.25, order = priority)", "", "beside `gate = topk(2, normalize = true)`: `gate = batch_priority(2)` does not divide weights by their sum, as `normalize_gate` does", _CRITICAL, but=off()),
     Row("capacity_factor", f"{CAPACITY}.factor", "capacity = factor(FACTOR)", "1.25", f"{_ROUNDED}; {_RANK}; left out it is 1.0; 0 is `dynamic()`, a negative number `dynamic(max = …)`", _CRITICAL, renames=False, but=dict.fromkeys(("0", "0.0"), "write `capacity = dynamic()`")),
-    Row("is_gshard_loss", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"`l_aux` has no weight there, {_RANK}; for false there is no equal", "impls/losses.py, gshard_loss", "for true, the default", but={"false": f"no equal; nearest is `balance = [importance_loss(0.005)]`, with half of the weight, as `load_loss` is over the learned noise of `gate = noisy_topk(…)`: {_NO_LOAD}"}),
-    Row("l_aux", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"it has no weight there, {_RANK}; with `is_gshard_loss = False` there is no equal", f"impls/losses.py, gshard_loss; {_LOSSES}", "with `is_gshard_loss`, the default"),
+    Row("is_gshard_loss", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"`l_aux` has no weight there, {_RANK}; for false it is {_LOADS}", "impls/losses.py, gshard_loss", "for true, the default", but={"false": f"write {_LOADS}"}),
+    Row("l_aux", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"it has no weight there, {_RANK}; with `is_gshard_loss = False` it is {_LOADS}", f"impls/losses.py, gshard_loss; {_LOSSES}", "with `is_gshard_loss`, the default"),
     Row("l_aux_wt", SWITCH_LOSS, "balance = [gshard_loss({})]", "0.01", f"the factor of Tutel's examples on `l_aux`, {_RANK}", "impls/losses.py, gshard_loss", "with `is_gshard_loss`, the default", renames=False, but=off()),
     Row("fp32_gate", "", "", "", "leave it out: the router is in at least fp32 here, as with their `True`. With `False`, their default, its product is in the dtype of the model, which has no equal but `dtype = fp32`", "gates/top.py, LinearTopKGate"),
     Row("is_postscore", "", "", "", "leave it out: weights multiply what experts return, as with their default. With `False` they multiply what experts get, which has no equal", "impls/fast_dispatch.py, TutelMoeFastDispatcher"),

@@ -70,7 +70,7 @@ NEAR: dict[str, str] = {
     "quantile_balancing": "no gate here balances by quantiles: `topk(K, score = sigmoid, bias = online(1e-3))` is nearest",
     "sqrtsoftplus": "no equal: `score` is `softmax` or `sigmoid`",
     "selective": "Megatron's `selective` computes the attention's scores again, which are never saved here: leave it out; for the experts write `experts`",
-    "probs": "no equal for k >= 2, where each expert of Megatron's keeps the choices that it weighs most; nearest is `priority`, which goes by a token's best score",
+    "probs": "each expert of Megatron's keeps the choices that it weighs most: `weight`",
     "position": "no equal: in Megatron `torch.topk` of equal numbers says who keeps a place, in no order that torch promises; nearest is `sequence`",
     **dict.fromkeys(("naive", "naivegate"), "FastMoE's `NaiveGate` is `topk(K, order = after, bias = learned)`"),
     **dict.fromkeys(("switchgate",), "no equal; nearest is `topk(1, bias = learned)`: FastMoE adds uniform noise to the logits"),
