@@ -80,9 +80,8 @@ class Options:
 class Row:
     """`theirs` gives what the system computes; `moe` are the lines of a `moe` block for the same.
 
-    `differs` is "loss" where only the loss of the nearest lines, `moe`, differs. `why` is for what no lines make equal.
-    `awaits` are the lines that would be equal if the language had a word that it has not yet. `needs` a `model` where
-    a `layer` cannot say it.
+    `differs` names what no lines make equal, with `why`: `moe` is then the nearest. `needs` a `model` where a `layer`
+    cannot say it.
     """
 
     name: str
@@ -90,7 +89,6 @@ class Row:
     moe: str
     differs: Literal["", "weights", "loss"] = ""
     why: str = ""
-    awaits: str = ""
     needs: Literal["", "model", "bias", "padding"] = ""
     training: bool = True
     batch: int = BATCH

@@ -116,8 +116,8 @@ DEEPSPEED = [
     Row(
         "deepspeed k 2, no sampling",
         top2(**FEW),
-        f"{TOP2}; capacity = factor(0.75, min = 4); {FIRST}",
-        awaits=f"{TOP2}; capacity = factor(0.75, min = 4, renormalize = true); {FIRST}",
+        f"{TOP2}; capacity = factor(0.75, min = 4, renormalize = true); {FIRST}",
+        drops=True,
     ),
     *(
         Row(
@@ -139,18 +139,18 @@ DEEPSPEED = [
     Row(
         "deepspeed k 3",
         topk(3, **FEW),
-        f"gate = topk(3, normalize = true); capacity = factor(0.75, min = 4, order = priority); {SWITCH}",
         # without `normalize`: an expert keeps its largest probabilities, before any is divided
-        awaits=f"gate = topk(3); capacity = factor(0.75, min = 4, order = weight, renormalize = true); {SWITCH}",
+        f"gate = topk(3); capacity = factor(0.75, min = 4, order = weight, renormalize = true); {SWITCH}",
+        drops=True,
     ),
     Row(
         "deepspeed k 3, drop_policy position",
         topk(3, drop_policy="position", **FEW),
-        f"gate = topk(3, normalize = true); capacity = factor(0.75, min = 4); {SWITCH}",
-        awaits=(
+        (
             "gate = topk(3, normalize = true); "
             f"capacity = factor(0.75, min = 4, order = token, renormalize = true); {SWITCH}"
         ),
+        drops=True,
     ),
     Row(
         "deepspeed capacity that a float rounds up",

@@ -136,16 +136,12 @@ MEGATRON = [
     Row(
         "megatron aux_loss, groups",
         options(4, **GROUPS, **PRE, **AUX),
-        f"gate = topk(4, {KEEP}); {SWITCH}",
-        differs="loss",
-        awaits=f"gate = topk(4, {KEEP}); {SCORES}",
+        f"gate = topk(4, {KEEP}); {SCORES}",
     ),
     Row(
         "megatron aux_loss, bias",
         biased(3, **AUX),
-        f"gate = topk(3, score = sigmoid, normalize = true, bias = online(1e-3)); {SWITCH}",
-        differs="loss",
-        awaits=f"gate = topk(3, score = sigmoid, normalize = true, bias = online(1e-3)); {SCORES}",
+        f"gate = topk(3, score = sigmoid, normalize = true, bias = online(1e-3)); {SCORES}",
         needs="bias",
     ),
     Row(
@@ -203,20 +199,20 @@ MEGATRON = [
     Row(
         "megatron drop policy probs",
         options(2, capacity_factor=0.75),
-        f"gate = topk(2, order = after); {FEWER.replace(')', ', order = priority)')}",
-        awaits=f"gate = topk(2, order = after); {BY_WEIGHT}",
+        f"gate = topk(2, order = after); {BY_WEIGHT}",
+        drops=True,
     ),
     Row(
         "megatron drop policy probs, sigmoid",
         options(3, capacity_factor=0.75, **SIGMOID),
-        f"gate = topk(3, score = sigmoid, normalize = true); {FEWER.replace(')', ', order = priority)')}",
-        awaits=f"gate = topk(3, score = sigmoid, normalize = true); {BY_WEIGHT}",
+        f"gate = topk(3, score = sigmoid, normalize = true); {BY_WEIGHT}",
+        drops=True,
     ),
     Row(
         "megatron drop policy probs, padded to capacity",
         options(3, capacity_factor=0.75, **PRE),
-        f"gate = topk(3); {FEWER.replace(')', ', order = priority)')}; overflow = pad",
-        awaits=f"gate = topk(3); {BY_WEIGHT}; overflow = pad",
+        f"gate = topk(3); {BY_WEIGHT}; overflow = pad",
+        drops=True,
     ),
     Row(
         "megatron drop policy position, topk 1",
@@ -227,9 +223,9 @@ MEGATRON = [
     Row(
         "megatron drop policy position",
         options(2, capacity_factor=0.75, drop_policy="position"),
-        f"gate = topk(2, order = after); {FEWER}",
-        awaits=f"gate = topk(2, order = after); {BY_TOKEN}",
+        f"gate = topk(2, order = after); {BY_TOKEN}",
         batch=1,
+        drops=True,
     ),
     Row(
         "megatron drop policy position, batch",

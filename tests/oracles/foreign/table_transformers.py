@@ -212,15 +212,15 @@ TRANSFORMERS = [
     Row(
         "nllb_moe normalize_router_prob_before_dropping left out",
         nllb(),
-        f"{NORMAL}; {NINE}",
-        awaits=f"{NORMAL}; {NINE.replace(')', ', renormalize = true)')}",
+        f"{NORMAL}; {NINE.replace(')', ', renormalize = true)')}",
+        drops=True,
     ),
     Row(
         "nllb_moe moe_eval_capacity_token_fraction",
         nllb(training=False, moe_eval_capacity_token_fraction=0.125),
-        f"{NORMAL}; group = batch; capacity = factor(1, eval = 0.5)",
-        awaits=f"{NORMAL}; group = batch; capacity = factor(1, eval = 0.5, renormalize = true)",
+        f"{NORMAL}; group = batch; capacity = factor(1, eval = 0.5, renormalize = true)",
         training=False,
+        drops=True,
     ),
     Row(
         "llama4 num_experts_per_tok",
