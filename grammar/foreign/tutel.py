@@ -14,7 +14,7 @@ _EXPERTS = "experts/ffn.py, FusedExpertsNetwork"
 _LOSSES = "impls/losses.py, load_importance_loss"
 _RANK = "counted over a rank's tokens of a call: `group = rank` is a further line of `moe`"
 _ROUNDED = "FACTOR is int({} * ceil(tokens / experts)) * experts / tokens for a rank's tokens: Tutel rounds before it multiplies by k"
-_LOADS = "`balance = [importance_loss(V, of = all), load_loss(V, of = probabilities)]` beside `gate = topk(2, normalize = true, noise = 0.125)`, where V is WEIGHT / 2 * E / (E - 1): Tutel's variances divide by E - 1, ours by E"
+_LOADS = "`gate = topk(2, normalize = true, noise = 0.125); balance = [importance_loss(WEIGHT, of = all), load_loss(WEIGHT, of = probabilities)]`, where WEIGHT is half of theirs times E / (E - 1): Tutel's variances divide by E - 1, ours by E"
 
 ROWS: tuple[Row, ...] = (
     Row("hidden_size_per_expert", f"{MOE}.experts.relu.hidden", "experts = 16 * relu({}, bias = true)", "16_384", "`activation_fn` is the word of the call, relu by default; without `has_fc1_bias` and `has_fc2_bias`, both true by default, leave `bias` out", _EXPERTS, "with its defaults", (("with `activation_fn = F.gelu`", "experts = 16 * gelu({}, bias = true)"),)),

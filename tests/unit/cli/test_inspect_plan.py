@@ -141,7 +141,7 @@ def test_the_document_of_a_rank_has_its_peers_and_slices(plan: Path):
 @pytest.mark.parametrize(("kind", "arrow", "loud"), [("mermaid", "-->", "(["), ("dot", "->", "fillcolor = gold")])
 def test_pictures_have_every_op_once_and_show_collectives(plan: Path, kind: str, arrow: str, loud: str):
     program = moe_plan(ranks=4, ep=2, batch=8, sequence=8).program
-    text = picture_of(plan, kind)
+    text = picture_of(plan, kind, "full")
     drawn = edges = 0
     for block in program.blocks:
         makers = {v.name: f"in {v.name}" for v in block.inputs}

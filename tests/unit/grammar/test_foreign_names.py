@@ -212,8 +212,8 @@ def test_only_what_is_equal_in_every_system_is_replaced(line: str, put_in: list[
     assert fixes(f"{block}{label} {rest}") == put_in
 
 
-@each_row(("order", "nearest"), [("probs", "nearest is `priority`"), ("position", "nearest is `sequence`")])
-def test_an_order_without_an_equal_is_not_replaced(order: str, nearest: str) -> None:
+@each_row(("order", "nearest"), [("probs", "weighs most: `weight`"), ("position", "nearest is `sequence`")])
+def test_an_order_of_another_system_is_not_replaced(order: str, nearest: str) -> None:
     found = load_text(f'model "m" {{ layers {{ moe {{ capacity = factor(1.25, order = {order}) }} }} }}').diagnostics
     (said,) = (each for each in found if order in each.message)
     assert nearest in said.help

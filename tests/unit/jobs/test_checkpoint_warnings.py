@@ -55,7 +55,7 @@ def said_by(act: Callable[[], Any]) -> tuple[Any, list[str]]:
         (
             "depth = 4",
             "depth = 4; norm = rms(eps = 0.001)",
-            ["norm is not given in the checkpoint, rms(eps = 1e-3) here"],
+            ["norm is not given (rms) in the checkpoint, rms(eps = 1e-3) here"],
         ),
         (
             "gate = topk(2)",

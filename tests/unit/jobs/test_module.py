@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.job.batches import LARGER
 from moec.runtime.job.reference import reference
 
 
@@ -115,7 +116,7 @@ def test_bad_input_is_refused_in_words(model, fault: str):
 
 
 HELPS = {
-    "an id too high": "`vocab` in the file is the tokenizer's number of ids; compile it again with a larger one",
+    "an id too high": f"`vocab` in the file is the tokenizer's number of ids; {LARGER}",
     "a sequence beyond the context": "cut them, `tokens[:, :8]`, or compile the file with a longer `context`",
     "labels of another shape": "tokens may be `ids[:, :-1]` and labels `ids[:, 1:]`",
 }
