@@ -62,7 +62,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     }
     # Every rank calls the collectives of all layers, even without a gradient: else the others would wait for it.
     parts = by_span(gradients, groups, first=names.values())
-    norm = torch.stack(norms(parts, lambda part: _norm(part, device))).norm()
+    norm: Tensor = torch.stack(norms(parts, lambda part: _norm(part, device))).norm()
     scale = (max_norm / (norm + EPS)).clamp(max=1.0)
     for gradient in gradients:
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -76,7 +76,8 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=device)
     if isinstance(gradients[0], DTensor):
         return torch.nn.utils.get_total_norm(gradients)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
+    norm: Tensor = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
+    return norm
 
 
 def _layers(model: nn.Module) -> list[MoeLayer]:

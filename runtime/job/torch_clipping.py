@@ -44,7 +44,7 @@ def _replace(decorated: Any, make: Callable[[Any], Any]) -> None:
     A new function under the old name would not be found by scripts that have imported the old one.
     """
     cell = decorated.__closure__[decorated.__code__.co_freevars.index("func")]
-    cell.cell_contents = torch.compiler.disable(make(cell.cell_contents))
+    cell.cell_contents = torch.compiler.disable(make(cell.cell_contents))  # type: ignore[no-untyped-call]
 
 
 def _total_norm(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -257,11 +257,17 @@ def test_options_that_were_missing_or_misleading_say_what_they_are(name: str, sa
         ("moe { drop_tokens = False }", "write `capacity = dropless()`, the default: no token is dropped"),
         ("moe { drop_tokens = true }", "`capacity = factor(1.0, min = 4, order = random)`, for `True`"),
         ("moe { capacity_factor = 1.25 }", "DeepSpeed: here it is `capacity = factor(1.25, eval = 1, min = 4, order"),
-        ("moe { router_aux_loss_coef = 0.02 }", "`balance = [switch_loss(WEIGHT)]`; WEIGHT is 0.02 * k / L"),
+        (
+            "moe { router_aux_loss_coef = 0.02 }",
+            "`balance = [switch_loss(WEIGHT, over = model)]`; WEIGHT is 0.02 * k, for",
+        ),
         ("moe { shared = 0 }", "for none, leave `shared` out"),
         ("moe { shared = 1 }", "write `shared = swiglu(WIDTH)`"),
         ("moe { moe_aux_loss_coeff = 0.01 }", "`balance = [switch_loss(0.01)]`; with `--moe-router-load"),
-        ("moe { is_gshard_loss = false }", "no equal; nearest is `balance = [importance_loss(0.005)]`"),
+        (
+            "moe { is_gshard_loss = false }",
+            "balance = [importance_loss(WEIGHT, of = all), load_loss(WEIGHT, of = probabilities)]`",
+        ),
         ("attention = mha(heads = 4, attention_bias = none)", "leave it out: that is the default here"),
         (
             "moe { balance = [aux_loss(0.01)] }",
