@@ -96,7 +96,7 @@ def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
         return batch, plan.spec.model.length
     pieces = sequence_pieces(plan.spec)
     windows = [w for layer in plan.spec.model.layers if (w := layer.attention.window or 0) <= LONGEST_WINDOW]
-    longest = max(MAX_SEQUENCE, *(window + MAX_SEQUENCE // 2 for window in windows))
+    longest = max((MAX_SEQUENCE, *(window + MAX_SEQUENCE // 2 for window in windows)))
     return batch, max(min(context_of(plan.spec), longest) // pieces, 1) * pieces
 
 
