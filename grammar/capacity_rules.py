@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
+from moec.grammar.spec.balance import PlaceOrder
 from moec.grammar.units import written
 
 
@@ -25,6 +26,7 @@ def capacities(spec: Spec) -> list[Diagnostic]:
     for moe in {id(moe): moe for moe in mixtures if moe and not moe.gate.decides_rows}.values():
         found += _evaluation(spec, moe)
         found += _order(moe)
+        found += _renormalized(moe)
         found += _overflow(moe)
         found += _causality(spec, moe) if causal else ()
     return list(dict.fromkeys(found))
@@ -64,6 +66,19 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
         yield diagnose("MOE0354", capacity.span("order"), f"`order = {stated}`", labels=labels, help=help)
 
 
+def _renormalized(moe: Moe) -> Iterator[Diagnostic]:
+    """Warns of weights that are 1 whatever the router computes, because each token has one choice."""
+    capacity, gate = moe.capacity, moe.gate
+    if not (isinstance(capacity, Factor) and capacity.renormalize) or gate.choices(moe.num_experts) != 1:
+        return
+    if "logits" in gate.gives and moe.num_experts > 1:
+        message, help = "of one choice this makes every weight 1", "leave it out, as DeepSpeed does for `k = 1`"
+        labels = _label(gate.span("k") or gate.span(), "each token makes one choice")
+        yield diagnose(
+            "MOE0321", capacity.span("renormalize"), message, labels=labels, help=help, severity=Severity.WARNING
+        )
+
+
 def _overflow(moe: Moe) -> Iterator[Diagnostic]:
     """`reroute` and `pad` need a capacity; `reroute` also the logits of all experts."""
     word, capacity, gate = moe.overflow, moe.capacity, moe.gate
@@ -80,6 +95,10 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
         message = f"`{gate.word}` has no next best expert"
         help = "gates with reroutes: topk, switch, batch_priority"
         yield diagnose("MOE0354", moe.span("overflow"), message, labels=_label(gate.span(), "this gate"), help=help)
+    elif moe.order in ("weight", "token"):
+        message, there = f"`order = {moe.order}`", _label(moe.span("overflow"), "moec cannot yet reroute in this order")
+        help = "orders of reroutes: sequence, priority, random"
+        yield diagnose("MOE0354", capacity.span("order"), message, labels=there, help=help)
     elif isinstance(gate, TopK):
         limits = {"bias": gate.bias == "learned", "noise": gate.noise > 0, "groups": gate.keep_groups is not None}
         for option in [name for name, given in limits.items() if given]:
@@ -90,8 +109,8 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     """Warns where later tokens decide which choices of earlier ones a capacity drops.
 
-    In token order only second choices queue behind later tokens, unless each choice has an expert of its own; by
-    priority, or at random in training, first ones do.
+    In token order only second choices queue behind later tokens, unless each choice has an expert of its own, and
+    token by token none; by priority or by weight, or at random in training, first ones do.
     """
     capacity, k = moe.capacity, moe.gate.choices(moe.num_experts)
     second = k > 1 and not moe.gate.by_expert
@@ -104,8 +123,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             return
     tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
     reroutes = moe.overflow == "reroute"
-    behind_later = {"sequence": (second, second), "random": (True, second), "priority": (True, True)}[moe.order]
-    behind_later = (True, True) if reroutes else behind_later
+    behind_later = (True, True) if reroutes else _BEHIND_LATER[moe.order](second)
     dropping = [
         mode
         for mode, behind, factor, of_group in zip(
@@ -125,7 +143,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     elif moe.order == "sequence":
         message = f"in {modes} it can drop second choices, which queue behind all first ones"
         labels = _label(moe.gate.span("k") or moe.gate.span(), f"each token makes {k} choices")
-        help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"
+        help = "`dropless` and `dynamic()` drop nothing; `order = token` and `topk(1)` let only earlier tokens decide"
     else:
         message = f"in {modes} it can drop choices, which queue behind those of later tokens"
         by_gate = isinstance(moe.gate, BatchPriority)
@@ -137,6 +155,17 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             "`dropless` and `dynamic()` drop nothing; `topk(1)` with `order = sequence` lets only earlier tokens decide"
         )
     yield diagnose("MOE0322", moe.span("capacity"), message, labels=labels, help=help, severity=Severity.WARNING)
+
+
+_BEHIND_LATER: dict[PlaceOrder, Callable[[bool], tuple[bool, bool]]] = {
+    "sequence": lambda second: (second, second),
+    "random": lambda second: (True, second),
+    "priority": lambda second: (True, True),
+    "weight": lambda second: (True, True),
+    "token": lambda second: (False, False),
+}
+"""By order of places: whether choices queue behind those of later tokens, in training and in evaluation. They are given
+whether second choices, which share experts with first ones, do in token order."""
 
 
 def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import DSelectK, Moa, Moe, TopK
+from moec.grammar.spec import DSelectK, LoadLoss, Moa, Moe, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import AttentionRouter, GShard, NoisyTopK
 from moec.grammar.suggest import divisor_near
@@ -27,7 +27,12 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
     """Every balance term is over scores that the gate computes, and over choices in the order that it counts on."""
     gate = moe.gate
     for term in moe.balance:
-        if term.needs not in gate.gives:
+        if isinstance(term, LoadLoss) and term.of == "probabilities":
+            if not (isinstance(gate, TopK) and gate.noise):
+                message, label = "it is over the noise of `topk`", _labels((gate.span(), "this gate has none"))
+                help = "use `topk(2, noise = 0.1)`, or leave `of` out"
+                yield diagnose("MOE0325", term.span("of"), message, labels=label, help=help)
+        elif term.needs not in gate.gives:
             fixed = "leave the term out: no term of this gate would have a gradient that balances experts"
             others = f"leave the term out, or use a gate with {term.needs} of its own"
             yield diagnose(
@@ -37,7 +42,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 labels=_labels((gate.span(), f"`{gate.word}` computes none")),
                 help=others if gate.gives else fixed,
             )
-        elif term.counts == "first" and gate.by_expert:
+        elif term.counted == "first" and gate.by_expert:
             label = _labels((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
             help = "use `switch_loss`, which counts all choices"
             yield diagnose("MOE0325", term.span(), f"`{term.word}` counts first choices", labels=label, help=help)
@@ -49,7 +54,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 labels=_labels((term.span(), "their loads are equal whatever the noise is")),
                 help=f"leave `{term.word}` out, or give each token fewer experts",
             )
-        elif why := _equal_loads(moe, term.counts):
+        elif why := _equal_loads(moe, term.counted):
             yield diagnose(
                 "MOE0345",
                 term.span(),

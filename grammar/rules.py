@@ -19,6 +19,7 @@ from moec.grammar.layer_numbers import numbered
 from moec.grammar.mixture_rules import gated, mixture
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
+from moec.grammar.pooled_rules import balance_over_layers
 from moec.grammar.rank_rules import dense_degrees, dependent_on_ranks
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
@@ -75,6 +76,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *optimizer_options(spec.train),
         *frozen_parts(spec),
         *token_inputs(spec),
+        *balance_over_layers(spec),
     ]
 
 

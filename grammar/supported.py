@@ -91,7 +91,10 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
 def _terms_of_packed(mixture: Moe | Moa) -> Iterator[Diagnostic]:
     """Balance terms that cannot have one text of several as a routing group."""
     for term in mixture.balance:
-        if mixture.group == "sequence" and not isinstance(term, _BY_SEGMENT):
+        if mixture.group == "sequence" and isinstance(term, SwitchLoss) and term.over == "model":
+            what = "`over = model` within each of several packed texts"
+            yield refused(term.span("over"), what, "use `group = batch`")
+        elif mixture.group == "sequence" and not isinstance(term, _BY_SEGMENT):
             yield refused(term.span(), f"`{term.word}` within each of several packed texts", "use `group = batch`")
         elif mixture.group != "sequence" and isinstance(term, SequenceLoss):
             what = f"`{term.word}` of packed texts beside `group = {mixture.group}`"
@@ -136,6 +139,9 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
         if isinstance(bias := getattr(moa.gate, "bias", None), Online):
             what, help = f"`bias = {bias.word}` of a gate of `moa`", "balance its groups by `switch_loss`"
             yield refused(moa.gate.span("bias"), what, help)
+        for term in moa.balance:
+            if isinstance(term, SwitchLoss) and term.over == "model":
+                yield refused(term.span("over"), "`over = model` of a gate of `moa`", "leave `over` out")
         if spec.train is not None and spec.train.replay:
             help = "a rollout gives no choices of heads: leave `replay` out"
             yield refused(moa.span(), "`moa` in a model with `replay`", help, numbers=None)
@@ -164,12 +170,12 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
         if isinstance(gate, Smear):
             help = "a layer's experts are left out of what its host sums, and every rank has these; use it in a `model`"
             yield elsewhere(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
+        if (pooled := layer.moe.pooled) is not None:
+            help = "a layer by itself sees no other layers' tokens; leave `over` out, or use it in a `model`"
+            yield elsewhere(pooled.span("over"), "`over = model` in the file of one `layer`", help)
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
             yield elsewhere(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
-        if isinstance(bias := getattr(gate, "bias", None), Online):
-            help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
-            yield elsewhere(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
 
 
 def _all_mixtures(spec: Spec) -> Iterator[Moe]:
@@ -198,6 +204,8 @@ def nested(spec: Spec) -> Iterator[Diagnostic]:
             for term in moe.balance:
                 if not isinstance(term, SwitchLoss):
                     yield refused(term.span(), f"`{term.word}` of a mixture of mixtures", "")
+                elif term.fractions == "scores":
+                    yield refused(term.span("fractions"), "`fractions = scores` of a mixture of mixtures", "")
             for name in ("shared", "residual", "capacity", "balance"):
                 value = getattr(within, name)
                 if value is not None and value != () and not isinstance(value, Dropless):

@@ -59,8 +59,8 @@ def _decided_again(moe: Moe, here: tuple[Label, ...]) -> Iterator[Diagnostic]:
         return
     if moe.overflow == "reroute":
         span, message = moe.span("overflow"), "a step reroutes the given choices by its own scores"
-    elif moe.order != "sequence":
-        by = "its own scores" if moe.order == "priority" else "numbers that evaluation does not draw"
+    elif moe.order not in ("sequence", "token"):
+        by = "numbers that evaluation does not draw" if moe.order == "random" else "its own scores"
         span, message = capacity.span("order"), f"a step drops some of the given choices by {by}"
     elif isinstance(capacity, Factor) and capacity.eval not in (None, capacity.factor):
         span, message = capacity.span("eval"), "a rollout in evaluation has other places than a step"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moec.runtime.errors import JobError
     from moec.runtime.huggingface.load import load_hf
     from moec.runtime.huggingface.save import save_hf
-    from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
+    from moec.runtime.job.hosted import clip_grad_norm_, end_step, expert_parameters
     from moec.runtime.job.job import Job
     from moec.runtime.job.layer import MoeLayer
     from moec.runtime.verify.verify_report import Report
@@ -42,6 +42,7 @@ _HOMES = {
     "Spec": "moec.grammar.spec",
     "clip_grad_norm_": "moec.runtime.job.hosted",
     "compile": "moec.driver",
+    "end_step": "moec.runtime.job.hosted",
     "expert_parameters": "moec.runtime.job.hosted",
     "from_hf": "moec.driver",
     "latest": "moec.runtime.checkpoint.folders",
@@ -66,6 +67,7 @@ __all__ = [
     "Spec",
     "clip_grad_norm_",
     "compile",
+    "end_step",
     "expert_parameters",
     "from_hf",
     "latest",

@@ -161,10 +161,11 @@ def layer(
     """The mixture of a `layer` file as an `nn.Module` for a plain PyTorch model: `[…, dim] → […, dim]`, `.aux_loss`.
 
     `source` is a `.moe` file, its text, a Spec, or a plan for as many ranks as there are. Experts are sharded
-    over `group`, by default over all ranks of `torch.distributed`; a single process has all experts. `reduction` is how
-    the host reduces gradients over ranks: "mean" (DistributedDataParallel, `fully_shard`) or "sum". The host must not
-    reduce `expert_parameters`. Layers with the same `seed` have the same initial values. Parameters are made on
-    `device`, by default torch's default device.
+    over `group`, by default over all ranks of `torch.distributed`; a single process has all experts. Make the process
+    group first: under one of several ranks, the forward pass of a layer made without it is refused (MOE0745).
+    `reduction` is how the host reduces gradients over ranks: "mean" (DistributedDataParallel, `fully_shard`) or "sum".
+    The host must not reduce `expert_parameters`. Layers with the same `seed` have the same initial values. Parameters
+    are made on `device`, by default torch's default device.
 
     Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
@@ -181,7 +182,7 @@ def layer(
         frozen = spec.train.frozen if spec.train else ()
         train = Train(batch=len(ranks), sequence=1, frozen=frozen) if frozen else None
         plan = compile(spec.replace(train=train), world_size=len(ranks))
-    return make_layer(plan, ranks, reduction, seed=seed, device=device)
+    return make_layer(plan, group, reduction, seed=seed, device=device)
 
 
 @called("moec.verify", **other_names.VERIFY)

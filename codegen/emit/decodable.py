@@ -58,6 +58,7 @@ OF_ONE_TOKEN: frozenset[type[Op]] = frozenset(
         o.QueueStarts,
         o.RealTokens,
         o.RepeatHeads,
+        o.Renormalize,
         o.Replay,
         o.RmsNorm,
         o.Rope,

@@ -67,6 +67,15 @@ def _chosen_weights(e: Emitter, op: Op) -> None:
     e.several(op, e.traced(op, partial(_weights_of_route, op), *e.refs(op)))
 
 
+def _renormalize(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Renormalize)
+    weights, kept = e.refs(op)
+    placed = e.call(op, aten.masked_fill.Scalar, weights, e.call(op, aten.lt.Scalar, kept, 0), 0)
+    total = e.call(op, aten.sum.dim_IntList, placed, [-1], True)
+    shares = e.call(op, aten.div.Tensor, placed, e.call(op, aten.clamp_min.default, total, _FP32_EPS))
+    e.several(op, shares if op.scale == 1 else e.call(op, aten.mul.Scalar, shares, op.scale))
+
+
 def _attend_experts(e: Emitter, op: Op) -> None:
     """Fused attention with tokens as the batch, one head of width 1, and experts as the sequence.
 
@@ -92,6 +101,7 @@ def _every_expert(e: Emitter, op: Op) -> None:
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
+    o.Renormalize: _renormalize,
     g.AttendExperts: _attend_experts,
     g.EveryExpert: _every_expert,
     g.HashRoute: _hash_route,
@@ -135,6 +145,7 @@ def _normalized(logarithms: Tensor, experts: Tensor) -> Tensor:
     return weights
 
 
+_FP32_EPS = 2.0**-23
 _LEAST = -1e30
 """Finite, so that a token without choices has no NaN, and below every logit of a choice."""
 

@@ -50,6 +50,17 @@ def _expected_loads(e: Emitter, op: Op) -> None:
     e.result(op, aten.mul.Scalar, tail, 0.5)
 
 
+def _loads_above(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.LoadsAbove)
+    scores, logits, experts = e.refs(op)
+    k = e.shape(op.operands[2])[-1]
+    assert isinstance(k, int)
+    last = e.call(op, aten.clamp_min.default, e.call(op, aten.narrow.default, experts, -1, k - 1, 1), 0)
+    distance = e.call(op, aten.sub.Tensor, scores, e.call(op, aten.gather.default, logits, -1, last))
+    scaled = e.call(op, aten.mul.Scalar, distance, -(0.5**0.5) / op.deviation)
+    e.result(op, aten.mul.Scalar, e.call(op, aten.erfc.default, scaled), 0.5)
+
+
 def _group_totals(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.GroupTotals)
     parts, *real = e.refs(op)
@@ -107,5 +118,6 @@ LOADS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.ExpertWeights: _expert_weights,
     o.FirstChoices: _first_choices,
     o.GroupTotals: _group_totals,
+    o.LoadsAbove: _loads_above,
     o.VariationLoss: _variation_loss,
 }

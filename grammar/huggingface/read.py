@@ -11,6 +11,7 @@ from typing import Any
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.folder_kinds import HUGGING_FACE
 from moec.grammar.huggingface.around import DECODERS, TEXT, decoder_config
+from moec.grammar.huggingface.balance_note import note_balance
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
@@ -142,8 +143,9 @@ def read_config(source: ConfigSource) -> Imported:
     config = decoder_config(whole)
     family = _family(config)
     _note_files(whole)
-    config.notes += [note for note in whole.notes if note not in config.notes]
     model = _model(family, config)
+    note_balance(whole, model)
+    config.notes += [note for note in whole.notes if note not in config.notes]
     spec = Spec(model=model, cluster=LOCAL)
     wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
     if wrong:
@@ -242,13 +244,9 @@ def _decoder_in(config: Config) -> tuple[str, str]:
 
 
 def _note_files(config: Config) -> None:
-    """Warns of remote code and quantised weights, of which an architecture needs neither, and of a balance loss."""
+    """Warns of remote code and quantised weights, of which an architecture needs neither."""
     if config.has("auto_map"):
         config.note("auto_map", "code of the model's folder is not run: moec has this architecture itself")
-    if config.values.get("output_router_logits") is True and config.has("router_aux_loss_coef"):
-        config.note(
-            "router_aux_loss_coef", "write a balance term, such as `balance = [switch_loss(0.01)]`: moec's differ"
-        )
     if config.has("quantization_config"):
         method = method_of(config.values["quantization_config"])
         key = config.named("quantization_config")

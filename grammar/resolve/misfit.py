@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from moec.grammar.aliases import near
+from moec.grammar.foreign.lookup import near
 from moec.grammar.resolve.expected import expected, supported, words
 from moec.grammar.resolve.no_number import NONE, diagnose_no_number
 from moec.grammar.resolve.numbers import compute, is_arithmetic

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from moec.grammar.aliases import Alias, alias
-from moec.grammar.aliases_together import together
 from moec.grammar.diagnostics.diagnostic import Edit, Label
+from moec.grammar.foreign.lookup import Alias, Meaning, alias
+from moec.grammar.foreign.together import together
 from moec.grammar.resolve.rewriting import has_value, rewritten, value_in, value_or_fixable
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, ProductKind, fields
@@ -79,18 +79,20 @@ def _other_system(
     meant_before: Collection[str],
     texts: Mapping[str, str],
 ) -> Meant | None:
-    """Diagnose a name of another system."""
+    """Diagnose a name of another system. There is a fix where it is the same in every system that has the name."""
     known, message = fields(cls), f"`{name.text}` is not known here"
-    word = _here(cls, found)
+    words = {_here(cls, meaning) for meaning in found.meanings}
+    word = words.pop() if len(words) == 1 else ""
     text = plain(value)
-    scope.moved |= {found.head or found.name} if found.path else set()
-    if isinstance(value, String) and value.value.lower() in found.but:
+    scope.moved |= found.heads
+    if isinstance(value, String) and _is_special(found, value.value):
         text = value.value
-    if not word or text.lower() in found.but:
-        here = found.path[-2:-1] == (cls.word,)
+    if not word or _is_special(found, text):
+        here = all(meaning.path[-2:-1] == (cls.word,) for meaning in found.meanings)
         scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=here))
         return None
-    renamed = word == found.name and (found.plain or cls.form == "call")
+    is_same = found.renames if cls.form == "call" else found.plain
+    renamed = is_same and all(meaning.name == word for meaning in found.meanings)
     if word in given and (renamed or word in known):
         label = Label(span=given[word], message="given here")
         help = f"here it is called `{word}`, which is given already: keep one of them"
@@ -101,16 +103,17 @@ def _other_system(
     found_value: object = BROKEN
     fix: list[Edit] = []
     help = together(found, text, texts, here=True)
+    first = found.meanings[0]
     if value is not None and renamed:
         found_value = value_in(scope, known[word], value)
         right = None if not isinstance(found_value, Broken) else rewritten(scope, known[word], value)
-        is_one = "{}" in found.form or right is not None  # else `betas` is several words here
+        is_one = "{}" in first.row.form or right is not None  # else `betas` is several words here
         if word not in meant_before and is_one and (not isinstance(found_value, Broken) or right):
             fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
-        if right or (not found.plain and "{}" in found.form):
-            help = f"here it is called `{word}`: `{word} = {right[0] if right else text or found.example}`"
-    elif value is not None and found.convert and text and word not in meant_before:
-        written = found.written(text)
+        if right or (not found.plain and "{}" in first.row.form):
+            help = f"here it is called `{word}`: `{word} = {right[0] if right else text or first.row.example}`"
+    elif value is not None and found.one is not None and first.row.convert and text and word not in meant_before:
+        written = first.written(text)
         if has_value(scope, known[word], written.partition(" = ")[2]):
             fix = [Edit(name.span.to(value.span), written)]
     mark = known[word].not_yet
@@ -120,20 +123,20 @@ def _other_system(
     return word, found_value
 
 
-def _here(cls: type[Node], found: Alias) -> str:
+def _is_special(found: Alias, text: str) -> bool:
+    """Whether a system's name has another form for this value."""
+    return any(text.lower() in meaning.row.but for meaning in found.meanings)
+
+
+def _here(cls: type[Node], found: Meaning) -> str:
     """The name of `cls` that says it: the same under another name, or the one that its form gives."""
     known = fields(cls)
     if not found.path:
         return ""
-    direct = found.form.startswith(f"{found.name} = ")
-    if found.name in known and (direct if cls.form == "block" else not _of_block(found)):
+    direct = found.row.form.startswith(f"{found.name} = ")
+    if found.name in known and (direct if cls.form == "block" else found.head != found.name):
         return found.name
     return found.head if found.head in known else ""
-
-
-def _of_block(found: Alias) -> bool:
-    """Whether the word is a name of a block, not of a call."""
-    return found.head == found.name
 
 
 def plain(value: Expression | None) -> str:
@@ -148,7 +151,7 @@ def outside(scope: Scope, statement: Assignment, blocks: list[str]) -> str:
     """Help for a name that stands outside of all blocks."""
     word = statement.name.text
     if found := alias(word):
-        scope.moved |= {found.head or found.name} if found.path else set()
+        scope.moved |= found.heads
         return found.said(plain(statement.value))
     owner = belongs(Spec, word)
     return f"it belongs in {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"

@@ -5,8 +5,8 @@ Imported where there is an error.
 
 from __future__ import annotations
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS
-from moec.grammar.aliases import near, synonym
+from moec.grammar.foreign.lookup import near, synonym
+from moec.grammar.foreign.values import ADAMW_DEFAULTS, ADAMW_DIFFERS
 from moec.grammar.resolve.expected import expected, plain_words, supported, words
 from moec.grammar.resolve.no_number import NONE
 from moec.grammar.resolve.rewriting import value_or_fixable

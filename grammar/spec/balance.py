@@ -19,13 +19,37 @@ class _Loss(Node):
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
+    @property
+    def counted(self) -> Literal["", "choices", "first", "scores"]:
+        """`counts` of this very term, which an option may change."""
+        return self.counts
+
 
 class SwitchLoss(_Loss):
-    """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k."""
+    """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k.
+
+    With `over = model` there is one term for all layers that have it, whose f and P are over the tokens of them all. It
+    is transformers' `load_balancing_loss_func` divided by k, over a micro-batch: `group = batch`.
+    """
 
     word = "switch_loss"
-    source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4"
+    source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4; transformers 5.24.0, models/mixtral/modeling_mixtral.py"
     counts = "choices"
+    over: Annotated[
+        Literal["layer", "model"],
+        Doc("`layer`: a term of each layer, and their sum; `model`: one term, over the tokens of all layers together"),
+    ] = "layer"
+    fractions: Annotated[
+        Literal["choices", "scores"],
+        Doc(
+            "what f counts: the choices that are made, or the k best scores alone, whatever biases and groups choose "
+            "(Megatron's `aux_loss`; `sequence_loss` does so over each sequence)"
+        ),
+    ] = "choices"
+
+    @property
+    def counted(self) -> Literal["", "choices", "first", "scores"]:
+        return self.fractions
 
 
 class GShardLoss(_Loss):
@@ -45,6 +69,13 @@ class ImportanceLoss(_Loss):
     word = "importance_loss"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 6 and 7"
     needs = "weights"
+    of: Annotated[
+        Literal["choices", "all"],
+        Doc(
+            "whose weights are summed: those of a token's choices, or `all` experts' probabilities before noise "
+            "(Tutel, whose variance is E / (E - 1) times this one)"
+        ),
+    ] = "choices"
 
 
 class LoadLoss(_Loss):
@@ -53,6 +84,13 @@ class LoadLoss(_Loss):
     word = "load_loss"
     source = "Shazeer et al. 2017, arXiv 1701.06538, appendix A, eq. 8 to 11"
     needs = "noise"
+    of: Annotated[
+        Literal["logits", "probabilities"],
+        Doc(
+            "what noise lifts over the k-th best logit: an expert's logit, or its probability before noise (Tutel, for "
+            "`topk` with `noise`; its variance is E / (E - 1) times this one)"
+        ),
+    ] = "logits"
 
 
 class SequenceLoss(_Loss):
@@ -93,11 +131,14 @@ Loss = SwitchLoss | GShardLoss | ImportanceLoss | LoadLoss | SequenceLoss | Devi
 # ---- capacity ----------------------------------------------------------------------------------------
 
 
+PlaceOrder = Literal["sequence", "random", "priority", "weight", "token"]
 Order = Annotated[
-    Literal["sequence", "random", "priority"],
+    PlaceOrder,
     Doc(
-        "which tokens take places first: as in the sequence; at random in training; or those with the best scores "
-        "(V-MoE, Riquelme et al. 2021, arXiv 2106.05974, section 4.1)"
+        "which choices take places first: all first choices before second ones, tokens as in the `sequence`, at "
+        "`random` in training, or by `priority`, those with the best scores first (V-MoE, Riquelme et al. 2021, arXiv "
+        "2106.05974, section 4.1); by `weight`, so that each expert keeps the choices that it weighs most (Megatron "
+        "`probs`); or `token` by token, all choices of one before those of the next (Megatron, DeepSpeed `position`)"
     ),
 ]
 
@@ -119,6 +160,13 @@ class Factor(Node):
     eval: Annotated[Ratio | None, Doc("`factor` in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("least number of places per expert")] = 1
     order: Order = "sequence"
+    renormalize: Annotated[
+        bool,
+        Doc(
+            "divide the weights of a token's choices by the sum of those that find a place, before the gate's `scale` "
+            "(DeepSpeed, for k of 2 or more)"
+        ),
+    ] = False
 
 
 class Dynamic(Node):

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
 from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
-from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
+from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss, PlaceOrder, SwitchLoss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward, Mixture
 from moec.grammar.spec.gates import BatchPriority, Gate, Hash, Topology
@@ -125,12 +125,18 @@ class Moe(Node):
         )
 
     @property
-    def order(self) -> Literal["sequence", "random", "priority"]:
-        """Which tokens take the places of a capacity first: in sequence where the capacity drops nothing."""
+    def order(self) -> PlaceOrder:
+        """Which choices take the places of a capacity first: in sequence where the capacity drops nothing."""
         capacity = self.capacity
         if isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None):
             return "priority" if isinstance(self.gate, BatchPriority) else capacity.order
         return "sequence"
+
+    @property
+    def pooled(self) -> SwitchLoss | None:
+        """Its balance term over the tokens of all layers, if it has one."""
+        terms = (term for term in self.balance if isinstance(term, SwitchLoss) and term.over == "model")
+        return next(terms, None)
 
     @property
     def by_rank(self) -> bool:

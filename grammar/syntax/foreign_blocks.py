@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS, ADAMW_DIFFERS, OPTIMIZERS
-from moec.grammar.aliases import alias, near
+from moec.grammar.foreign.lookup import alias, near
+from moec.grammar.foreign.values import ADAMW_DEFAULTS, ADAMW_DIFFERS, OPTIMIZERS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from moec.grammar.aliases import alias
+from moec.grammar.foreign.lookup import elsewhere
 from moec.grammar.syntax.foreign_blocks import BLOCKS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
@@ -114,7 +114,7 @@ def _flag(line: str) -> Found:
     if match is None:
         return "`--` begins no statement", "write `name = value`"
     word, value = match[1], match[2] or ""
-    found = alias(word)
+    found = elsewhere(word)
     help = found.said(value) if found else "write `name = value`, in the block to which it belongs"
     return f"`--{word}` is a flag of a command line", help
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.alias_table import ADAMW_DEFAULTS, WORDS
+from moec.grammar.foreign.values import ADAMW_DEFAULTS, WORDS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 

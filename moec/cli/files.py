@@ -88,7 +88,8 @@ def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
 def explain(subject: str, style: str) -> None:
     """Explain a diagnostic and its fix, or a word of the language and its arguments.
 
-    A misspelt word shows the page of the nearest one, and says so on stderr.
+    A misspelt word shows the page of the word that was meant, and says so on stderr. A word that is only near has
+    none.
     """
     from moec.commands.explain import run
 

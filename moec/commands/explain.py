@@ -6,11 +6,14 @@ from __future__ import annotations
 import re
 import sys
 from importlib.resources import files
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moec.commands.output import document, emit
 from moec.commands.terminal import PIPE_WIDTH, colored, known_columns
 from moec.grammar.diagnostics import CODES, DiagnosticError, diagnose
+
+if TYPE_CHECKING:
+    from moec.grammar.foreign.lookup import Alias, Meaning
 
 CODE = re.compile(r"(?:MOE)?0*(\d{1,4})", re.IGNORECASE)
 
@@ -50,9 +53,10 @@ def _shown(markdown: str) -> str:
 
 
 def explain(asked: str) -> Explanation:
-    """The page of a code (`MOE0311`, `moe311`, `311`), of a word, or of the only word that is near.
+    """The page of a code (`MOE0311`, `moe311`, `311`), of a word, or of the only word that `asked` misspells.
 
-    Raises `DiagnosticError` for anything else.
+    A name that is merely near to another has no page: an option of another system has numbers of its own. Raises
+    `DiagnosticError` for anything else.
     """
     if (number := CODE.fullmatch(asked)) and (code := f"MOE{int(number[1]):04d}") in CODES:
         page = (files("moec.pages") / f"{code}.md").read_text(encoding="utf-8")
@@ -61,32 +65,60 @@ def explain(asked: str) -> Explanation:
 
 
 def _of_word(asked: str) -> Explanation:
-    from moec.grammar.aliases import alias, aliases, synonym
-    from moec.grammar.suggest import nearest
+    from moec.grammar.foreign.lookup import aliases, elsewhere, near, synonym
+    from moec.grammar.suggest import meant, nearest
     from moec.grammar.words_in_words import page, words
 
     known = words()
+    other = elsewhere(asked)
     written = asked if asked in known else _plain(asked)  # `--weight-decay` is `weight_decay`
     if written in known:
-        return Explanation(asked=asked, subject=written, kind="word", markdown=page(written))
+        text = page(written) + (f"\n# `{written}` in other systems\n\n{_meanings(other)}" if other else "")
+        return Explanation(asked=asked, subject=written, kind="word", markdown=text)
     if (file := _of_library(asked, written)) is not None:
         return file
-    other = alias(asked)
     if other is not None:
-        text = f"# `{other.word}`\n\nA word of {_listed(other.systems)}: {other.said()}.\n"
-        pages = [text, page(other.name, inside=other.path[-2])] if other.name in known else [text]
+        pages = [f"# `{other.word}`\n\n{_meanings(other)}"]
+        places = dict.fromkeys((found.name, found.path[-2]) for found in other.meanings if found.name in known)
+        pages += [page(name, inside=inside) for name, inside in places]
         return Explanation(asked=asked, subject=other.word, kind="word of another system", markdown="\n".join(pages))
-    near = synonym(asked) or nearest(asked, known)
-    if near is None and (there := nearest(_plain(asked), aliases())):
+    if (help := near(asked)) is not None:
+        text = f"# `{asked}`\n\nA value of other systems: {help}.\n"
+        return Explanation(asked=asked, subject=asked, kind="word of another system", markdown=text)
+    same = synonym(asked) or meant(asked, known)
+    if same is None and (there := meant(_plain(asked), aliases())):
         return _of_word(there)
-    if near is not None and near in known:
-        return Explanation(asked=asked, subject=near, kind="word", markdown=page(near))
-    code = nearest(asked.upper(), CODES) if asked else None
-    advice = f"did you mean `{code}`? " if code else ""
+    if same is not None and same in known:
+        return Explanation(asked=asked, subject=same, kind="word", markdown=page(same))
+    like = (nearest(asked.upper(), CODES) or nearest(asked, known)) if asked else None
+    advice = f"did you mean `{like}`? " if like else ""
     example = "a word of the language (topk, kv_heads), or of Hugging Face, Megatron or DeepSpeed (hidden_size)"
-    places = "docs/language.md lists all words, and docs/training.md has the calls of a script"
-    help = f"{advice}give the code of a diagnostic (MOE0311), {example}; {places}"
+    places_to_look = "docs/language.md lists all words, and docs/training.md has the calls of a script"
+    help = f"{advice}give the code of a diagnostic (MOE0311), {example}; {places_to_look}"
     raise DiagnosticError([diagnose("MOE0015", None, f"`{asked}`", help=help)])
+
+
+def _meanings(other: Alias) -> str:
+    """A paragraph for each set of systems in which the name means the same, with where that was read."""
+    from moec.grammar.foreign.row import SYSTEMS
+
+    parts = []
+    for found in other.meanings:
+        read = [f"{SYSTEMS[key].read_at}, {place}" for key, place in found.read.items() if place]
+        source = f" Read in {'; '.join(read)}." if read else ""
+        sentence = f"A word of {found.named}: {found.said()}.{source}\n"
+        parts.append(_cases(found, source) if found.row.cases else sentence)
+    return "\n".join(parts)
+
+
+def _cases(found: Meaning, source: str) -> str:
+    """A list of the settings there with the form for each."""
+    forms = [(found.row.when or "by default", found.written()), *found.cases()]
+    first = "There is no equal. Nearest is" if found.row.differs else "Here it is"
+    notes = [f"{text[:1].upper()}{text[1:]}." for text in (found.row.differs, found.row.note) if text]
+    note = " ".join(notes).replace("{}", found.row.example)
+    lines = "".join(f"- {when}: `{form}`\n" for when, form in forms)
+    return f"A word of {found.named}. {first}, in {found.block}:\n\n{lines}\n{f'{note}{source}'.lstrip()}\n"
 
 
 USES = {
@@ -106,7 +138,3 @@ def _of_library(asked: str, name: str) -> Explanation | None:
             text = f"# `{name}`\n\n{use.format(name)}\n\n```moe\n{library_text(f'{folder}/{name}')}```\n"
             return Explanation(asked=asked, subject=name, kind="file of the library", markdown=text)
     return None
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -196,6 +196,8 @@ def _require_layer(block: Block) -> None:
     gives = given[:1] == [("residual", None, None)] and set(given[1:]) <= {
         *((role, None, None) for role in COUNTS),
         ("balance", None, None),
+        ("probabilities", None, None),
+        ("counted", None, None),
         ("choices", None, None),
     }
     _require(gives, f"{block.name} gives {_listed(role for role, *_ in given)}")

@@ -14,6 +14,7 @@ from moec.grammar.spec import (
     Moe,
     SequenceLoss,
     SwitchLoss,
+    TopK,
     ZLoss,
 )
 from moec.grammar.spec.base import Node
@@ -32,8 +33,8 @@ class Routed:
     `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
     those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
     the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
-    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` where `gated.w` are those of experts
-    that reroutes found; None elsewhere.
+    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` before drops where `gated.w` are
+    others, those of experts that reroutes found, or divided by the sum of those with a place; None elsewhere.
     """
 
     gated: Gated
@@ -60,10 +61,11 @@ def balance_terms(b: Builder, moe: Moe | Moa, routed: Routed) -> list[str]:
     """The weighted balance terms of a mixture, of experts or of heads, and its gate's own terms, as one scalar, a sum
     over tokens; nothing without."""
     own = [*routed.gated.terms, *_of_gate(b, moe.gate, routed)]
-    if not moe.balance and not own:
+    of_layer = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
+    if not of_layer and not own:
         return []
-    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in moe.balance] + [name for name, _ in own]
-    weights = (*(term.weight for term in moe.balance), *(weight for _, weight in own))
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in of_layer] + [name for name, _ in own]
+    weights = (*(term.weight for term in of_layer), *(weight for _, weight in own))
     span = moe.span("balance") or moe.gate.span()
     return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
 
@@ -75,7 +77,13 @@ def _of_gate(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, floa
 
 
 def _switch_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
-    return _of_choices(b, moe.group, term, routed, routed.outer or routed.e)
+    assert isinstance(term, SwitchLoss)
+    return _of_choices(b, moe.group, term, routed, counted_by(b, term, routed))
+
+
+def counted_by(b: Builder, term: SwitchLoss, routed: Routed) -> str:
+    """The experts whose loads a term counts: choices, or largest scores."""
+    return _largest_scores(b, term, routed) if term.fractions == "scores" else routed.outer or routed.e
 
 
 def _gshard_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
@@ -95,15 +103,37 @@ def _of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: 
 
 
 def _importance_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
+    assert isinstance(term, ImportanceLoss)
     w, span = routed.chosen_w or routed.gated.w, term.span()
+    if term.of == "all":
+        return _variation(b, moe, term, routed, _before_noise(b, moe, routed))
     return _variation(
         b, moe, term, routed, b.one(o.ExpertWeights, w, routed.e, to="parts", span=span, num_experts=routed.experts)
     )
 
 
+def _before_noise(b: Builder, moe: Moe | Moa, routed: Routed) -> str:
+    """The probabilities of all experts without the noise that a gate adds to its logits in training."""
+    p, clean, score = routed.gated.p, routed.gated.others.get("clean"), getattr(moe.gate, "score", "softmax")
+    assert p is not None, "the language refuses a term over what the gate does not give"
+    if clean is None:
+        return p
+    p, *_ = b.add(
+        o.Route, clean, to="clean_p best best_expert", span=moe.gate.span(),
+        k=1, score=score, order="before", normalize=False,
+    )  # fmt: skip
+    return p
+
+
 def _load_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
-    gated = routed.gated
+    assert isinstance(term, LoadLoss)
+    gated, gate = routed.gated, moe.gate
     assert gated.logits is not None, "the language refuses a term over what the gate does not give"
+    if term.of == "probabilities":
+        assert isinstance(gate, TopK), "the language refuses other gates"
+        p, span = _before_noise(b, moe, routed), term.span()
+        loads = b.one(o.LoadsAbove, p, gated.logits, gated.e, to="parts", span=span, deviation=gate.noise)
+        return _variation(b, moe, term, routed, loads)
     clean, deviation = (gated.others[name] for name in ("clean", "deviation"))
     loads = b.one(o.ExpectedLoads, clean, gated.logits, deviation, gated.e, to="parts", span=term.span())
     return _variation(b, moe, term, routed, loads)
@@ -118,15 +148,19 @@ def _variation(b: Builder, moe: Moe | Moa, term: Node, routed: Routed, parts: st
 
 def _sequence_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     """The switch loss of each sequence, over the k largest scores: DeepSeek-V3, eq. 17 to 20."""
+    return _of_choices(b, "sequence", term, routed, _largest_scores(b, term, routed))
+
+
+def _largest_scores(b: Builder, term: Node, routed: Routed) -> str:
+    """The experts of each token's k largest scores: its choices, unless biases or groups choose too."""
     gated, span = routed.gated, term.span()
-    p, chosen = gated.p, routed.e
-    assert p is not None, "the language refuses a term over what the gate does not give"
-    if not gated.by_scores:
-        k = b.scope[gated.e].shape[-1]
-        chosen = b.one(o.LargestScores, gated.logits or p, to="largest", span=span, k=k)
-        if routed.real:
-            chosen = b.one(o.MaskChoices, chosen, *routed.real, to="largest", span=span)
-    return _of_choices(b, "sequence", term, routed, chosen)
+    scores = gated.logits or gated.p
+    assert scores is not None, "the language refuses a term over what the gate does not give"
+    if gated.by_scores:
+        return routed.e
+    k = b.scope[gated.e].shape[-1]
+    largest = b.one(o.LargestScores, scores, to="largest", span=span, k=k)
+    return b.one(o.MaskChoices, largest, *routed.real, to="largest", span=span) if routed.real else largest
 
 
 def _device_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:

@@ -9,10 +9,11 @@ from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_vectors
 from moec.passes.lower.lower_mixture import mixture
+from moec.passes.lower.lower_states import with_update
 
 
 def layer_blocks(layer: LayerModule, subject: Subject) -> list[Block]:
-    """The layer's body, `forward`, which calls it as layer 0, and the blocks of its balance terms where it has any.
+    """The layer's body, `forward`, which calls it as layer 0, and the blocks of its balance terms and states, if any.
 
     `forward` takes x `[batch, sequence, dim]` in the layer's dtype and gives y of the same type, balance terms and
     counts.
@@ -21,9 +22,10 @@ def layer_blocks(layer: LayerModule, subject: Subject) -> list[Block]:
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype, role="residual")
     b = Builder(f"layers{layer_set_name([0])}", [x], span)
     mixed, others = mixture(b, subject, layer.moe, "x", {})
-    body = b.block([Output(mixed, "residual"), *others])
+    body, *updates = with_update(b.block([Output(mixed, "residual"), *others]), layer.moe.gate, [0])
     forward = _forward_block(x, body)
-    return [body, forward, *(balance_blocks_of_vectors(x, span) if body.output("balance") is not None else ())]
+    balance = balance_blocks_of_vectors(x, span) if body.output("balance") is not None else ()
+    return [body, forward, *balance, *updates]
 
 
 def _forward_block(x: Value, body: Block) -> Block:

@@ -16,7 +16,8 @@ from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_experts import Sent, activated_weights, apply_experts
 from moec.passes.lower.lower_feed_forward import beside_experts, scale_of, windows
-from moec.passes.lower.lower_queues import capacity_of, varying, with_places
+from moec.passes.lower.lower_pooled import given_to_model
+from moec.passes.lower.lower_queues import capacity_of, places_in_order, starts_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
 
 
@@ -41,8 +42,9 @@ def mixture(
         mixed = b.scaled(mixed, scale_of(moe.parts[0].body), moe.parts[0].span())
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
+    pooled = given_to_model(b, moe, routed)
     choices = (Output(routed.e, "choices"),) if replay else ()
-    return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *choices]
+    return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *pooled, *choices]
 
 
 def _made(b: Builder, moe: Moe, routed: Routed) -> list[Output]:
@@ -132,21 +134,11 @@ def _in_parts(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) ->
     return total, b.one(o.ConcatCounts, *counted, to="all_counts", span=span)
 
 
-def _starts(b: Builder, moe: Moe, e: str) -> str:
-    """The start of each piece's choices in the queues of experts."""
-    span = moe.span("capacity")
-    queues = b.one(o.CountQueues, e, to="queues", span=span, num_experts=moe.num_experts)
-    return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
-
-
 def _kept(b: Builder, moe: Moe, routed: Routed) -> str:
     """The choices that find a place; −1 for those that are dropped."""
     if not moe.drops or routed.kept != routed.e:
         return routed.kept
-    return b.one(
-        o.KeepChoices, routed.e, _starts(b, moe, routed.e), beside=varying(b, moe), to="kept",
-        span=moe.span("capacity"), **capacity_of(moe),
-    )  # fmt: skip
+    return places_in_order(b, moe, routed.e)
 
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
@@ -154,7 +146,7 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> t
     span, given = moe.span("capacity"), windows(b, moe.parts[0].body, h)
     if isinstance(moe.capacity, Factor):
         rows, counts, positions = b.add(
-            o.PermutePadded, given, routed.kept, _starts(b, moe, routed.kept), beside=varying(b, moe),
+            o.PermutePadded, given, routed.kept, starts_of(b, moe, routed.kept), beside=varying(b, moe),
             to="rows counts positions", span=span, **capacity_of(moe),
         )  # fmt: skip
     else:

@@ -23,6 +23,7 @@ from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, of_tokens
 from moec.passes.lower.lower_mixture import mixture
 from moec.passes.lower.lower_norms import added, before, norm
+from moec.passes.lower.lower_pooled import Pooled
 from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
@@ -133,12 +134,14 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         beside = {"positions": handed["positions"]} if "positions" in handed else {}
         added = b.one(o.EmbedPositions, ids, learned, beside=beside, to="positions", span=line)
         x = b.one(o.Add, x, added, to="x", span=embedding.span())
-    of_layers: list[Output] = []
+    of_layers, pooled = list[Output](), Pooled(b)
     for number, block in enumerate(layers):
         handed["choices"] = choices[number]
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
         of_layers += others
+        pooled.add(model.layers[number].moe, others)
+    of_layers += pooled.balance(handed.get("real"))
     return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), of_layers))
 
 

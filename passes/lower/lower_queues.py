@@ -44,10 +44,39 @@ def varying(b: Builder, moe: Moe) -> dict[str, str]:
 
 
 def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
-    """The choices after drops where queues are not in token order or are those of texts, or after reroutes."""
+    """The choices after drops where queues are not in token order or are those of texts, or after reroutes, or where
+    weights follow from drops: these divided by the sum of those that found a place."""
+    placed, capacity = _placed(b, moe, routed, beside), moe.capacity
+    if not (isinstance(capacity, Factor) and capacity.renormalize):
+        return placed
+    kept = places_in_order(b, moe, placed.e) if placed.kept == placed.e else placed.kept
+    scale = getattr(moe.gate, "scale", 1.0)
+    span = capacity.span("renormalize")
+    w = b.one(o.Renormalize, placed.gated.w, kept, to="w", span=span, scale=scale)
+    return replace(placed, kept=kept, chosen_w=placed.chosen_w or placed.gated.w, gated=replace(placed.gated, w=w))
+
+
+def starts_of(b: Builder, moe: Moe, e: str) -> str:
+    """The start of each piece's choices in the queues of experts."""
+    span = moe.span("capacity")
+    queues = b.one(o.CountQueues, e, to="queues", span=span, num_experts=moe.num_experts)
+    return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
+
+
+def places_in_order(b: Builder, moe: Moe, e: str) -> str:
+    """The choices that find a place, in the order of tokens; −1 for those that are dropped."""
+    return b.one(
+        o.KeepChoices, e, starts_of(b, moe, e), beside=varying(b, moe), to="kept",
+        span=moe.span("capacity"), **capacity_of(moe),
+    )  # fmt: skip
+
+
+def _placed(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
     capacity, how = moe.capacity, capacity_of(moe) if moe.drops else {}
     if moe.drops and routed.segments is not None:
         return replace(routed, kept=_kept_in_segments(b, moe, routed, routed.segments))
+    if moe.order in ("weight", "token"):
+        return replace(routed, kept=_best(b, moe, routed))
     ordered = {"priorities": _priorities(b, moe, routed, beside)} if moe.order != "sequence" else {}
     if moe.overflow == "reroute":
         return _rerouted(b, moe, routed, ordered)
@@ -66,6 +95,16 @@ def _kept_in_segments(b: Builder, moe: Moe, routed: Routed, segments: str) -> st
     return b.one(
         o.KeepInSegments, routed.e, segments, beside=varying(b, moe), to="kept", span=moe.span("capacity"),
         num_experts=routed.experts, **how,
+    )  # fmt: skip
+
+
+def _best(b: Builder, moe: Moe, routed: Routed) -> str:
+    """The name of the choices, −1 for those beyond the capacity: by their own weights, or token by token."""
+    assert moe.overflow != "reroute", "the language refuses reroutes in such an order"
+    priorities = {"priorities": routed.gated.w} if moe.order == "weight" else {}
+    return b.one(
+        o.KeepBest, routed.e, beside={**priorities, **varying(b, moe)}, to="kept", span=moe.capacity.span("order"),
+        num_experts=routed.experts, **capacity_of(moe),
     )  # fmt: skip
 
 

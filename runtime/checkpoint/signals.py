@@ -18,6 +18,8 @@ from moec.runtime.job.wakeup import Handler, is_of_wakeup
 
 OF_WORKERS = frozenset((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 """Signals that ask a job to save. A scheduler sends them to the workers of a `DataLoader` too, which the job needs."""
+LOADERS = "torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader"
+"""Modules that start workers."""
 REPEAT_SECONDS = 10.0
 """A launcher and a scheduler may both send the signal: a second one within this time is ignored."""
 
@@ -42,7 +44,7 @@ def _spare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_WORKERS)
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+    while frame is not None and frame.f_globals.get("__name__") not in LOADERS:
         frame = frame.f_back
     if frame is not None:
         _is_worker = True

@@ -1,4 +1,7 @@
-"""Refuses DistributedDataParallel and `fully_shard` where they manage the experts of `moec.layer`."""
+"""Refuses DistributedDataParallel and `fully_shard` where they manage the experts of `moec.layer`, or nobody does.
+
+A layer over several ranks sums the gradients of its experts itself; that of one rank has replicas, as other modules.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,19 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
     Raises it too if the host reduces over other ranks than the layer's `ranks`: replicas of experts would drift apart.
     """
     ddp = _active_ddp()
-    if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) != set(ranks):
-        hosts = sorted(dist.get_process_group_ranks(ddp.process_group))
-        raise JobError(
-            "MOE0711",
-            f"DistributedDataParallel spans the ranks {hosts}, but a layer in it spans {sorted(ranks)}",
-            "make the layer without `group`, and set `parallel { ep = … }` in its file",
-        )
+    spans = [("fully_shard", span) for span in _spans_of_fsdp(experts)]
+    if ddp is not None:
+        spans.append(("DistributedDataParallel", set(dist.get_process_group_ranks(ddp.process_group))))
+    if len(ranks) == 1:
+        _require_managed(experts, ddp, [host for host, span in spans if len(span) > 1])
+        return
+    for host, span in spans:
+        if span != set(ranks):
+            raise JobError(
+                "MOE0711",
+                f"{host} spans the ranks {sorted(span)}, but a layer in it spans {sorted(ranks)}",
+                "make the layer without `group`, and set `parallel { ep = … }` in its file",
+            )
     local_experts = {id(parameter) for parameter in experts.parameters()}
     if ddp is not None and any(id(parameter) in local_experts for parameter in ddp._module_parameters):
         raise JobError(
@@ -55,12 +64,25 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
             "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "model, moec.expert_parameters(model))`",
         )
-    inside = set(experts.modules())
-    if any(owner in inside for owner in _owners_of_fsdp()):
+    if _is_owned_by_fsdp(experts):
         raise JobError(
             "MOE0711",
             "fully_shard has sharded this rank's experts over the other ranks",
             "pass `ignored_params = set(moec.expert_parameters(model).values())` to every call of fully_shard",
+        )
+
+
+def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None:
+    """Raises `JobError` if none of `hosts`, each of several ranks, manages the experts of a layer of one rank."""
+    managed = {id(parameter) for parameter in ddp._module_parameters} if ddp is not None else set()
+    if ddp is not None and not _is_inside(experts, ddp):
+        hosts = [host for host in hosts if host == "fully_shard"]  # its forward pass calls the layer of another model
+    left = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
+    if hosts and left and not _is_owned_by_fsdp(experts):
+        raise JobError(
+            "MOE0711",
+            f"{hosts[0]} ignores the experts of a layer of one rank: nobody would sum their gradients",
+            "make the layer over the ranks of the host, or let the host manage its experts",
         )
 
 
@@ -69,11 +91,31 @@ def _active_ddp() -> Any:
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
-def _owners_of_fsdp() -> Iterator[nn.Module]:
-    """The modules whose parameters `fully_shard` has taken over; torch has no public list of them."""
+def _groups_of_fsdp() -> Iterator[tuple[nn.Module, Any]]:
+    """The modules that `fully_shard` was called with, and each one's groups of parameters; torch has no public list."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
-    for reference in list(states._module_state_mapping.values()) if states is not None else ():
+    for module, reference in list(states._module_state_mapping.items()) if states is not None else ():
         for group in getattr(reference(), "_fsdp_param_groups", ()):
-            for parameter in group.fsdp_params:
-                yield parameter._module_info.module
-                yield from parameter._module_info.shared_modules
+            yield module, group
+
+
+def _is_owned_by_fsdp(experts: nn.Module) -> bool:
+    """Whether `fully_shard` has taken over parameters of `experts`."""
+    owners = (
+        owner
+        for _, group in _groups_of_fsdp()
+        for parameter in group.fsdp_params
+        for owner in (parameter._module_info.module, *parameter._module_info.shared_modules)
+    )
+    inside = set(experts.modules())
+    return any(owner in inside for owner in owners)
+
+
+def _spans_of_fsdp(experts: nn.Module) -> list[set[int]]:
+    """The ranks of each `fully_shard` around `experts`, those of a mesh of several dimensions together."""
+    around = [group for module, group in _groups_of_fsdp() if _is_inside(experts, module)]
+    return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in around]
+
+
+def _is_inside(experts: nn.Module, host: nn.Module) -> bool:
+    return any(module is experts for module in host.modules())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
@@ -23,9 +24,11 @@ from moec.runtime.job.captured_layer import Captured, Results, refused
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.job.home import Home, own_weights
+from moec.runtime.job.layer_biases import LayerBiases
 from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.settings import require_seed, setting_values
+from moec.runtime.job.torch_clipping import count_experts
 
 
 class HostedHome(Home, Protocol):
@@ -44,6 +47,11 @@ class HostedHome(Home, Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the layer."""
+        ...
+
+    @property
+    def expert_group(self) -> str:
+        """The name of the group whose ranks have different experts; empty if every rank has all experts."""
         ...
 
     def whole(self, name: str, part: Tensor) -> Tensor:
@@ -82,6 +90,7 @@ class MoeLayer(nn.Module):
         # That of the layer, or the one that a reference was asked for: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
         self._weights.home = home  # its groups stay open until the last backward pass, also where the layer is dropped
+        self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)
         self._routers = [site_of(op, call.layer) for op in self._function.routers]
         self._number = torch.tensor(call.layer, device="cpu")
         self._padded = counts_own_tokens(program)
@@ -103,6 +112,8 @@ class MoeLayer(nn.Module):
         self._home.require_running()
         replayed = self._captured.replay(self, x) if self._captured is not None else None
         y, self.expert_counts, self.aux_loss = replayed or self.compute(x)
+        if self.training:
+            self.biases.add(self, self.expert_counts)
         return y
 
     def capture(self, x: Tensor) -> None:
@@ -126,6 +137,8 @@ class MoeLayer(nn.Module):
     def _require_capturable(self, x: Tensor) -> None:
         if (number := len(self._home.ranks)) > 1:
             raise refused(f"a layer over {number} ranks cannot be captured: its exchange waits for sizes")
+        if self.biases.any:
+            raise refused("this layer cannot be captured: a sample would count for its biases")
         if self._waiting_op is not None:
             raise refused(f"this layer cannot be captured: its {self._waiting_op} is not `mixture_mlp`")
         if not isinstance(x, Tensor):
@@ -146,6 +159,23 @@ class MoeLayer(nn.Module):
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
         return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype), results["counts"][0], aux_loss
+
+    def end_step(self) -> bool:
+        """Moves the biases of `online` by the rows that experts got since the last step ended; see `moec.end_step`.
+
+        Returns whether any rank had a forward pass in training since then. A collective of the layer's ranks.
+        """
+        if not self.biases.any:
+            return False
+        loads = self.biases.loads
+        (passes,) = self._home.checks.require("end of a layer's step", None, counts=[int(loads is not None)])
+        if passes:
+            self.biases.move(self, self._no_rows() if loads is None else loads[None])
+        return bool(passes)
+
+    def _no_rows(self) -> Tensor:
+        (bias,) = self.biases.values(self)
+        return torch.zeros((1, *bias.shape), dtype=torch.int64, device=bias.device)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """This rank's experts, which the host must not reduce, shard or broadcast."""
@@ -175,7 +205,8 @@ class MoeLayer(nn.Module):
     def _run(self, x: Tensor) -> dict[Role, Tensor]:
         """y, the rows per expert, and the balance term if there is one, by their roles."""
         settings = setting_values(self._function.settings, {}, training=self.training)
-        results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *self._weights())
+        states = self.biases.values(self)
+        results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *states, *self._weights())
         return {output.role: result for output, result in zip(self._function.results, results, strict=True)}
 
     def _aux_loss(self, balance: Tensor, x: Tensor) -> Tensor:
@@ -187,13 +218,18 @@ class MoeLayer(nn.Module):
         """Raises `JobError` for an invalid x; returns whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
-        if len(self._home.ranks) > 1:
-            self._hosts = hosts.check_hosts(self.get_submodule("experts"), self._home.ranks, self._hosts)
+        if dist.is_initialized():
+            experts = self.get_submodule("experts")
+            if self._hosts is None:  # the first pass of this layer, or of its copy
+                count_experts(experts, self._home.expert_group)
+            self._hosts = hosts.check_hosts(experts, self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
-        complaint = None
+        complaint = self.biases.complaint if self.training else None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
             words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
             complaint = Complaint("MOE0702", words)
+        if look and complaint is None and (name := self.biases.not_finite(self)):
+            complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", unscored.HELP)
         if look or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError
 from moec.runtime.job import groups
 from moec.runtime.job.checks import JobChecks
+from moec.runtime.job.experts_of_rank import ExpertsOfRank, refused
 from moec.runtime.job.groups import ALL_RANKS, HOST
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import EXPERTS, first_of_parts
@@ -53,15 +54,28 @@ class LayerHome(RankHome):
     """
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], reduction: Reduction, *, device: torch.device, seed: int
+        self,
+        plan: Plan,
+        ranks: Sequence[int],
+        reduction: Reduction,
+        *,
+        over_all: bool,
+        device: torch.device,
+        seed: int,
     ) -> None:
         job, size = groups.new_job(), plan.world_size
-        self.ranks = tuple(ranks)
+        self.ranks, self._over_all = tuple(ranks), over_all
         rank = self.ranks.index(dist.get_rank()) if size > 1 else 0
         checks = JobChecks("first", job, rank, size, (rank,), lambda: f"rank {rank}" if size > 1 else "")
         super().__init__(plan, rank, job, {}, checks, device=device, seed=seed)
         self.hosts_divisor = size if reduction == "mean" else 1
         self._open_groups(job, f"{plan.spec_text}{seed}{reduction}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled in a layer over several ranks, as by `torch.save(model)`."""
+        if self.plan.world_size > 1:
+            raise refused()
+        return super().__reduce_ex__(protocol)
 
     def _open_groups(self, job: str, made_of: str) -> None:
         self._named: dict[str, ProcessGroup] = {}
@@ -104,7 +118,7 @@ class LayerHome(RankHome):
         if not layout.axes:
             return part
         placements = dtensor_placements(layout, self.experts_mesh)
-        return DTensor.from_local(part, self.experts_mesh, placements, run_check=False)
+        return ExpertsOfRank.of(DTensor.from_local(part, self.experts_mesh, placements, run_check=False))
 
     @property
     def local_experts(self) -> Sequence[int]:
@@ -128,6 +142,15 @@ class LayerHome(RankHome):
         return replace(spec, groups=())
 
     def require_running(self) -> None:
+        """Raises `JobError` in other process groups than those that the layer was made in, the same on every rank."""
+        if self._over_all and self.plan.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+            raise JobError(
+                "MOE0745",
+                f"this layer was made without the process group of {dist.get_world_size()} ranks: each rank has all "
+                "experts, and nobody would sum their gradients",
+                "make the layer after `torch.distributed.init_process_group(…)`, `TrainingArguments(…)` or "
+                "`Accelerator()`, which make the group; `moec.reference` makes layers that are never sharded",
+            )
         if not all(map(_is_alive, self._named.values())):
             raise JobError(
                 "MOE0709",
@@ -147,25 +170,29 @@ def require_layer(spec: Spec) -> None:
 
 
 def make_layer(
-    plan: Plan, ranks: tuple[int, ...], reduction: Reduction, *, seed: int, device: str | torch.device | None
+    plan: Plan, group: ProcessGroup | None, reduction: Reduction, *, seed: int, device: str | torch.device | None
 ) -> MoeLayer:
-    """The layer of `plan` on this rank of `ranks`.
+    """The layer of `plan` on this rank of `group`.
 
     Raises `JobError` for a plan of another number of ranks, and for the plan of a model.
     """
     require_layer(plan.spec)
+    ranks = ranks_of(group)
     if plan.world_size != len(ranks):
+        help = f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for {len(ranks)}"
+        if not dist.is_initialized():
+            help = f"make the layer after `torch.distributed.init_process_group`, or {help}"
         raise JobError(
             "MOE0701",
             f"the plan is for {plan.world_size} ranks, but the layer's process group has {len(ranks)}",
-            f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for {len(ranks)}",
+            help,
         )
     for name, data in plan.parameters.items():
         if data.zero_cut is not None:
             message = f"the optimizer state of {name} is {data.master}: the host cuts a layer's parameters"
             raise JobError("MOE0700", message, "compile the .moe file again")
     target = torch.device(device) if device is not None else torch.get_default_device()
-    home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
+    home = LayerHome(plan, ranks, reduction, over_all=group is None, device=target, seed=seed)
     layer = MoeLayer(plan.program, plan.spec, home)
     if home.expert_group:
         refuse_replica_optimizers(layer.get_submodule("experts"))

@@ -54,7 +54,7 @@ def require_dtype(dtype: object) -> None:
 class AloneInHost(Alone):
     """The home of an unsharded layer."""
 
-    hosts_divisor, ranks = 1, (0,)
+    hosts_divisor, ranks, expert_group = 1, (0,), ""
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """`part`, which is the whole parameter."""

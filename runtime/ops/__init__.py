@@ -31,7 +31,7 @@ from moec.runtime.ops.padded_rows import (
     permute_padded,
     queue_starts,
 )
-from moec.runtime.ops.queues import keep_first, reroute
+from moec.runtime.ops.queues import keep_best, keep_first, reroute
 from moec.runtime.ops.random_numbers import jitter, normal_noise, token_keys
 from moec.runtime.ops.recomputed_experts import expert_mlp_recomputed, mixture_mlp_recomputed
 from moec.runtime.ops.routing import note_scores, route

@@ -1,7 +1,8 @@
 """Queues of whole routing groups in an order of priorities.
 
-All first choices of a group come before all second ones; among the j-th choices, the token with the highest priority
-first, equal ones in token order. `groups` is 0 where every sequence is a group, else the number of equal groups.
+With priorities of tokens all first choices of a group come before all second ones; among the j-th choices, the token
+with the highest priority first, equal ones in token order. `groups` is 0 where every sequence is a group, else the
+number of equal groups.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.queue_ops import KeepFirst, Reroute
+from moec.passes.ir.ops.queue_ops import KeepBest, KeepFirst, Reroute
 from moec.runtime.backends import select
 from moec.runtime.ops.padded_rows import capacity_in_force
 from moec.runtime.ops.registry import check, define
@@ -44,6 +45,38 @@ keep_first = define(
 )
 """Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities [B, S] -> [B, S, k].
 
+The sequences form whole routing groups. Not differentiated.
+"""
+
+
+def _check_keep_best(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *how: int) -> None:
+    check(
+        experts.dim() == 3 and (priorities is None or priorities.shape == experts.shape),
+        lambda: (
+            "moec::keep_best: experts and priorities must be [B, S, k], not "
+            f"{list(experts.shape)} and {None if priorities is None else list(priorities.shape)}"
+        ),
+    )
+    check(not how[-1] or experts.shape[0] % how[-1] == 0, lambda: f"moec::keep_best: {experts.shape[0]} sequences")
+
+
+def _keep_best(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *how: int) -> Tensor:
+    *factors, num_experts, groups = how
+    arguments = capacity_in_force(training, *factors, groups, 1)
+    kept: Tensor = select(experts.device.type).keep_best(experts, priorities, num_experts, *arguments)
+    return kept
+
+
+keep_best = define(
+    schema_of(KeepBest),
+    fake=lambda experts, priorities, training, *how: experts.new_empty(experts.shape),
+    check=_check_keep_best,
+    kernel=_keep_best,
+    gives_integers=True,
+)
+"""Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities of that shape or None.
+
+Each expert keeps the choices of a group with the highest priorities; equal ones, and all without any, token by token.
 The sequences form whole routing groups. Not differentiated.
 """
 

@@ -70,8 +70,11 @@ def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
     y = layer(inputs.given)
     assert layer.expert_counts is not None
     scalars = {} if layer.aux_loss is None else {"aux_loss": layer.aux_loss}
+    loads = inputs.loads.values() if layer.training else ()  # of the one layer, if it has states
+    moved = [layer.biases.new_values(layer, rows.sum(0, keepdim=True)) for rows in loads]
+    states = {f"layers.0.{name}": value for found in moved for name, value in found.items()}
     differentiated = sum(scalars.values(), (y * inputs.targets).sum())
-    return Outcome(y, scalars, differentiated, {"counts": {0: layer.expert_counts}}, {})
+    return Outcome(y, scalars, differentiated, {"counts": {0: layer.expert_counts}}, states)
 
 
 def states_of(model: Unsharded) -> dict[str, Tensor]:

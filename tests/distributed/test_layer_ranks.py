@@ -37,6 +37,32 @@ def own_part(layer: moec.MoeLayer, name: str, whole: Tensor) -> Tensor:
     return whole[local_slices(data.shape, data.layout, plan.meshes[data.mesh], layer._home.rank)]
 
 
+BIASED = layer_text(ranks=None, gate="topk(2, score = sigmoid, normalize = true, bias = online(0.01))")
+
+
+def steps_with_biases() -> list[Tensor]:
+    """The biases after each of three steps, of which the first has two micro-batches."""
+    layer, rank = moec.layer(BIASED), dist.get_rank()
+    optimizer, found = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    for step in range(3):
+        for part in range(2 if step == 0 else 1):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            layer(torch.randn(5, 16, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moec.end_step(layer)
+        found.append(layer.get_buffer("gate.bias").clone())
+    return found
+
+
+def forgotten_step() -> str:
+    layer = moec.layer(BIASED)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    return refusal(layer, torch.ones(2, 16))
+
+
 # ---- as a rank -----------------------------------------------------------------------------------------
 
 
@@ -203,6 +229,21 @@ def test_degrees_that_do_not_divide_are_refused_alike_on_every_rank(
     said = gloo.run(4, made_with, options)
     assert len(set(said)) == 1
     assert code in said[0]
+
+
+def test_biases_move_by_the_rows_of_all_ranks_and_a_forgotten_step_is_an_error_on_each(gloo: GlooPool) -> None:
+    found = gloo.run(4, steps_with_biases)
+    whole = moec.reference(BIASED)
+    for part in range(2):
+        x = [torch.randn(5, 16, generator=torch.Generator().manual_seed(10 * part + rank)) for rank in range(4)]
+        whole(torch.stack(x))
+    moec.end_step(whole)
+    assert all(torch.equal(of_rank[0], whole.get_buffer("gate.bias")) for of_rank in found)
+    assert whole.get_buffer("gate.bias").unique().numel() > 1
+    for of_rank in found:
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, found[0], strict=True))
+        assert not torch.equal(of_rank[1], of_rank[0])
+    assert all("MOE0713" in said and "moec.end_step(model)" in said for said in gloo.run(4, forgotten_step))
 
 
 def test_a_seed_that_differs_between_ranks_is_refused_on_every_rank(gloo: GlooPool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from huggingface.decoders import ROWS, config_of, usual
 from huggingface.equal import LEAVE_OUT, refusal
+from support.tables import each_row
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
@@ -144,6 +145,26 @@ def test_so_is_one_of_the_positions_and_of_other_parts() -> None:
     parts = {**config_of("dbrx")["attn_config"], "alibi": True}
     (note,) = read_config(usual("dbrx", attn_config=parts)).notes
     assert note.message == "`attn_config.alibi` is not known here and has no effect"
+
+
+@each_row(
+    ("model_type", "changes", "said"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 4}, "switch_loss(0.004, over = model)"),
+        ("mixtral", {"num_experts_per_tok": 3}, "switch_loss(0.003, over = model)"),
+        ("olmoe", {"num_hidden_layers": 1}, "over the tokens of the layer"),
+        ("minimax_m2", {}, "none is over this gate's logits"),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, ""),
+        ("qwen3_moe", {"output_router_logits": False}, ""),
+    ],
+)
+def test_a_balance_loss_is_a_warning_with_the_line_that_is_equal(
+    model_type: str, changes: dict[str, Any], said: str
+) -> None:
+    on = {"output_router_logits": True, "router_aux_loss_coef": 0.001, **changes}
+    notes = [note.message for note in read_config(usual(model_type, **on)).notes]
+    assert len(notes) == bool(said)
+    assert all(said in note and "`router_aux_loss_coef`" in note for note in notes)
 
 
 @pytest.mark.parametrize("model_type", sorted(ROWS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,11 @@ def words(batch: int, sequence: int, count: int, layer: int, stream: int) -> Ten
 def uniform(batch: int, sequence: int, count: int, layer: int, stream: int = 1) -> Tensor:
     """`words` as numbers in [0, 1)."""
     return (words(batch, sequence, count, layer, stream) >> 8).double() / 2**24
+
+
+def normal(batch: int, sequence: int, count: int, layer: int) -> Tensor:
+    """Box and Muller (1958) of each two words: [batch, sequence, count]."""
+    drawn = words(batch, sequence, -(-count // 4) * 4, layer, 1)
+    uniform = ((drawn >> 8) + 1).double() / 2**24
+    radius, angle = (-2 * uniform[..., ::2].log()).sqrt(), 2 * math.pi * uniform[..., 1::2]
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(-2)[..., :count]

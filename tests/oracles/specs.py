@@ -16,14 +16,16 @@ def small_spec(
     norm: str = "rms(eps = 1e-5)",
     dtype: str = "fp32",
     embedding: str = "tokens()",
+    ranks: int = 1,
+    batch: int = BATCH,
 ) -> Spec:
-    """A model for one rank whose `layers` blocks are `layers`."""
+    """A model whose `layers` blocks are `layers`."""
     return to_spec(f"""
         model "small" {{
           vocab = {VOCAB}; dim = {dim}; depth = {depth}; dtype = {dtype}; norm = {norm}
           embedding = {embedding}
           {layers}
         }}
-        cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}
-        train {{ batch = {BATCH}; sequence = {SEQUENCE} }}
+        cluster "here" {{ device = cpu; level "process" {{ size = {ranks} }} }}
+        train {{ batch = {batch}; sequence = {SEQUENCE} }}
     """)

@@ -12,6 +12,7 @@ from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
     "sequence_loss": "",
+    "switch_loss": "fractions",
     "device_loss": "groups",
 }
 
@@ -58,15 +59,43 @@ def test_sequence_loss_is_deepseek_v3s(gate: str, group: str) -> None:
     require_equal(ours, plain)
 
 
+class BalancedByScores(OptionedMoe):
+    """Megatron's term: f of plain top-k of the scores, without biases and groups, over a micro-batch.
+
+    Megatron-LM 0.16.1, `transformer/moe/moe_utils.py`, `compute_routing_scores_for_aux_loss` and
+    `switch_load_balancing_loss_func`.
+    """
+
+    def balance(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        z, k = logits.flatten(0, 1), chosen.shape[-1]
+        scores = z.softmax(-1) if self.topk.score == "softmax" else z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)
+        routing_map = torch.zeros_like(scores).scatter(1, scores.topk(k).indices, 1)
+        tokens_per_expert, tokens = routing_map.sum(0), len(z)
+        return ALPHA * EXPERTS / (k * tokens * tokens) * (scores.sum(0) * tokens_per_expert).sum()
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_switch_loss_of_scores_is_megatrons(gate: str) -> None:
+    terms = f"switch_loss({ALPHA}, fractions = scores)"
+    spec = small_spec(LAYERS.format(gate=GATES[gate], terms=terms, group="batch"))
+    ours, plain = pair(spec, BalancedByScores)
+    for number, layer in enumerate(plain.layers):
+        if gate == "deepseek v3":
+            layer.moe.bias = torch.tensor([0.0, 2.0, -1.0, 0.5, 3.0, -2.0], dtype=torch.float64)
+            ours.get_buffer(f"layers.{number}.moe.gate.bias").copy_(layer.moe.bias)
+    require_equal(ours, plain)
+
+
 def test_sequence_loss_counts_the_scores_and_not_the_choices() -> None:
     """The switch loss counts the choices, which biases and groups change."""
     values = []
-    for term in ("sequence_loss(1)", "switch_loss(1)"):
+    for term in ("sequence_loss(1)", "switch_loss(1)", "switch_loss(1, fractions = scores)"):
         spec = small_spec(LAYERS.format(gate=GATES["groups"], terms=term, group="sequence"))
         model = reference(spec, seed=1, dtype=torch.float64)
         tokens = torch.arange(26).view(2, 13)
         values.append(float(model(tokens).aux_loss.detach()))
     assert abs(values[0] - values[1]) > 1e-4
+    assert values[0] == values[2]
 
 
 class BalancedByDevices(OptionedMoe):

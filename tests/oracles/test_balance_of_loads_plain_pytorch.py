@@ -9,7 +9,7 @@ from torch import Tensor
 
 ORACLE_OF = {
     "gshard_loss": "",
-    "importance_loss": "",
+    "importance_loss": "of",
 }
 
 LAYERS = """
@@ -35,6 +35,21 @@ class TopKMoe(OracleMoe):
 @pytest.mark.parametrize("padding", [None, 3])
 def test_reference_equals_the_definition(term: str, k: int, group: str, padding: int | None) -> None:
     compare(TopKMoe, LAYERS.format(k=k, term=term, group=group), padding=padding)
+
+
+class TutelsMoe(TopKMoe):
+    """Importance over the softmax of all logits: Tutel ac0e51b9, `tutel/impls/losses.py`, `load_importance_loss`."""
+
+    def balanced(self, found: Routed, x: Tensor) -> Tensor:
+        importances = found.probabilities[self.real].sum(0)
+        unbiased = importances.var() / importances.mean() ** 2
+        return self.terms[0].weight * unbiased * (self.num_experts - 1) / self.num_experts
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_the_importance_of_all_experts_is_tutels(padding: int | None) -> None:
+    layers = LAYERS.format(k=2, term="importance_loss", group="batch").replace("(0.3)", "(0.3, of = all)")
+    compare(TutelsMoe, layers, padding=padding)
 
 
 def test_first_choices_are_not_all_choices() -> None:

@@ -101,8 +101,8 @@ def drawn(model_class: type[PreTrainedModel], config: object) -> PreTrainedModel
     return model
 
 
-def ours_with_weights_of(theirs: PreTrainedModel, layers: str = LAYER % "") -> PlanModule:
-    ours = reference(small_spec(layers, dim=DIM, depth=theirs.config.num_hidden_layers))
+def ours_with_weights_of(theirs: PreTrainedModel, layers: str = LAYER % "", embedding: str = "tokens()") -> PlanModule:
+    ours = reference(small_spec(layers, dim=DIM, depth=theirs.config.num_hidden_layers, embedding=embedding))
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles.gate_oracle import OracleMoe, Routed, compare, linear
-from oracles.plain_philox import words
+from oracles.plain_philox import normal
 from support.combinations import pairs
 from torch import Tensor, nn
 
@@ -24,14 +22,6 @@ LAYERS = """
       moe {{ experts = 6 * swiglu(20); gate = noisy_topk({k}); balance = [{balance}]; {beside} }}
     }}
 """
-
-
-def normal(batch: int, sequence: int, count: int, layer: int) -> Tensor:
-    """Box and Muller (1958) of each two words: [batch, sequence, count]."""
-    drawn = words(batch, sequence, -(-count // 4) * 4, layer, 1)
-    uniform = ((drawn >> 8) + 1).double() / 2**24
-    radius, angle = (-2 * uniform[..., ::2].log()).sqrt(), 2 * math.pi * uniform[..., 1::2]
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(-2)[..., :count]
 
 
 class Gate(nn.Module):

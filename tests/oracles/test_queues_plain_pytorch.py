@@ -15,13 +15,14 @@ from torch import Tensor
 from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
-    "factor": "factor eval min order",
+    "factor": "factor eval min order renormalize",
     "dynamic": "max order",
     "batch_priority": "k",
     "moe": "overflow",
 }
 
 QUEUES, EXPERTS = 7, 5
+EPS = torch.finfo(torch.float32).eps
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
@@ -40,6 +41,7 @@ class QueuedMoe(PlainMoe):
 
     how: str
     number: int
+    renormalized: bool = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         logits = self.logits(x)
@@ -52,12 +54,22 @@ class QueuedMoe(PlainMoe):
         kept = torch.zeros_like(chosen)
         for tokens, places in self.groups(chosen):
             taken = [0] * EXPERTS
-            for j in range(chosen.shape[2]):
-                for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at)):
-                    expert = int(chosen[s, t, j])
-                    kept[s, t, j] = taken[expert] < places
-                    taken[expert] += 1
-        return weights * kept, chosen
+            for s, t, j in self.queue(tokens, logits, weights):
+                expert = int(chosen[s, t, j])
+                kept[s, t, j] = taken[expert] < places
+                taken[expert] += 1
+        weights = weights * kept
+        if self.renormalized:
+            weights = self.topk.scale * weights / weights.sum(-1, keepdim=True).clamp_min(EPS)
+        return weights, chosen
+
+    def queue(self, tokens: list[tuple[int, int]], logits: Tensor, weights: Tensor) -> list[tuple[int, int, int]]:
+        """The choices of a group, (sequence, place, j), in the order in which they take places."""
+        k = weights.shape[2]
+        if self.how in ("token", "weight"):
+            choices = [(s, t, j) for s, t in tokens for j in range(k)]
+            return choices if self.how == "token" else sorted(choices, key=lambda at: -float(weights.detach()[at]))
+        return [(s, t, j) for j in range(k) for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at))]
 
     def groups(self, chosen: Tensor) -> list[tuple[list[tuple[int, int]], int]]:
         """The tokens of each group, (sequence, place), and the places of each expert."""
@@ -79,6 +91,12 @@ class QueuedMoe(PlainMoe):
             scores = logits[s, t].sigmoid() if self.topk.score == "sigmoid" else logits[s, t].exp()
             return -float((scores / scores.sum()).max())
         return -drawn(s, t, self.number) if self.how == "random" and self.training else 0.0
+
+
+class RenormalizedMoe(QueuedMoe):
+    """`QueuedMoe` that divides a token's weights by the sum of those with a place (DeepSpeed, `topkgating`)."""
+
+    renormalized = True
 
 
 def compare(gate: str, beside: str, body: str, how: str, kind: type[QueuedMoe] = QueuedMoe) -> None:
@@ -103,10 +121,23 @@ CAPACITIES = [
 ]
 
 
-@pytest.mark.parametrize("order", ["random", "priority"])
+@pytest.mark.parametrize("order", ["random", "priority", "weight", "token"])
 @pytest.mark.parametrize(("gate", "beside", "body"), CAPACITIES)
 def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside: str, body: str, order: str) -> None:
     compare(gate, beside.format(order), body, order)
+
+
+RENORMALIZED = [
+    ("topk(2)", "capacity = factor(0.6, renormalize = true)", "sequence"),
+    ("topk(3)", "capacity = factor(0.5, renormalize = true, order = weight); group = batch", "weight"),
+    ("topk(3)", "capacity = factor(0.5, eval = 0.9, renormalize = true, order = token)", "token"),
+    ("topk(2, normalize = true, scale = 2.5)", "capacity = factor(0.7, renormalize = true)", "sequence"),
+]
+
+
+@pytest.mark.parametrize(("gate", "beside", "how"), RENORMALIZED)
+def test_weights_are_divided_by_the_sum_of_those_that_find_a_place(gate: str, beside: str, how: str) -> None:
+    compare(gate, beside, "swiglu(8)", how, RenormalizedMoe)
 
 
 @pytest.mark.parametrize("beside", ["capacity = factor(0.6)", "capacity = dynamic(max = 0.5); group = batch"])

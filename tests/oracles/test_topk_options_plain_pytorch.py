@@ -22,6 +22,7 @@ ORACLE_OF = {
     "topk": "scale groups keep_groups group_score bias noise",
     "attention_router": "k",
     "dense": "",
+    "load_loss": "of",
 }
 
 LAYERS = """
@@ -155,3 +156,31 @@ def test_noise_is_drawn_by_token_in_training_alone(training: bool, gate: str) ->
         layer.moe.number = number
     ours.set(seed=SEED, step=STEP)
     require_equal(ours.train(training), plain.train(training))
+
+
+class TutelsMoe(NoisyMoe):
+    """Balanced by the mean of an importance and a load term: Tutel ac0e51b9, `losses.py`, `load_importance_loss`."""
+
+    def balance(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        flat, ids = logits.flatten(0, 1), chosen.flatten(0, 1)
+        scores = (logits - STD * noise(*logits.shape, self.number)).softmax(-1).flatten(0, 1)
+        normal = torch.distributions.Normal(0.0, STD)
+        loads = normal.cdf(scores - flat.gather(1, ids)[:, -1:]).sum(0)
+        terms = [sums.var() / sums.mean() ** 2 for sums in (scores.sum(0), loads)]
+        return WEIGHT * (terms[0] + terms[1]) / 2
+
+
+WEIGHT = 0.7
+
+
+def test_importance_and_load_by_probabilities_are_tutels() -> None:
+    half = WEIGHT / 2 * 6 / 5
+    terms = f"balance = [importance_loss({half}, of = all), load_loss({half}, of = probabilities)]; group = batch"
+    layers = LAYERS.format(experts=6, gate="topk(2, normalize = true, noise = 0.8)")
+    plain_terms = "balance = [switch_loss(0.3), z_loss(0.05)]"
+    assert plain_terms in layers
+    ours, plain = pair(small_spec(layers.replace(plain_terms, terms)), TutelsMoe)
+    for number, layer in enumerate(plain.layers):
+        layer.moe.number = number
+    ours.set(seed=SEED, step=STEP)
+    require_equal(ours, plain)

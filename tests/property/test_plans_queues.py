@@ -18,10 +18,16 @@ from support.verified import require_equal
 from moec.grammar.spec import Spec
 
 GROUPS = ("sequence", "batch", "rank")
-FACTORS = ("factor(0.6{})", "factor(0.5, eval = 0.9{})", "dynamic(max = 0.8{})", "factor(1.0, min = 2{})")
+FACTORS = (
+    "factor(0.6{})",
+    "factor(0.5, eval = 0.9{})",
+    "dynamic(max = 0.8{})",
+    "factor(1.0, min = 2{})",
+    "factor(0.7, renormalize = true{})",
+)
 ORDERED = {
     order: [f"capacity = {factor.format(f', order = {order}')}; group = {g}" for factor in FACTORS for g in GROUPS]
-    for order in ("random", "priority")
+    for order in ("random", "priority", "weight", "token")
 }
 UNORDERED = [f"capacity = {factor.format('')}; group = {group}" for factor in FACTORS for group in GROUPS]
 WORDS: dict[str, st.SearchStrategy[Spec]] = {
@@ -58,6 +64,8 @@ def test_every_plan_equals_the_unsharded_model(spec: Spec) -> None:
 KINDS = (
     ("", ", order = random"),
     ("", ", order = priority"),
+    ("", ", order = weight"),
+    ("", ", order = token"),
     ("gate = batch_priority(2)", ""),
     ("overflow = reroute", ", order = priority"),
     ("gate = switch; overflow = reroute", ""),

@@ -26,7 +26,11 @@ WORDS: dict[str, dict[str, Any]] = {
     "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "counts": range(2, 13)},
     "importance_loss": {
         "gates": ["topk({k})", "gshard", "noisy_topk({k})"],
-        "balances": ["[importance_loss(0.1)]", "[importance_loss(0.2), switch_loss(0.1)]"],
+        "balances": [
+            "[importance_loss(0.1)]",
+            "[importance_loss(0.1, of = all)]",
+            "[importance_loss(0.2), switch_loss(0.1)]",
+        ],
         "counts": range(2, 13),
     },
     "load_loss": {

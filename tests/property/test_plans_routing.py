@@ -19,6 +19,7 @@ from moec.grammar.spec import Experts, Layer, Spec, TopK
 V3 = "score = sigmoid, normalize = true, scale = 2.5, bias = online(0.01)"
 BALANCES = {"sequence_loss": ["[sequence_loss(0.3)]", "[sequence_loss(0.1), switch_loss(0.1)]"]}
 BALANCES["device_loss"] = ["[device_loss(0.3, groups = 1)]", "[device_loss(0.1, groups = 1), z_loss(0.01)]"]
+BALANCES["fractions"] = [f"[switch_loss(0.3, fractions = scores){more}]" for more in ("", ", z_loss(0.01)")]
 EVERY_TERM = ["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"]
 
 WORDS: dict[str, Sequence[str]] = {
@@ -30,6 +31,7 @@ WORDS: dict[str, Sequence[str]] = {
     "attention router": ["attention_router({k})"],
     "sequence_loss": ["topk({k})", f"topk({{k}}, {V3})", "topk({k}, score = sigmoid, noise = 0.3)", "switch"],
     "device_loss": ["topk({k})", "topk({k}, score = sigmoid)"],
+    "fractions": [f"topk({{k}}, {V3})", "topk({k}, bias = online(0.01), noise = 0.3)"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]

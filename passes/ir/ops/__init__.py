@@ -23,7 +23,14 @@ from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.passes.ir.ops.head_gate import GateHeads
 from moec.passes.ir.ops.image_ops import Classify, FirstToken, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
-from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
+from moec.passes.ir.ops.load_ops import (
+    ExpectedLoads,
+    ExpertWeights,
+    FirstChoices,
+    GroupTotals,
+    LoadsAbove,
+    VariationLoss,
+)
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.merge_ops import MergeExperts, MergeShares, SequenceLinear
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
@@ -32,7 +39,7 @@ from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, Permut
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.part_ops import ConcatCounts, CountMade, SelectExperts
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
-from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, Reroute
+from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepBest, KeepFirst, Renormalize, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import AddLearnedNoise, SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
@@ -105,6 +112,7 @@ __all__ = [
     "HashRoute",
     "Jitter",
     "JoinShared",
+    "KeepBest",
     "KeepChoices",
     "KeepFirst",
     "KeepInSegments",
@@ -113,6 +121,7 @@ __all__ = [
     "LargestScores",
     "LayerNorm",
     "Linear",
+    "LoadsAbove",
     "LogitMax",
     "MaskChoices",
     "Mean",
@@ -136,6 +145,7 @@ __all__ = [
     "QueueStarts",
     "RealTokens",
     "ReduceScatter",
+    "Renormalize",
     "RepeatHeads",
     "Replay",
     "Reroute",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, RoutingGroup
+from moec.passes.ir.attribute_types import Count, Positive, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
@@ -110,6 +110,41 @@ class ExpectedLoads(Op):
 
 _WIDE = ("others", "distance", "clamped_deviation", "scaled")
 """What backward keeps of `expected_loads` for every expert."""
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadsAbove(Op):
+    """`Φ((scoreᵢ − kth) / deviation)`, with kth the logit of a token's last choice: scores → probabilities.
+
+    scores and logits `[batch, sequence, experts]`, experts `[batch, sequence, k]`, best first → as scores. Gradients
+    flow to scores and logits (Tutel ac0e51b9, `tutel/impls/losses.py`, `load_importance_loss`).
+    """
+
+    mnemonic: ClassVar[str] = "loads_above"
+    takes: ClassVar[str] = "scores logits experts"
+    gives: ClassVar[str] = "probabilities"
+    deviation: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        scores, logits, experts = operands
+        same = (scores.shape, scores.dtype) == (logits.shape, logits.dtype)
+        require(same and scores.dtype != "int64" and len(scores.shape) == 3, self, "wants two numbers for each expert")
+        fits = experts.dtype == "int64" and experts.shape[:-1] == scores.shape[:-1]
+        require(fits, self, "wants experts of each token")
+        return (Type(shape=scores.shape, dtype=scores.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 3, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (scores, *_), (result,) = operands, results
+        tokens = workload.count(scores) / workload.shape(scores)[-1]
+        keeps = (
+            workload.inner(result, "scaled", workload.count(scores), scores.dtype),
+            workload.inner(result, "index", tokens, "int64"),
+        )
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=6, backward=6)
 
 
 @register

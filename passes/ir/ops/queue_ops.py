@@ -1,7 +1,9 @@
-"""Queues in another order than that of tokens: the op that keeps the choices with places, and priorities of tokens.
+"""Queues in another order than that of tokens: the ops that keep the choices with places, and priorities of tokens.
 
-As in `capacity_ops`, all first choices of a routing group come before all second ones. Among the j-th choices, the
-token with the highest priority comes first; equal ones are in token order. The ops see whole routing groups.
+With priorities of tokens, all first choices of a routing group come before all second ones, as in `capacity_ops`. Among
+the j-th choices, the token with the highest priority comes first; equal ones are in token order. With priorities of
+choices, the choice with the highest comes first, whether it is a token's first one or not. The ops see whole routing
+groups.
 """
 
 from __future__ import annotations
@@ -92,6 +94,46 @@ class KeepFirst(Capacity):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepBest(Capacity):
+    """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities of the same shape → kept.
+
+    Each expert keeps the choices with the highest priorities; equal ones, and all without the operand, are token by
+    token, and a token's own in their order. Megatron-LM's and DeepSpeed's `drop_policy`: with weights as priorities it
+    is `probs`, without any `position` (Megatron-LM 0.16.1, `transformer/moe/moe_utils.py`,
+    `apply_router_token_dropping`; DeepSpeed 0.19.8, `moe/sharded_moe.py`, `topkgating`).
+    """
+
+    mnemonic: ClassVar[str] = "keep_best"
+    takes: ClassVar[str] = "experts priorities? training?"
+    gives: ClassVar[str] = "kept"
+    operator: ClassVar[str | None] = "keep_best"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"priorities"})
+    chooses: ClassVar[str] = "kept"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        experts, priorities = given["experts"], given.get("priorities")
+        self.require_setting([given["training"]] if "training" in given else [])
+        require_choices(self, experts)
+        fits = priorities is None or (priorities.dtype != "int64" and priorities.shape == experts.shape)
+        require(fits, self, "wants a priority of each choice, or none")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing(tuple(REPLICATED if n == "training" else whole for n in self.named(operands)), (whole,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        return _rows(self, operands[0], self.num_experts, workload)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reroute(Capacity):
     """Gives dropped choices to other experts: logits `[batch, sequence, E]`, experts `[…, k]` → experts, scored.
 
@@ -134,6 +176,43 @@ class Reroute(Capacity):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renormalize(Op):
+    """`scale · wⱼ / Σ w` over a token's choices that found a place; 0 for the others: weights, kept → weights.
+
+    Both are `[batch, sequence, k]`, and kept is −1 for a choice without a place. The sum is at least the epsilon of
+    fp32, so a token without places has zeros and no NaN (DeepSpeed 0.19.8, `moe/sharded_moe.py`, `top2gating` and
+    `topkgating`). `scale` is the gate's, which the weights contain.
+    """
+
+    mnemonic: ClassVar[str] = "renormalize"
+    takes: ClassVar[str] = "weights kept"
+    gives: ClassVar[str] = "renormalized"
+    scale: Positive = 1.0
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        weights, kept = operands
+        require_choices(self, kept)
+        fits = weights.dtype != "int64" and weights.shape == kept.shape
+        require(fits, self, "wants a weight of each choice")
+        return (Type(shape=weights.shape, dtype=weights.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (weights, _), (given,) = operands, results
+        choices, k = workload.count(weights), workload.shape(weights)[-1]
+        keeps = (
+            workload.inner(given, "none", choices, "bool"),
+            workload.inner(given, "placed", choices, weights.dtype),
+            workload.inner(given, "sums", choices / k, weights.dtype),
+            workload.inner(given, "divisors", choices / k, weights.dtype),
+        )
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=5)
 
 
 @register

@@ -19,7 +19,7 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
         h = b.one(
             Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=given.stream(0)
         )
-    logits = given.router(b, span, h, biased=gate.bias == "learned")
+    logits = clean = given.router(b, span, h, biased=gate.bias == "learned")
     if gate.noise:
         logits = _with_noise(b, gate, given, logits)
     online = isinstance(gate.bias, Online)
@@ -29,7 +29,8 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
         g.Route, logits, to="p w e", span=span, beside=beside,
         k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **limited,
     )  # fmt: skip
-    return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not limited)
+    others = {"clean": clean} if gate.noise else {}
+    return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not limited, others=others)
 
 
 def _with_noise(b: Builder, gate: TopK, given: Given, logits: str) -> str:

@@ -24,7 +24,7 @@ from moec.runtime.backends.torch.torch_padded import (
     permute_padded_backward,
     queue_starts,
 )
-from moec.runtime.backends.torch.torch_queues import keep_first, reroute
+from moec.runtime.backends.torch.torch_queues import keep_best, keep_first, reroute
 from moec.runtime.backends.torch.torch_random import jitter, normal_noise, token_keys
 from moec.runtime.backends.torch.torch_rope import rope, rope_backward
 from moec.runtime.backends.torch.torch_routing import (

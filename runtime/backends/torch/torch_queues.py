@@ -24,6 +24,25 @@ def keep_first(experts: Tensor, priorities: Tensor, *how: int) -> Tensor:
     return _by_token(queue.where(before < capacity, -1), order).view_as(experts)
 
 
+def keep_best(experts: Tensor, priorities: Tensor | None, *how: int) -> Tensor:
+    """`how` is the number of experts, then as in `places_of`."""
+    if not experts.numel():
+        return experts.clone()
+    num_experts, *room = how
+    groups, (batch, tokens, k) = room[0] or experts.shape[0], experts.shape
+    capacity, _ = places_of(batch, tokens, k, num_experts, *room)
+    of_group = experts.reshape(groups, -1)
+    buckets = of_group + num_experts * torch.arange(groups, device=experts.device)[:, None]
+    buckets = buckets.where(of_group >= 0, groups * num_experts)
+    if priorities is None:
+        before = rank_within(buckets.flatten()).view_as(of_group)
+    else:
+        order = token_order(priorities.detach(), groups)
+        ranks = rank_within(buckets.gather(1, order).flatten()).view_as(order)
+        before = torch.empty_like(ranks).scatter_(1, order, ranks)
+    return of_group.where(before < capacity, -1).view_as(experts)
+
+
 def reroute(
     logits: Tensor, experts: Tensor, priorities: Tensor | None, bias: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +105,7 @@ def _ask(waiting: Tensor, found: Tensor, owners: Tensor, keys: Tensor, chosen: T
 
 
 def token_order(priorities: Tensor, groups: int) -> Tensor:
-    """The tokens of each group, the highest priority first and equal ones in order: [B, S] -> [G, T] int64."""
+    """The tokens, or choices, of each group, the highest priority first and equal ones in order: [B, S] -> [G, T]."""
     return priorities.reshape(groups, -1).sort(dim=1, descending=True, stable=True)[1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from moec.runtime.backends.torch.torch_assignment import balanced_assignment
 from moec.runtime.backends.torch.torch_expert_linear import expert_linear, expert_linear_backward
 from moec.runtime.backends.torch.torch_group_gates import choose_tokens
-from moec.runtime.backends.torch.torch_queues import keep_first, reroute
+from moec.runtime.backends.torch.torch_queues import keep_best, keep_first, reroute
 from moec.runtime.backends.torch.torch_random import jitter, normal_noise, token_keys
 from moec.runtime.backends.torch.torch_rope import rope, rope_backward
 from moec.runtime.backends.torch.torch_routing import count_choices, switch_loss, switch_loss_backward

@@ -309,10 +309,11 @@ def padded(
     kept = backend.keep_choices(choices, starts, *how, 1)
     largest = backend.largest_load(kept, num_experts)
     first = backend.keep_first(choices, numbers.of_router(4, tokens), num_experts, *how, 1)
+    best = [backend.keep_best(choices, by, num_experts, *how, 1) for by in (None, numbers.of_router(*choices.shape))]
     logits, bias = numbers.of_router(4, tokens, num_experts), numbers.of_router(num_experts)
     others = backend.reroute(logits, choices, None, bias, "sigmoid", *how, 1)
     taken = backend.choose_tokens(logits, None, 5, 4, groups)
-    results = [queues, starts, kept, largest, first, *others, taken]
+    results = [queues, starts, kept, largest, first, *best, *others, taken]
     results += [backend.balanced_assignment(logits, torch.tensor(training), None, groups) for training in (0, 1)]
     for given, counts, positions in (
         backend.permute_padded(x, choices, starts, *how, least),

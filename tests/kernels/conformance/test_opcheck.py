@@ -215,6 +215,8 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *varying)
         for training in (None, torch.tensor(0)):
             yield "keep_first", (choices, numbers.of_router(4, 5), training, 5, 4, 3, 4, 1, 6, groups)
+            for priorities in (None, numbers.of_router(4, 5, 2)):
+                yield "keep_best", (choices, priorities, training, 5, 4, 3, 4, 1, 6, groups)
             logits, how_in_order = numbers.of_router(4, 5, 6), (training, 5, 4, 3, 4, 1, "softmax", groups)
             yield "reroute", (logits, choices, numbers.of_router(4, 5), numbers.of_router(6), *how_in_order)
             yield "reroute", (logits, choices, None, None, *how_in_order)

@@ -133,9 +133,9 @@ def test_every_word_is_explained(moec: Run) -> None:
 
 @each_row(
     ("asked", "shown"),
-    [("swigluu", "# `swiglu`"), ("Topk", "# `topk`"), ("hiden_size", "here it is called `dim`"), ("fp3", "= fp32`")],
+    [("swigluu", "# `swiglu`"), ("Topk", "# `topk`"), ("hiden_size", "here it is called `dim`")],
 )
-def test_a_misspelt_word_shows_the_nearest_page_and_says_so(moec: Run, asked: str, shown: str) -> None:
+def test_a_misspelt_word_shows_its_page_and_says_so(moec: Run, asked: str, shown: str) -> None:
     ran = moec("explain", asked)
     assert ran.status == 0
     assert shown in ran.out
@@ -179,6 +179,18 @@ def test_what_is_near_to_no_word_is_refused_with_a_way_out(moec: Run) -> None:
     assert (ran.status, ran.out) == (1, "")
     assert "MOE0015" in ran.err
     assert "docs/language.md lists all words" in ran.err
+
+
+def test_a_word_that_is_near_and_no_slip_is_named_without_its_page(moec: Run) -> None:
+    ran = moec("explain", "fp3")
+    assert (ran.status, ran.out) == (1, "")
+    assert "did you mean `fp32`?" in ran.err
+
+
+def test_a_word_here_that_other_systems_have_too_is_explained_for_both(moec: Run) -> None:
+    out = moec("explain", "weight_decay").out
+    assert out.startswith("# `weight_decay` in ")
+    assert "0.01 is their default, 0.1 ours" in out.partition("# `weight_decay` in other systems")[2]
 
 
 def test_a_page_as_json_says_what_was_asked_and_what_is_shown(moec: Run) -> None:

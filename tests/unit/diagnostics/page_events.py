@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
+from layer_events import LAYER_EVENTS
 from plan_events import PLAN_EVENTS
 from support.plans import layer_text, moe_plan, moe_spec, moe_text
 
@@ -498,6 +499,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0751": file_for_a_plan,
     "MOE0752": build_before_the_job,
     **PLAN_EVENTS,
+    **LAYER_EVENTS,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
     "MOE0915": rank_without_a_word,

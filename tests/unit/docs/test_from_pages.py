@@ -64,6 +64,13 @@ def deepspeed_of_many(logits: Tensor, k: int) -> Tensor:
     return (logits.softmax(-1).mean(0) * fractions).mean() * experts**2 / k
 
 
+def megatron_of_sequence(logits: Tensor, k: int) -> Tensor:
+    """`seq_aux_loss` of one sequence: sigmoids over their sum, and the k best of these, whatever the gate chooses."""
+    tokens, experts = logits.shape
+    scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    return (scores.sum(0) * counted(logits, scores.topk(k).indices)).sum() * experts / (k * tokens * tokens)
+
+
 def hugging_face(layers: tuple[Tensor, ...], k: int) -> Tensor:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     loss: Tensor = mixtral.load_balancing_loss_func(layers, layers[0].shape[1], k)
@@ -83,6 +90,38 @@ def test_the_values_of_the_page_are_those_of_its_logits() -> None:
 def test_megatrons_auxiliary_loss_and_deepspeeds_of_many_choices_are_switch_loss(k: int) -> None:
     assert term("switch_loss", LOGITS, k) == pytest.approx(float(megatron(LOGITS, k)), rel=1e-5)
     assert term("switch_loss", LOGITS, k) == pytest.approx(float(deepspeed_of_many(LOGITS, k)), rel=1e-5)
+
+
+def test_megatrons_loss_of_a_sequence_is_sequence_loss_whatever_the_gate_chooses() -> None:
+    gate = "topk(2, score = sigmoid, normalize = true, groups = 4, keep_groups = 1)"
+    values = {}
+    for name in ("sequence_loss", "switch_loss"):
+        layer = of_logits(LOGITS, f"{name}(1)", gate)
+        assert layer.aux_loss is not None
+        values[name] = float(layer.aux_loss.detach())
+    assert values["sequence_loss"] == pytest.approx(float(megatron_of_sequence(LOGITS, 2)), rel=1e-5)
+    assert abs(values["switch_loss"] - values["sequence_loss"]) > 1e-2
+
+
+@each_row(("k", "experts"), [(2, 8), (8, 128)])
+def test_weights_that_are_not_divided_are_as_small_as_the_page_says(k: int, experts: int) -> None:
+    (said,) = re.findall(
+        rf"{k} of (?:{experts}) experts sum to (0\.\d+)|of {k} of {experts} to (0\.\d+)", PAGES["megatron"]
+    )
+    logits = torch.randn(4096, experts, generator=torch.Generator().manual_seed(0))
+    chosen = logits.softmax(-1).topk(k).values.sum(-1).mean()
+    assert float(chosen) == pytest.approx(float("".join(said)), abs=0.01)
+
+
+def test_topk_of_equal_numbers_keeps_as_many_tokens_as_token_order_and_not_the_same() -> None:
+    """Megatron's `position` and DeepSpeed without `use_rts`: places by `torch.topk` of a mask of ones and zeros."""
+    tokens, experts, places = 64, 4, 8
+    chosen = torch.randint(experts, (tokens,), generator=torch.Generator().manual_seed(0))
+    mask = F.one_hot(chosen, experts)
+    kept = mask * torch.zeros_like(mask).scatter_(0, mask.topk(places, dim=0).indices, 1)
+    first = mask * (mask.cumsum(0) <= places)
+    assert torch.equal(kept.sum(0), first.sum(0))
+    assert not torch.equal(kept, first)
 
 
 def test_deepspeeds_and_tutels_auxiliary_loss_of_two_choices_is_gshard_loss_and_not_switch_loss() -> None:

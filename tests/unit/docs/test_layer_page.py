@@ -23,10 +23,11 @@ def test_the_first_examples_run_with_the_file_above_them(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("ffn.moe").write_text(blocks("moe")[0])
     names: dict[str, object] = {}
-    for code in blocks("python")[:2]:  # training, and a gradient penalty
+    for code in blocks("python")[:3]:  # training, biases, and a gradient penalty
         exec(code, names)  # noqa: S102 - our own page
     assert names["y"].shape == (2, 10, 64)
     assert all(parameter.grad is not None for parameter in names["ffn"].parameters())
+    assert names["biased"].get_buffer("gate.bias").any()
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo while it compiles

@@ -148,7 +148,7 @@ VALUES = {
         "num_attention_heads = 32; num_key_value_heads = 8; sliding_window = 4096",
         [
             *["`attention = gqa(heads = 32, kv_heads = 8, rope = rope())`"] * 2,
-            "`attention = gqa(heads = HEADS, kv_heads = KV_HEADS, window = 4096)`",
+            "`attention = gqa(heads = HEADS, kv_heads = KV_HEADS, window = 4096, rope = rope())`",
         ],
     ),
     "a width of experts is none of others": (
@@ -157,10 +157,10 @@ VALUES = {
     ),
     "experts of one device": (
         "num_expert = 2; d_hidden = 128",
-        ["the number is that of all experts of a layer, not of one device's", "`experts = COUNT * swiglu(128)`"],
+        ["all experts of a layer, not of one device's", "`experts = COUNT * gelu(128, bias = true)`"],
     ),
     "choices": ("num_experts_per_tok = 2; norm_topk_prob = true", ["`gate = topk(2, normalize = true)`"] * 2),
-    "choices alone": ("num_experts_per_tok = 2", ["`gate = topk(2)`"]),
+    "choices alone": ("num_experts_per_tok = 2", ["in Mixtral, MiniMax, Hunyuan and DBRX"]),
 }
 
 

@@ -24,6 +24,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("MOE0341", {"balance": "[device_loss(0.1, groups = 3)]"}, "set `groups = 4`"),
     ("MOE0346", {"gate": "dselect_k(2)", "experts": 6, "balance": "[]"}, "use 8 experts"),
     ("MOE0325", {"balance": "[load_loss(0.1)]"}, "use a gate with noise"),
+    ("MOE0325", {"balance": "[load_loss(0.1, of = probabilities)]"}, "noise = 0.1"),
+    ("MOE0325", {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1, of = probabilities)]"}, "leave `of` out"),
     ("MOE0350", {"beside": "overflow = pad"}, "capacity = factor"),
     ("MOE0350", {"beside": "capacity = dynamic(max = 1); overflow = pad"}, "capacity = factor"),
     ("MOE0354", {"gate": "noisy_topk(2)", "beside": "capacity = factor(1); overflow = reroute"}, "topk, switch"),
@@ -69,6 +71,7 @@ def test_a_mistake_has_a_place_and_a_way_out(code: str, options: dict[str, Any],
         ("MOE0347", {"gate": "topk(2, group_score = max)"}),
         ("MOE0348", {"model": "embedding = tokens(padding = 0, separator = 0)"}),
         ("MOE0351", {"beside": "capacity = dynamic(order = random)"}),
+        ("MOE0321", {"gate": "topk(1)", "beside": "capacity = factor(8, renormalize = true)"}),
     ],
 )
 def test_what_has_no_effect_or_an_odd_one_is_warned_of(code: str, options: dict[str, Any]) -> None:

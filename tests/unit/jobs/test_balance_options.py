@@ -19,7 +19,7 @@ from moec.runtime.verify.verification import verify
 
 PADDED = "embedding = tokens(padding = 3)"
 V3 = "topk(2, score = sigmoid, normalize = true, groups = 4, keep_groups = 2, bias = online(0.01))"
-TERMS = ["sequence_loss(0.5)", "device_loss(0.5, groups = 2)"]
+TERMS = ["sequence_loss(0.5)", "device_loss(0.5, groups = 2)", "switch_loss(0.5, fractions = scores)"]
 
 
 def values(terms: str, group: str, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

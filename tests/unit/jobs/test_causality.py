@@ -98,6 +98,9 @@ def assert_changed(difference: float, expected: bool) -> None:
         ("topk(1)", "capacity = factor(0.5)", False, False),
         ("topk(1)", "capacity = factor(0.5, order = priority)", True, True),
         ("topk(2)", "capacity = dynamic(max = 0.6, order = priority); group = batch", True, True),
+        ("topk(1)", "capacity = factor(0.5, order = weight)", True, True),
+        ("topk(2)", "capacity = factor(0.5, order = token)", False, False),
+        ("topk(2)", "capacity = factor(0.5, order = token); group = batch", False, False),
         ("topk(1)", "capacity = factor(0.5, order = random)", True, False),
         ("topk(1)", "capacity = factor(0.5); overflow = reroute", True, True),
         ("topk(2)", "capacity = factor(2.0); overflow = reroute", False, False),
@@ -187,6 +190,9 @@ def test_a_model_that_is_not_causal_is_not_warned() -> None:
 @pytest.mark.parametrize(
     ("gate", "learns"),
     [
+        ("topk(1); capacity = factor(4, renormalize = true)", False),
+        ("switch; capacity = factor(0.5, order = token, renormalize = true)", False),
+        ("topk(2); capacity = factor(0.5, order = token, renormalize = true)", True),
         ("topk(1, normalize = true)", False),
         ("topk(1, score = sigmoid, normalize = true)", False),
         ("topk(1, order = after, normalize = true)", False),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.combinations import diagonals
 from support.inspected_text import inspected
-from support.plans import BODY, layer_text, moe_plan, moe_spec, moe_text
+from support.plans import BODY, moe_plan, moe_spec, moe_text
 from support.verified import require_equal
 from support.wrong_plans import bypass, change_block, change_op
 from torch import Tensor
@@ -24,7 +24,6 @@ from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
-from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.errors import JobError
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
@@ -369,16 +368,6 @@ def test_a_compiled_graph_chooses_and_moves_alike() -> None:
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
-
-
-def test_a_layer_by_itself_does_not_know_when_a_step_ends() -> None:
-    with pytest.raises(DiagnosticError) as refused:
-        compile_source(load_text(layer_text(gate=GATE)).unwrap())
-    (diagnostic,) = refused.value.diagnostics
-    assert diagnostic.code == "MOE0202"
-    assert diagnostic.message.startswith("moec cannot compile `bias = online` in the file of one `layer`")
-    assert diagnostic.span is not None
-    assert diagnostic.span.source.text[diagnostic.span.start :].startswith("online(")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

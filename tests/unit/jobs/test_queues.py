@@ -13,7 +13,7 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
-from moec.passes.ir.ops import AllGatherAlike, KeepFirst
+from moec.passes.ir.ops import AllGatherAlike, KeepBest, KeepFirst
 from moec.runtime import ops
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
@@ -44,6 +44,15 @@ def test_a_queue_sees_the_choices_and_priorities_of_its_whole_group() -> None:
         "rank": ["dp:shard(0)"] * 2,
         "batch": ["replicate"] * 2,
     }
+
+
+def test_a_queue_by_weight_sees_the_weights_of_its_whole_group_and_one_by_token_no_weights() -> None:
+    for group, lies in (("sequence", "dp:shard(0)"), ("batch", "replicate")):
+        for order, operands in (("weight", 2), ("token", 1)):
+            plan = moe_plan(ranks=4, tp=2, ep=2, beside=ORDERED.format(order, group))
+            block = plan.program.block(BODY)
+            (keep,) = (op for op in block.ops if isinstance(op, KeepBest))
+            assert [str(block.scope[name].layout) for name in keep.operands] == [lies] * operands
 
 
 FAULTS: dict[str, Callable[[Plan], Plan]] = {
@@ -78,6 +87,18 @@ def test_ties_are_in_token_order_and_padding_takes_no_place() -> None:
     assert first.flatten().tolist() == [-1, -1, 0, -1, 0]
 
 
+def test_each_expert_keeps_what_it_weighs_most_and_ties_are_token_by_token() -> None:
+    experts = torch.tensor([[[0, 1], [1, 0], [-1, -1], [0, 1]]])
+    capacity = (None, 2, 3, 2, 3, 1, 2, 0)  # ⌈2/3 · 2 · 4 / 2⌉ = 3 places of two experts
+    weights = torch.tensor([[[0.9, 0.1], [0.5, 0.5], [9.0, 9.0], [0.6, 0.4]]])
+    few = (None, 1, 2, 1, 2, 1, 2, 0)  # two places
+    assert ops.keep_best(experts, weights, *capacity).tolist() == experts.tolist()
+    assert ops.keep_best(experts, weights, *few).tolist() == [[[0, -1], [1, -1], [-1, -1], [0, 1]]]
+    in_order = [[[0, 1], [1, 0], [-1, -1], [-1, -1]]]
+    assert ops.keep_best(experts, None, *few).tolist() == in_order
+    assert ops.keep_best(experts, torch.ones(1, 4, 2), *few).tolist() == in_order
+
+
 def test_a_random_order_is_another_in_each_step_and_none_in_evaluation() -> None:
     plan = moe_plan(ranks=1, ep=1, beside=ORDERED.format("random", "batch"))
     model = reference(plan.spec, seed=1, dtype=torch.float64)
@@ -106,7 +127,7 @@ def test_a_layer_by_itself_has_no_numbers_of_tokens_to_draw_from() -> None:
 def test_an_unknown_order_is_refused() -> None:
     loaded = load_text(moe_text(beside=ORDERED.format("best", "sequence")))
     assert [d.code for d in loaded.diagnostics] == ["MOE0201"]
-    assert "priority, random, sequence" in loaded.diagnostics[0].help
+    assert "priority, random, sequence, token, weight" in loaded.diagnostics[0].help
 
 
 @pytest.mark.parametrize(
@@ -119,6 +140,8 @@ def test_an_unknown_order_is_refused() -> None:
         ("batch_priority(2)", "capacity = factor(4.0, order = priority)", []),
         ("batch_priority(9)", "capacity = factor(9.0)", ["MOE0304"]),
         ("topk(2)", "capacity = dynamic(order = priority)", ["MOE0351"]),
+        ("topk(2)", "capacity = dynamic(order = token)", ["MOE0351"]),
+        ("batch_priority(2)", "capacity = factor(4.0, order = weight)", ["MOE0354"]),
     ],
 )
 def test_an_order_without_effect_is_warned_of_and_two_orders_are_refused(
@@ -137,6 +160,8 @@ def test_an_order_without_effect_is_warned_of_and_two_orders_are_refused(
         ("topk(2)", "capacity = dynamic(max = 4.0); overflow = reroute", []),
         ("topk(2)", "capacity = factor(4.0); overflow = pad", []),
         ("hash(2)", "capacity = factor(4.0); overflow = reroute", ["MOE0354"]),
+        ("topk(2)", "capacity = factor(4.0, order = weight); overflow = reroute", ["MOE0354"]),
+        ("topk(2)", "capacity = factor(4.0, order = token); overflow = reroute", ["MOE0354"]),
         ("topk(2, groups = 2, keep_groups = 1)", "capacity = factor(4.0); overflow = reroute", ["MOE0354"]),
         ("topk(2)", "overflow = drop", []),
     ],

@@ -76,6 +76,7 @@ def test_a_dropped_choice_keeps_its_part_in_normalize_and_none_has_no_part() -> 
     [
         ("factor(0.5)", "drop", True),
         ("factor(0.5, order = priority)", "drop", False),
+        ("factor(0.5, order = token)", "drop", True),
         ("factor(1)", "reroute", False),
     ],
 )
@@ -98,6 +99,8 @@ def test_another_router_decides_again_by_priority_and_by_reroutes(capacity: str,
         ("capacity = factor(1.0); overflow = reroute", ["reroute"]),
         ("capacity = factor(1.0, order = priority)", ["priority"]),
         ("capacity = dynamic(max = 1.0, order = random)", ["random"]),
+        ("capacity = factor(1.0, order = weight)", ["weight"]),
+        ("capacity = factor(1.0, order = token)", []),
         ("capacity = factor(1.0, eval = 2.0)", ["2.0"]),
         ("capacity = factor(1.0, eval = 1.0)", []),
         ("capacity = factor(1.0); overflow = pad", []),

@@ -41,6 +41,8 @@ MODELS = {
         "beside": "shared = swiglu(8, gated = true)",
     },
     "places by priority": {"beside": "capacity = factor(1.25, order = priority)"},
+    "places by weight": {"beside": "capacity = factor(1.25, order = weight)"},
+    "renormalized weights": {"beside": "capacity = factor(0.75, renormalize = true)"},
     "reroutes": {"beside": "capacity = factor(1.25); overflow = reroute"},
     "reroutes by sigmoid": {
         "gate": "topk(2, score = sigmoid)",
@@ -70,6 +72,7 @@ MODELS = {
     "near experts, bounded": {"gate": "topology(2, share = 0.2)", "levels": FOUR, "ep": 4},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
+    "balance over all layers": {"balance": "[switch_loss(0.1, over = model)]", "depth": 4},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
     "balance of sequences": {"gate": "topk(2, groups = 4, keep_groups = 2)", "balance": "[sequence_loss(0.1)]"},
@@ -85,6 +88,10 @@ MODELS = {
     "groups": {"gate": "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 4, keep_groups = 2)"},
     "importance_loss": {"balance": "[importance_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
     "load_loss": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]"},
+    "loads above": {
+        "gate": "topk(2, noise = 0.5)",
+        "balance": "[importance_loss(0.1, of = all), load_loss(0.1, of = probabilities)]",
+    },
     "sparsemixer": {"gate": "sparsemixer(3)"},
     "dselect_k": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]"},
     "dselect_k of one": {"gate": "dselect_k(1)", "balance": "[]"},

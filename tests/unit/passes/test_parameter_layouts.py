@@ -187,7 +187,7 @@ def test_a_layer_refuses_them_too():
             plan, block.name, parameters=tuple(replace(p, optimizer_state=finer) for p in block.parameters)
         )
         with pytest.raises(DiagnosticError, match=r"MOE0700.*optimizer state"):
-            make_layer(wrong, (0,), "mean", seed=0, device=None)
+            make_layer(wrong, None, "mean", seed=0, device=None)
 
 
 def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):

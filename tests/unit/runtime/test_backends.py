@@ -157,7 +157,8 @@ def test_without_triton_plain_torch_serves_all_with_one_warning(monkeypatch: pyt
     "backend", [torch_backend, triton_backend], ids=lambda backend: backend.__name__.split(".")[-1]
 )
 def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: ModuleType):
-    decide_capacity = {"permute_padded", "keep_choices", "keep_first", "reroute"}  # get the capacity in force
+    # These get the capacity in force.
+    decide_capacity = {"permute_padded", "keep_choices", "keep_first", "keep_best", "reroute"}
     names = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
     assert names == {*FROM_BACKENDS, *decide_capacity}
     assert len(names) > 20

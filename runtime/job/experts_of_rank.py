@@ -1,0 +1,57 @@
+"""This rank's experts in the `state_dict` of `moec.layer`, which a file must not have as if they were all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.errors import JobError
+
+
+class ExpertsOfRank(DTensor):
+    """A DTensor, for `torch.distributed.checkpoint` and `full_tensor()`, that `torch.save` and safetensors refuse.
+
+    They write what this process has. A script that saves on rank 0 alone, as is usual under DistributedDataParallel,
+    would lose the experts of all other ranks, and see it when it loads the file. Copies are such tensors too.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> DTensor:
+        """`tensor` itself, as one of this class: DTensor's constructors make DTensors."""
+        tensor.__class__ = cls
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return cls.of(result) if type(result) is DTensor else result
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused: this is the first that safetensors, transformers and accelerate ask for."""
+        raise refused()
+
+    def storage(self) -> NoReturn:
+        """Refused: they ask for it where the other one fails."""
+        raise refused()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise refused()
+
+
+def refused() -> JobError:
+    """The error for a file of this rank's experts."""
+    return JobError(
+        "MOE0746",
+        "this rank's experts would be saved as if they were all; other ranks have others",
+        "on every rank `whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+        "cpu_offload=True))` of `torch.distributed.checkpoint.state_dict`, then rank 0 saves `whole`; or on every rank "
+        "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=…)`",
+    )
