@@ -12,6 +12,7 @@ from moec.codegen.emit.emit_tokens import real_column
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
+from moec.passes.ir.ops import Conversion
 
 aten = torch.ops.aten
 
@@ -64,12 +65,23 @@ def _loads_above(e: Emitter, op: Op) -> None:
 def _group_totals(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.GroupTotals)
     parts, *real = e.refs(op)
-    counted = e.call(op, aten.constant_pad_nd.default, e.call(op, aten.detach.default, parts), [0, 1], 1.0)
+    if not _are_whole(e, op.results[0].name):
+        parts = e.call(op, aten.detach.default, parts)
+    counted = e.call(op, aten.constant_pad_nd.default, parts, [0, 1], 1.0)
     e.result(op, aten.sum.dim_IntList, _by_group(e, op, _of_real(e, op, counted, real)), [1, 2])
 
 
+def _are_whole(e: Emitter, totals: str) -> bool:
+    """Whether the totals of this name are those of whole groups, without any from other ranks."""
+    ops = e.block.ops
+    is_own = any(isinstance(op, o.GroupTotals) and op.results[0].name == totals for op in ops)
+    return is_own and not any(isinstance(op, Conversion) and totals in op.operands for op in ops)
+
+
 def _variation_loss(e: Emitter, op: Op) -> None:
-    """`s - detach(s) + v`: the value is v, the gradient is that of s, which is linear in the parts."""
+    """The value v of whole totals, which has derivatives of every order. Else `s - detach(s) + v`: the gradient is that
+    of s, which is linear in the parts.
+    """
     assert isinstance(op, o.VariationLoss)
     parts, totals, *real = e.refs(op)
     experts = e.shape(op.operands[0])[-1]
@@ -83,13 +95,17 @@ def _variation_loss(e: Emitter, op: Op) -> None:
     differences = e.call(op, aten.sub.Scalar, e.call(op, aten.div.Tensor, sums, mean), 1.0)
     differences = e.call(op, aten.where.ScalarSelf, empty, 0.0, differences)
     squares = e.call(op, aten.mean.dim, e.call(op, aten.square.default, differences), [-1], True)
+    first = e.call(op, aten.narrow.default, e.call(op, aten.detach.default, parts), -1, 0, 1)
+    ones = _by_group(e, op, _of_real(e, op, e.call(op, aten.ones_like.default, first), real))
+    each = e.call(op, aten.mul.Tensor, ones, _over_tokens(e, op, squares))
+    if _are_whole(e, op.operands[1]):
+        e.result(op, aten.sum.default, each)
+        return
+    value = e.call(op, aten.sum.default, each)
     scale = e.call(op, aten.mul.Scalar, e.call(op, aten.div.Tensor, tokens, mean), 2.0 / experts)
     slopes = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, differences, squares), scale)
     own = _by_group(e, op, _of_real(e, op, parts, real))
     linear = e.call(op, aten.sum.default, e.call(op, aten.mul.Tensor, own, _over_tokens(e, op, slopes)))
-    first = e.call(op, aten.narrow.default, e.call(op, aten.detach.default, parts), -1, 0, 1)
-    ones = _by_group(e, op, _of_real(e, op, e.call(op, aten.ones_like.default, first), real))
-    value = e.call(op, aten.sum.default, e.call(op, aten.mul.Tensor, ones, _over_tokens(e, op, squares)))
     nothing = e.call(op, aten.sub.Tensor, linear, e.call(op, aten.detach.default, linear))
     e.result(op, aten.add.Tensor, nothing, value)
 

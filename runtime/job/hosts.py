@@ -17,21 +17,22 @@ from torch import nn
 from moec.runtime.errors import JobError
 
 
-def _hosts() -> tuple[object, ...]:
-    """The active DDP module, and the module that last got a composable state (`fully_shard`): a later wrap changes it.
+def _hosts(experts: nn.Module) -> tuple[object, ...]:
+    """The active DDP module, whether FSDP is around, and the module that last got a composable state (`fully_shard`):
+    a later wrap changes it.
 
     Weak references: after garbage collection an id can be reused and a count can fall, at different times on different
     ranks. A rank that skips the check would not raise, and the others would hang.
     """
     ddp, states = _active_ddp(), sys.modules.get("torch.distributed._composable_state")
     sharded: Any = states._module_state_mapping.keyrefs() if states is not None else ()
-    return (None if ddp is None else weakref.ref(ddp), *sharded[-1:])
+    return (None if ddp is None else weakref.ref(ddp), _is_in_fsdp(experts), *sharded[-1:])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_hosts(experts: nn.Module, ranks: Sequence[int], last: tuple[object, ...] | None) -> tuple[object, ...]:
     """Returns the present hosts. If they are not the `last`, calls `require_left_alone`, which raises `JobError`."""
-    now = _hosts()
+    now = _hosts(experts)
     if last != now:
         require_left_alone(experts, ranks)
     return now
@@ -64,6 +65,12 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
             "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "model, moec.expert_parameters(model))`",
         )
+    if _is_in_fsdp(experts) and any(not isinstance(each, nn.Parameter) for each in experts.parameters()):
+        raise JobError(
+            "MOE0711",
+            "FullyShardedDataParallel has mixed this rank's experts with those of the other ranks",
+            "give it `ignored_states = list(moec.expert_parameters(model).values())`",
+        )
     if _is_owned_by_fsdp(experts):
         raise JobError(
             "MOE0711",
@@ -89,6 +96,11 @@ def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None
 def _active_ddp() -> Any:
     """The DistributedDataParallel module whose forward pass is running, if one is."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def _is_in_fsdp(experts: nn.Module) -> bool:
+    """Whether `FullyShardedDataParallel` or `fully_shard` is around; the first has views in place of its parameters."""
+    return bool(getattr(experts, "_is_fsdp_managed_module", False))
 
 
 def _groups_of_fsdp() -> Iterator[tuple[nn.Module, Any]]:

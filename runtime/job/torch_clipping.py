@@ -91,7 +91,7 @@ def _groups_of(gradients: Iterable[Tensor]) -> dict[int, str]:
         id(parameter.grad): group
         for experts, group in list(_sharded.items())
         for parameter in experts.parameters()
-        if parameter.grad is not None
+        if parameter.is_leaf and parameter.grad is not None
     }
     found = {gradient: group for gradient, group in found.items() if gradient in given}
     names = canonical(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from support.ranks.gloo_pool import GlooPool
 from support.ranks.hosts import Transformer, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moec
@@ -132,6 +133,27 @@ def in_fsdp_over_others() -> list[str]:
 
 def test_fully_shard_over_other_ranks_than_the_layers_is_refused(gloo: GlooPool) -> None:
     assert gloo.run(4, in_fsdp_over_others) == [["MOE0711", "none"]] * 4
+
+
+def in_sharded_data_parallel() -> list[str]:
+    """The codes of FSDP around a model, before its first forward pass and after it; then without the experts."""
+    codes = []
+    for runs_before, ignores in ((False, False), (True, False), (False, True)):
+        model = Transformer(lambda number: moec.layer(TEXT, seed=number))
+        if runs_before:
+            model(X)
+        ignored = list(moec.expert_parameters(model).values()) if ignores else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the CPU, and of what torch deprecates
+            hosted = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=True, ignored_states=ignored
+            )
+            codes.append(code_of(lambda hosted=hosted: hosted(X)))
+    return codes
+
+
+def test_the_older_fsdp_is_refused_unless_it_ignores_the_experts(gloo: GlooPool) -> None:
+    assert gloo.run(2, in_sharded_data_parallel) == [["MOE0711", "MOE0711", "none"]] * 2
 
 
 def norms_of_a_copy() -> list[float]:

@@ -75,6 +75,27 @@ def test_a_gradient_penalty_and_a_tangent_of_a_layer_are_central_differences_of_
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+def test_a_penalty_of_balance_terms_that_are_not_linear_in_loads(group: str) -> None:
+    balance = "[importance_loss(1), importance_loss(1, of = all)]"
+    text = layer_text(ranks=None, balance=balance, beside=f"group = {group}")
+    layer = moec.reference(text, seed=1, dtype=torch.float64)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    given = [x, layer.gate.weight]
+
+    def penalised() -> Tensor:
+        def loss() -> Tensor:
+            layer(x)
+            return layer.aux_loss
+
+        return penalty(loss, given)
+
+    along = directions(given)
+    slopes = torch.autograd.grad(penalised(), given)
+    found = torch.stack([(s * d).sum() for s, d in zip(slopes, along, strict=True)]).sum()
+    torch.testing.assert_close(found, change(penalised, given, along), rtol=1e-5, atol=0)
+
+
 @contextmanager
 def model_of(**options: Any) -> Any:
     """A model of one rank, inside of attention that can be differentiated twice."""
