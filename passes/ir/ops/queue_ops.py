@@ -98,9 +98,9 @@ class KeepBest(Capacity):
     """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities of the same shape → kept.
 
     Each expert keeps the choices with the highest priorities; equal ones, and all without the operand, are token by
-    token, and a token's own in their order. Megatron-LM's and DeepSpeed's `drop_policy`: with weights as priorities it
-    is `probs`, without any `position` (Megatron-LM 0.16.1, `transformer/moe/moe_utils.py`,
-    `apply_router_token_dropping`; DeepSpeed 0.19.8, `moe/sharded_moe.py`, `topkgating`).
+    token, and a token's own in their order. With weights as priorities it is the drop policy `probs` of Megatron-LM
+    0.16.1 (`transformer/moe/moe_utils.py`, `apply_router_token_dropping`) and DeepSpeed 0.19.8 (`moe/sharded_moe.py`,
+    `topkgating`). Their `position` takes `torch.topk` of equal numbers, which promises no order.
     """
 
     mnemonic: ClassVar[str] = "keep_best"
