@@ -72,42 +72,41 @@ def _group_totals(e: Emitter, op: Op) -> None:
 
 
 def _are_whole(e: Emitter, totals: str) -> bool:
-    """Whether the totals of this name are those of whole groups, without any from other ranks."""
+    """Whether the totals of this name are those of whole groups: then they are differentiated, to any order."""
     ops = e.block.ops
     is_own = any(isinstance(op, o.GroupTotals) and op.results[0].name == totals for op in ops)
     return is_own and not any(isinstance(op, Conversion) and totals in op.operands for op in ops)
 
 
 def _variation_loss(e: Emitter, op: Op) -> None:
-    """The value v of whole totals, which has derivatives of every order. Else `s - detach(s) + v`: the gradient is that
-    of s, which is linear in the parts.
-    """
     assert isinstance(op, o.VariationLoss)
     parts, totals, *real = e.refs(op)
     experts = e.shape(op.operands[0])[-1]
     assert isinstance(experts, int)
     sums = e.call(op, aten.narrow.default, totals, -1, 0, experts)
-    tokens = e.call(op, aten.narrow.default, totals, -1, experts, 1)
     mean = e.call(op, aten.mean.dim, sums, [-1], True)
-    empty = e.call(op, aten.eq.Scalar, mean, 0)
-    mean = e.call(op, aten.where.ScalarSelf, empty, 1.0, mean)
-    # In units of the mean: the variance is CV², and ∂CV²/∂sumᵢ = 2 / (E · mean) · (differenceᵢ - CV²).
-    differences = e.call(op, aten.sub.Scalar, e.call(op, aten.div.Tensor, sums, mean), 1.0)
-    differences = e.call(op, aten.where.ScalarSelf, empty, 0.0, differences)
-    squares = e.call(op, aten.mean.dim, e.call(op, aten.square.default, differences), [-1], True)
+    # The mean is 0 where all sums are.
+    divisor = e.call(op, aten.where.ScalarSelf, e.call(op, aten.eq.Scalar, mean, 0), 1.0, mean)
     first = e.call(op, aten.narrow.default, e.call(op, aten.detach.default, parts), -1, 0, 1)
     ones = _by_group(e, op, _of_real(e, op, e.call(op, aten.ones_like.default, first), real))
-    each = e.call(op, aten.mul.Tensor, ones, _over_tokens(e, op, squares))
+    centered = e.call(op, aten.sub.Tensor, sums, mean)
+    variance = e.call(op, aten.mean.dim, e.call(op, aten.square.default, centered), [-1], True)
+    squares = e.call(op, aten.div.Tensor, variance, e.call(op, aten.square.default, divisor))
+    own_tokens = e.call(op, aten.sum.dim_IntList, ones, [1, 2])
+    values = e.call(op, aten.mul.Tensor, own_tokens, squares)
     if _are_whole(e, op.operands[1]):
-        e.result(op, aten.sum.default, each)
+        e.result(op, aten.sum.default, values)
         return
-    value = e.call(op, aten.sum.default, each)
-    scale = e.call(op, aten.mul.Scalar, e.call(op, aten.div.Tensor, tokens, mean), 2.0 / experts)
-    slopes = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, differences, squares), scale)
+    # `s - detach(s) + v`: the value is v, the gradient that of s, which is linear in the parts.
+    # ∂CV²/∂sumᵢ = 2 / (E · mean) · (centeredᵢ / mean - CV²).
+    relative = e.call(op, aten.div.Tensor, centered, divisor)
+    tokens = e.call(op, aten.narrow.default, totals, -1, experts, 1)
+    scale = e.call(op, aten.mul.Scalar, e.call(op, aten.div.Tensor, tokens, divisor), 2.0 / experts)
+    slopes = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, relative, squares), scale)
     own = _by_group(e, op, _of_real(e, op, parts, real))
     linear = e.call(op, aten.sum.default, e.call(op, aten.mul.Tensor, own, _over_tokens(e, op, slopes)))
     nothing = e.call(op, aten.sub.Tensor, linear, e.call(op, aten.detach.default, linear))
-    e.result(op, aten.add.Tensor, nothing, value)
+    e.result(op, aten.add.Tensor, nothing, e.call(op, aten.sum.default, values))
 
 
 def _of_real(e: Emitter, op: Op, values: fx.Node, real: Sequence[fx.Node]) -> fx.Node:
