@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Self
 from moec.codegen.kernels.fitting import buffer_bytes
 from moec.codegen.kernels.kernel_shape import KernelShape, accumulator
 from moec.codegen.kernels.shapes import TABLES
+from moec.codegen.kernels.tile_rule import aligned
 from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ActivationKind, kind_of
-from moec.passes.ir.value import DTYPE_BYTES
 
 MOST_ELEMENTS = 2**31
 """Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
-
 
 GROUP = 8
 """Tiles of rows that go over all columns together, so that L2 keeps what they read."""
@@ -108,7 +107,7 @@ class ProductShape(ExpertsShape):
     @property
     def aligned(self) -> bool:
         """Whether every row of the model's and of the hidden width begins at a multiple of 16 bytes."""
-        return all(width * DTYPE_BYTES[self.dtype] % 16 == 0 for width in (self.dim, self.hidden))
+        return aligned(self.dtype, (self.dim, self.hidden))
 
     def persistent(self, kernel: str) -> bool:
         """Whether a kernel reads weights by TMA in a persistent loop; gradients of weights and biases never do."""
