@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import Moa, Model, Moe, Patches, Spec
+from moec.grammar.spec import LayerModule, Moa, Model, Moe, Patches, Spec
 
 
 def model_forms(spec: Spec) -> Iterator[Diagnostic]:
     """Every rule of the file's model, if it has one."""
+    for part in (*((spec.model,) if spec.has_model else ()), *spec.layers):
+        yield from _rounded_routers(part)
     if spec.has_model:
         yield from _parallel_residual(spec.model)
         yield from _images(spec)
@@ -30,6 +32,15 @@ def _kept_in_fp32(model: Model) -> Iterator[Diagnostic]:
     for part in dict.fromkeys(model.keep_in_fp32):
         if not model.has(part):
             yield diagnose("MOE0342", model.span("keep_in_fp32"), f"no layer has {part}", help=f"leave `{part}` out")
+
+
+def _rounded_routers(part: Model | LayerModule) -> Iterator[Diagnostic]:
+    """Logits are of `dtype` only where the routers' weights are."""
+    if part.router_dtype == "model" and "routers" in part.keep_in_fp32:
+        at, place = part.span("router_dtype"), part.span("keep_in_fp32")
+        labels = [Label(span=place, message="this keeps their weights, and so their logits, in fp32")] if place else []
+        message, help = "`router_dtype = model` has no effect on logits", "leave one of the two out"
+        yield diagnose("MOE0374", at, message, labels=labels, help=help, severity=Severity.WARNING)
 
 
 def _parallel_residual(model: Model) -> Iterator[Diagnostic]:

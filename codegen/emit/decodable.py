@@ -63,6 +63,7 @@ OF_ONE_TOKEN: frozenset[type[Op]] = frozenset(
         o.RmsNorm,
         o.Rope,
         o.Route,
+        o.RoundWeights,
         o.Router,
         o.SampleExperts,
         o.SampledWeights,

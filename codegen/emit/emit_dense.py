@@ -117,12 +117,17 @@ def _give_sum(e: Emitter, op: Op, terms: Sequence[fx.Node]) -> None:
 
 
 def _router(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Router)
     wide = op.results[0].dtype
+    dtype = e.value(op.operands[1]).dtype if op.rounds else wide
     given = [
-        node if e.value(name).dtype == wide else e.call(op, aten.to.dtype, node, e.dtype(wide))
+        node if e.value(name).dtype == dtype else e.call(op, aten.to.dtype, node, e.dtype(dtype))
         for name, node in zip(op.operands, e.refs(op), strict=True)
     ]
-    e.result(op, aten.linear.default, *given)
+    if dtype == wide:
+        e.result(op, aten.linear.default, *given)
+    else:
+        e.result(op, aten.to.dtype, e.call(op, aten.linear.default, *given), e.dtype(wide))
 
 
 def _sigmoid_gate(e: Emitter, op: Op) -> None:

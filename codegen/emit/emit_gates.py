@@ -98,6 +98,12 @@ def _every_expert(e: Emitter, op: Op) -> None:
     e.result(op, aten.contiguous.default, e.call(op, aten.expand_as.default, numbers, scores))
 
 
+def _round_weights(e: Emitter, op: Op) -> None:
+    assert isinstance(op, g.RoundWeights)
+    rounded = e.call(op, aten.to.dtype, *e.refs(op), e.dtype(op.dtype))
+    e.result(op, aten.to.dtype, rounded, e.dtype(op.results[0].dtype))
+
+
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
@@ -105,6 +111,7 @@ GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     g.AttendExperts: _attend_experts,
     g.EveryExpert: _every_expert,
     g.HashRoute: _hash_route,
+    g.RoundWeights: _round_weights,
 }
 
 

@@ -45,7 +45,7 @@ _MODEL = (
     Row("embedding_multiplier", "model.embedding.tokens.multiplier", "embedding = tokens(multiplier = {})", "12.0", "", "models/granitemoe/modeling_granitemoe.py, GraniteMoeModel.forward", convert=True),
     Row("logits_scaling", "model.embedding.tokens.logits_multiplier", "embedding = tokens(logits_multiplier = 1 / {})", "6", "", "models/granitemoe/modeling_granitemoe.py, GraniteMoeForCausalLM.forward", renames=False),
     Row("initializer_range", "", "", "", "new weights have a standard deviation of 0.02, outputs into the residual stream 0.02 / sqrt(2 * depth), where transformers has 0.02 everywhere; others are loaded", "modeling_utils.py, PreTrainedModel._init_weights"),
-    Row("hidden_dropout hidden_dropout_prob attention_dropout resid_pdrop attn_pdrop embd_pdrop dropout resid_dropout", "", "", "", "moec has no dropout: leave it out"),
+    Row("hidden_dropout hidden_dropout_prob attention_dropout resid_pdrop attn_pdrop embd_pdrop emb_pdrop dropout resid_dropout", "", "", "", "moec has no dropout: leave it out"),
     Row("mlp_bias use_bias", "", "", "", "a bias is said where it is: `swiglu(14_336, bias = true)`, `gqa(…, bias = all)`; there is none by default"),
     Row("attention_mask", "", "", "", "padding is `embedding = tokens(padding = given)` in the file, and `padding=attention_mask == 0` of `job.step` and `model`"),
     Row("use_cache model_type architectures transformers_version auto_map", "", "", "", _IMPORT),

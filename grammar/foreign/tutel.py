@@ -28,7 +28,7 @@ ROWS: tuple[Row, ...] = (
     Row("is_gshard_loss", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"`l_aux` has no weight there, {_RANK}; for false it is {_LOADS}", "impls/losses.py, gshard_loss", "for true, the default", but={"false": f"write {_LOADS}"}),
     Row("l_aux", f"{MOE}.balance", "balance = [gshard_loss(0.01)]", "", f"it has no weight there, {_RANK}; with `is_gshard_loss = False` it is {_LOADS}", f"impls/losses.py, gshard_loss; {_LOSSES}", "with `is_gshard_loss`, the default"),
     Row("l_aux_wt", SWITCH_LOSS, "balance = [gshard_loss({})]", "0.01", f"the factor of Tutel's examples on `l_aux`, {_RANK}", "impls/losses.py, gshard_loss", "with `is_gshard_loss`, the default", renames=False, but=off()),
-    Row("fp32_gate", "", "", "", "leave it out: the router is in at least fp32 here, as with their `True`. With `False`, their default, its product is in the dtype of the model, which has no equal but `dtype = fp32`", "gates/top.py, LinearTopKGate"),
+    Row("fp32_gate", "model.router_dtype", "router_dtype = fp32", "", "the default here; False, their default, is `router_dtype = model`", "gates/top.py, LinearTopKGate"),
     Row("is_postscore", "", "", "", "leave it out: weights multiply what experts return, as with their default. With `False` they multiply what experts get, which has no equal", "impls/fast_dispatch.py, TutelMoeFastDispatcher"),
     Row("output_dim", "", "", "", "no equal: an expert's result is as wide as the model", _EXPERTS),
     Row("use_2dh", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", "not supported yet", but=off()),

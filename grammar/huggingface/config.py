@@ -153,13 +153,12 @@ class Config:
             return allowed[0]
         return value
 
-    def inert(
-        self, key: str, *without_effect: Any, why: str = "it acts in training only, and moec has no word for it"
-    ) -> None:
+    def inert(self, key: str, *without_effect: Any) -> None:
         """Reads a key that acts in training alone: a value that is none of `without_effect` is a warning."""
         value = self.raw(key)
         if value is not None and value not in without_effect:
-            self.note(key, why)
+            said = _in_the_table(key, value) or "moec has no word for it"
+            self.note(key, f"it acts in training alone, and is not imported: {said}")
 
     def refuse(self, key: str, why: str) -> None:
         """Adds MOE0903 for a key."""
@@ -266,3 +265,12 @@ def _shown(value: Any) -> str:
     """A value as JSON writes it, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _in_the_table(key: str, value: Any) -> str:
+    """What the table of other systems' names says of transformers' `key`, for a value of it; empty for none."""
+    from moec.grammar.foreign.lookup import elsewhere  # most configs do without it
+
+    known = elsewhere(key)
+    meanings = known.meanings if known is not None else ()
+    return next((meaning.said(str(value)) for meaning in meanings if "hf" in meaning.systems), "")

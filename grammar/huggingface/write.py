@@ -96,7 +96,7 @@ def as_inferred(model: Model) -> Model:
     embedding = TokenEmbedding(**{name: getattr(embedding, name) for name in kept if hasattr(embedding, name)})
     in_fp32 = () if model.dtype is DType.FP32 else model.keep_in_fp32
     layers_of = tuple(layers[id(layer)] for layer in model.layers)
-    return model.replace(layers=layers_of, embedding=embedding, keep_in_fp32=in_fp32)
+    return model.replace(layers=layers_of, embedding=embedding, keep_in_fp32=in_fp32, router_dtype="fp32")
 
 
 def _inferred_gate(gate: Node) -> Node:

@@ -38,6 +38,12 @@ _KEPT = Doc(
 )
 
 
+_ROUTERS = Doc(
+    "of routers' logits and of the weights of choices: `model`, `dtype`, as where a router is a layer like others "
+    "(Tutel, Megatron unless told; transformers); scores are computed in fp32"
+)
+
+
 class TokenEmbedding(Node):
     """A learned vector per token id."""
 
@@ -181,6 +187,8 @@ class Subject(NamedTuple):
     inner: Mapping[str, Moe] = {}
     """The mixtures that experts of others are, by name."""
     keep_in_fp32: tuple[KeptPart, ...] = ()
+    rounds_logits: bool = False
+    """Whether routers' logits are of `dtype`, and not of fp32."""
 
     def dtype_of(self, part: KeptPart) -> DType:
         """The dtype in which the parameters of `part` compute."""
@@ -206,13 +214,17 @@ class LayerModule(Node):
     dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
     keep_in_fp32: Annotated[tuple[Literal["routers"], ...], _KEPT] = ()
+    router_dtype: Annotated[Literal["fp32", "model"], _ROUTERS] = "fp32"
     moe: Annotated[Moe, Doc("the mixture")]
 
     @property
     def subject(self) -> Subject:
         """The layer as what a file compiles to: it has a `dim` then."""
         assert self.dim is not None
-        return Subject(self.name, self.dim, self.dtype, (self.moe,), keep_in_fp32=self.keep_in_fp32)
+        rounds = self.router_dtype == "model"
+        return Subject(
+            self.name, self.dim, self.dtype, (self.moe,), keep_in_fp32=self.keep_in_fp32, rounds_logits=rounds
+        )
 
 
 class Model(Node):
@@ -228,6 +240,7 @@ class Model(Node):
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of computation; parameters that train stay fp32")] = DType.BF16
     keep_in_fp32: Annotated[tuple[KeptPart, ...], _KEPT] = ()
+    router_dtype: Annotated[Literal["fp32", "model"], _ROUTERS] = "fp32"
     norm: Annotated[RmsNorm | LayerNorm, Doc("of each layer's attention and feed-forward, and at the end")] = RmsNorm()
     norm_place: Annotated[
         Literal["pre", "post", "res_post", "sandwich"],
@@ -256,7 +269,8 @@ class Model(Node):
     def subject(self) -> Subject:
         """The model as what a file compiles to."""
         mixtures = tuple(layer.moe for layer in self.layers)
-        return Subject(self.name, self.dim, self.dtype, mixtures, keep_in_fp32=self.keep_in_fp32)
+        rounds = self.router_dtype == "model"
+        return Subject(self.name, self.dim, self.dtype, mixtures, keep_in_fp32=self.keep_in_fp32, rounds_logits=rounds)
 
     def has(self, part: KeptPart) -> bool:
         """Whether any layer has such parameters."""

@@ -61,7 +61,9 @@ def attend_by_groups(
 
 def _routed(b: Builder, subject: Subject, moa: Moa, h: str, beside: Mapping[Role, str]) -> Routed:
     """The groups of each token, −1 for padding tokens."""
-    gated = lower_gate(b, subject, moa.gate, moa.experts, h, beside, moa.group, of_heads=True)
+    gated = lower_gate(b, subject, moa.gate, moa.experts, h, beside, moa.group, of_heads=True).rounded(
+        b, subject, moa.gate.span()
+    )
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moa.gate.span())

@@ -79,6 +79,7 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     assert b.scope[gated.e].shape[-1] == choices, "rules of capacities count choices as the schema says"
     if replay:
         gated = replayed(b, gated, moe.gate.span())
+    gated = gated.rounded(b, subject, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())

@@ -15,7 +15,7 @@ from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.index import HEAD, INDEX, Head, shard_name
 from moec.runtime.checkpoint.options import require_path
 from moec.runtime.checkpoint.reading import read_head
-from moec.runtime.checkpoint.runs import Found, Run, in_order, of_the_last_run
+from moec.runtime.checkpoint.runs import Found, in_order, of_the_last_run
 from moec.runtime.checkpoint.temporary import MARK, remove_left_over
 from moec.runtime.errors import JobError
 
@@ -53,16 +53,6 @@ def heads_in(folder: Path) -> list[Found]:
             ):
                 found.append((path, None))
     return in_order(found)
-
-
-def run_in(folder: Path, run: Run) -> Run:
-    """A run that goes on from a checkpoint in `folder`: `run`, or a branch where the folder has later ones of it."""
-    try:
-        heads = [head for _, head in heads_in(folder) if head is not None]
-    except JobError:  # a folder that may not be listed
-        return run
-    followed = any(head.run == run.id and head.saved > run.saved for head in heads)
-    return run.branch() if followed else run
 
 
 def fault_of(path: Path, head: Head | None = None) -> JobError | None:

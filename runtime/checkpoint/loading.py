@@ -7,12 +7,14 @@ file that changes in between may go unnoticed, or raise after a part is loaded.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,9 +44,11 @@ from moec.runtime.checkpoint.runs import Run
 from moec.runtime.checkpoint.saving import of_words
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint, MustMatch
+from moec.runtime.job.groups import HOST
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import parameters_by_name, states_by_name
 from moec.runtime.job.settings import complaint_about
+from moec.runtime.job.watch import collective
 from moec.runtime.script import warn
 
 if TYPE_CHECKING:
@@ -57,7 +61,8 @@ T = TypeVar("T")
 class Loading:
     """What one rank reads of a checkpoint. `targets`: where tensors go, by name; `boxes`: the part of each.
 
-    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name.
+    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name. `ranks_draw_alike`: before it,
+    all ranks have the same random state.
     """
 
     checkpoint: Checkpoint
@@ -65,6 +70,7 @@ class Loading:
     targets: dict[str, Tensor] = field(default_factory=dict)
     random_states: dict[str, Tensor] = field(default_factory=dict)
     keeps_random_states: bool = False
+    ranks_draw_alike: bool = False
     states: dict[str, Target] = field(default_factory=dict)
     plain: Plain | None = None
     changed_options: Sequence[str] = ()
@@ -141,7 +147,8 @@ def load(
             raise error from cause or error.__cause__
         return result  # type: ignore[return-value]
 
-    loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras), "prepared")
+    alike = _draw_alike(job, next(model.parameters()).device)
+    loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras, alike), "prepared")
     together(lambda: loading.checkpoint.read(loading.blocks(), check=True), "checked")
     together(lambda: _fill(job, loading, model, optimizer), "filled")
     together(lambda: give(loading, extras), "given")
@@ -166,11 +173,21 @@ def _same_calls(path: str, optimizer: Optimizer | None, extras: Mapping[str, Any
     return tuple(MustMatch("MOE0811", words, (number,)) for words, number in claims.items())
 
 
+def _draw_alike(job: Job, device: torch.device) -> bool:
+    """Whether all ranks have the same random states now, as where a script seeds them alike. A collective."""
+    digest = zlib.crc32(b"".join(state.cpu().numpy().tobytes() for state in random_states(device).values()))
+    bounds = torch.tensor([digest, -digest])
+    if job.world_size > 1:
+        with collective("all_reduce", job.number + HOST, "job.load") as peers:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=peers)
+    return int(bounds.sum()) == 0  # the largest and the smallest
+
+
 def _prepared(
-    job: Job, path: Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any]
+    job: Job, path: Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any], alike: bool
 ) -> Loading:
     """Reads the index and compares it with what is here. Changes nothing."""
-    loading = Loading(Checkpoint(path))
+    loading = Loading(Checkpoint(path), ranks_draw_alike=alike)
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
     _require_same_model(path, index.tensors, tensors, head.model, plan)
@@ -212,7 +229,7 @@ def _read_random_states(loading: Loading, job: Job, device: torch.device) -> Non
         entry = loading.checkpoint.index.tensors.get(RNG + kind)
         if entry is None or entry.dtype != "U8" or entry.shape != (head.world_size, state.numel()):
             continue
-        row = _row_of_random_states(loading.checkpoint, entry, job)
+        row = _row_of_random_states(loading, entry, job)
         if row is None:
             loading.keeps_random_states = True
             continue
@@ -224,13 +241,18 @@ def _read_random_states(loading: Loading, job: Job, device: torch.device) -> Non
         loading.random_states[RNG + kind] = found
 
 
-def _row_of_random_states(checkpoint: Checkpoint, entry: Entry, job: Job) -> int | None:
-    """The rank of the checkpoint whose random state this rank takes, one of its data rank; None if there is none."""
-    plan, ranks = job.plan, checkpoint.index.data_ranks
+def _row_of_random_states(loading: Loading, entry: Entry, job: Job) -> int | None:
+    """The rank of the checkpoint whose random state this rank takes, one of its data rank; None if there is none.
+
+    A state that all ranks had is taken by any number of ranks. That of a single data rank says nothing of how a script
+    seeds its ranks: several take it only if they have the same state now.
+    """
+    checkpoint, plan = loading.checkpoint, job.plan
+    ranks = checkpoint.index.data_ranks
     here = tuple(plan.data_rank(rank) for rank in range(plan.world_size))
     if ranks == here or (not ranks and checkpoint.head.degrees == degrees_of(plan)):
         return job.rank
-    if len(set(entry.digests)) == 1:  # all ranks had the same
+    if len(set(entry.digests)) == 1 and (checkpoint.head.data_size > 1 or loading.ranks_draw_alike):
         return 0
     if not ranks or checkpoint.head.data_size != plan.data_size:
         return None

@@ -17,7 +17,7 @@ from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.faults import is_of_torch, of_torch
 from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, run_in, set_aside, unlisted
+from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, set_aside, unlisted
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
 from moec.runtime.checkpoint.runs import of_the_last_run
@@ -55,7 +55,6 @@ def resume(
         else:
             if job.rank == 0:
                 search.end(name, model.settings["step"])
-                model.run = run_in(Path(folder), model.run)
             break
     step = model.settings["step"]
     if not name and step and job.rank == 0:

@@ -1,9 +1,10 @@
-"""All saves of a job: the last one, for which the next waits, their numbers, and when each folder got one."""
+"""All saves of a job: the last one, for which the next waits, their numbers, and what it knows of each folder."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import Store
 
 from moec.runtime.checkpoint.folders import heads_in
+from moec.runtime.checkpoint.index import Head
 from moec.runtime.checkpoint.peers import Peers
+from moec.runtime.checkpoint.runs import Run
 from moec.runtime.checkpoint.signals import SignalNotice, spare_workers
 from moec.runtime.checkpoint.writing import Saving, Task, write
 from moec.runtime.errors import JobError, RankError
@@ -24,6 +27,21 @@ LEAVING_SECONDS = 20.0
 """How long a job that ends with an error waits for a save in progress."""
 
 
+@dataclass(slots=True)
+class _Folder:
+    """What a job knows of a folder. `step` and `time`: of the last scheduled save to it, or load from it.
+
+    `entered`: since the last load, the job has come to a save by a schedule; `run`: its run there. `stamp`: of the last
+    checkpoint there that it has seen or saved.
+    """
+
+    time: float
+    step: int = 0
+    entered: bool = False
+    run: str | None = None
+    stamp: int | None = None
+
+
 class Saves:
     """The saves of one job, one at a time. As a context manager it waits for the last one."""
 
@@ -34,9 +52,7 @@ class Saves:
         self._last: Saving | None = None
         self._number = 0
         self._begun = time.monotonic()
-        self._last_in: dict[Path, tuple[int, float]] = {}
-        self._entered = set[Path]()
-        self._stamps = dict[Path, int]()
+        self._folders: dict[Path, _Folder] = {}
 
     def __enter__(self) -> Saves:
         return self
@@ -74,32 +90,56 @@ class Saves:
 
     def last_in(self, folder: Path) -> tuple[int, float]:
         """The step of the last scheduled save to `folder`, or load from it, and when it was."""
-        return self._last_in.get(folder.absolute(), (0, self._begun))
+        known = self._known(folder)
+        return known.step, known.time
 
     def note(self, folder: Path, step: int, now: float) -> None:
         """Notes a scheduled save to `folder`, or a load from it, of `step`; `now` is of `time.monotonic`."""
-        self._last_in[folder.absolute()] = step, now
+        known = self._known(folder)
+        known.step, known.time = step, now
 
     def enters(self, folder: Path) -> bool:
         """Whether it is the first time that the job saves to `folder` by a schedule, or the first after a load."""
-        is_new = folder.absolute() not in self._entered
-        self._entered.add(folder.absolute())
+        known = self._known(folder)
+        is_new, known.entered = not known.entered, True
         return is_new
 
     def enter_again(self) -> None:
         """The job has loaded a checkpoint: it may go on as another run."""
-        self._entered.clear()
+        for known in self._folders.values():
+            known.entered, known.run = False, None
+
+    def run_in(self, folder: Path, run: Run) -> Run:
+        """`run`, or a branch of it if `folder` has later checkpoints of it, which `keep` would remove.
+
+        They are of before the job has loaded an earlier one, or of another job that has loaded the same. Looks once for
+        each run.
+        """
+        known = self._known(folder)
+        if known.run != run.id and run.goes_on_in(_heads_of(folder)):
+            run = run.branch(run.loaded)
+        known.run = run.id
+        return run
 
     def stamp(self, folder: Path) -> int:
         """Now, in ns since 1970, and later than all checkpoints in `folder`, whatever the clocks of other machines."""
-        last = self._stamps.get(folder)
-        if last is None:
-            with suppress(JobError):  # of a folder that cannot be read: the save will say so
-                last = max((head.saved for _, head in heads_in(folder) if head is not None), default=0)
-        self._stamps[folder] = stamp = max(time.time_ns(), (last or 0) + 1)
-        return stamp
+        known = self._known(folder)
+        if known.stamp is None:
+            known.stamp = max((head.saved for head in _heads_of(folder)), default=0)
+        known.stamp = max(time.time_ns(), known.stamp + 1)
+        return known.stamp
 
     def next_number(self) -> int:
         """The number of the next save or load; equal on all ranks."""
         self._number += 1
         return self._number
+
+    def _known(self, folder: Path) -> _Folder:
+        return self._folders.setdefault(folder.absolute(), _Folder(self._begun))
+
+
+def _heads_of(folder: Path) -> list[Head]:
+    """Of the checkpoints in `folder`; none of one that cannot be read: the save will say so."""
+    with suppress(JobError):
+        return [head for _, head in heads_in(folder) if head is not None]
+    return []

@@ -45,7 +45,10 @@ def save_if_due(
     due = every is not None and step // every > last_step // every
     if saves.enters(Path(folder)):
         first = None if every is None else step if due else (step // every + 1) * every
-        complaint = _about_others(Path(folder), model, first, every) if job.rank == 0 else None
+        complaint = None
+        if job.rank == 0:
+            model.run = saves.run_in(Path(folder), model.run)
+            complaint = _about_others(Path(folder), model, first, every)
         job.checks.require("job.checkpoint", complaint)
     is_told = False
     if seconds is not None or on_signal is not None:

@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.folders import run_in
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.options import SCHEDULE, require_extras, require_path
 from moec.runtime.checkpoint.resuming import resume
@@ -64,10 +63,7 @@ class JobCheckpoints:
         require_extras("job.load", extras, (), optimizer)
         self._job()._require_own(model)
         with torch.inference_mode(False):
-            values = load(self._job(), path, model, optimizer, extras)
-        if self._job().rank == 0:
-            model.run = run_in(Path(path).parent, model.run)
-        return values
+            return load(self._job(), path, model, optimizer, extras)
 
     @called("job.checkpoint")
     def checkpoint(

@@ -30,6 +30,11 @@ from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.settings import require_seed, setting_values
 from moec.runtime.job.torch_clipping import count_experts
 
+KEEP = (
+    "a layer narrows its weights itself: `layer.float()` after the model's `.bfloat16()`; `fully_shard(layer)` without "
+    "`MixedPrecisionPolicy(param_dtype=…)`; or leave out `keep_in_fp32`"
+)
+
 
 class HostedHome(Home, Protocol):
     """The home of a layer in a plain PyTorch model, the layer's host."""
@@ -228,6 +233,9 @@ class MoeLayer(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
             words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
             complaint = Complaint("MOE0702", words)
+        if look and complaint is None and (rounded := self._weights.rounded(self._dtype)):
+            words = f"{rounded} has been rounded before it reaches the layer, whose file keeps it in fp32"
+            complaint = Complaint("MOE0711", words, KEEP)
         if look and complaint is None and (name := self.biases.not_finite(self)):
             complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", unscored.HELP)
         if look or self._padded:

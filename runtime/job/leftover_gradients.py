@@ -1,18 +1,26 @@
-"""Finds steps whose gradients add up because nothing zeroes them in between."""
+"""Finds steps whose gradients add up because nothing zeroes them in between, as after an error."""
 
 from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
 
-from moec.runtime.job.module import PlanModule
+from moec.runtime.job.module import STEP_RAISED, PlanModule
 from moec.runtime.script import warn_first
 
 
 def warn_of_leftover(model: PlanModule) -> None:
-    """Warns in a model's second step if the gradients of the first are still there.
+    """Warns in a model's second step, and in one after an error, if gradients from before are still there.
 
-    Reads the values of one gradient, which on a GPU waits for it: in that step alone.
+    Reads the values of one gradient, which on a GPU waits for it: in these steps alone.
     """
+    if STEP_RAISED in model.seen:
+        model.seen.discard(STEP_RAISED)
+        if has_gradients(model):
+            warn_first(
+                "the last step raised an error and left gradients, perhaps a part of its own, and those of this one "
+                "are added to them: call `optimizer.zero_grad()` when a step has failed"
+            )
+        return
     if "second step" in model.seen:
         return
     if "first step" not in model.seen:

@@ -51,6 +51,9 @@ from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
 from moec.runtime.refused_derivatives import in_vmap, outlasting
 
+STEP_RAISED = "a step that raised"
+"""In `PlanModule.seen`: the last step raised an error, perhaps in the middle of its backward pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
@@ -404,6 +407,9 @@ class PlanModule(nn.Module):
         self._microbatches.keeps = keeps
         try:
             yield self._counts
+        except BaseException:
+            self.seen.add(STEP_RAISED)
+            raise
         finally:
             self._microbatches.keeps = False
             for weights in self.all_weights(wrapped=True):

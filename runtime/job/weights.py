@@ -86,6 +86,16 @@ class Weights:
         """For each parameter, whether it requires a gradient."""
         return [parameter.requires_grad for parameter in self._parameters()]
 
+    def rounded(self, dtype: torch.dtype) -> str:
+        """The first parameter that is narrower than it is taken, of those that are taken wider than `dtype`; or none.
+
+        They are to be exact. Others are narrowed here or before, which is the same.
+        """
+        for parameter, spec in zip(self._parameters(), self.specs, strict=True):
+            if parameter.dtype.itemsize < spec.dtype.itemsize > dtype.itemsize:
+                return spec.name
+        return ""
+
     @property
     def is_kept(self) -> bool:
         """Whether the next forward pass uses weights that an earlier one has gathered."""

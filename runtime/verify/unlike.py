@@ -39,7 +39,9 @@ def first_unlike(plan: Plan, compiled: Program) -> Unlike | None:
     if plan.groups != (groups := groups_of(compiled.meshes)):
         name = next(name for name in {**plan.groups, **groups} if plan.groups.get(name) != groups.get(name))
         return Unlike(layer="plan", op="group", value=name, span=None)
-    return Unlike(layer="plan", op="mesh", value="", span=None) if program.meshes != compiled.meshes else None
+    if program.meshes != compiled.meshes:
+        return Unlike(layer="plan", op="mesh", value="", span=None)
+    return _unlike_microbatches(program, compiled)
 
 
 def _unlike_in(block: Block, other: Block) -> Unlike:
@@ -61,14 +63,16 @@ def _unlike_in(block: Block, other: Block) -> Unlike:
 
 
 def first_unlike_attribute(program: Program, compiled: Program) -> Unlike | None:
-    """The first op whose attributes differ from those of its counterpart in `compiled`.
+    """The first op whose attributes differ from those of its counterpart in `compiled`, or another number of parts.
 
     A plan may compute the same function by other ops, in another order, on other degrees. So an op's counterpart is of
     the same kind, in the block of the same layer: the op that gives the same name; for names that only one of the
     blocks has, the next op, if both have equally many. Conversions have counterparts only where both blocks have the
-    same kinds of them in the same order, on the same meshes. Only numbers tell whether an op without counterpart is
-    right.
+    same kinds of them in the same order, on the same meshes. Ops that nothing uses are left out: one could stand in
+    the place of an op that is used. Only numbers tell whether an op without counterpart is right.
     """
+    if unlike := _unlike_microbatches(program, compiled):
+        return unlike
     same_meshes = program.meshes == compiled.meshes
     for block, other in _corresponding_blocks(program, compiled):
         counterparts = {} if block == other else _counterparts(block, other, same_meshes)
@@ -78,6 +82,13 @@ def first_unlike_attribute(program: Program, compiled: Program) -> Unlike | None
                 given = op.results[0].name
                 return Unlike(layer=block.name, op=op.mnemonic, value=given, span=_line_of(op), attribute=words)
     return None
+
+
+def _unlike_microbatches(program: Program, compiled: Program) -> Unlike | None:
+    if program.microbatches == compiled.microbatches:
+        return None
+    words = f"microbatches = {program.microbatches} instead of {compiled.microbatches}"
+    return Unlike(layer="plan", op="program", value=program.name, span=None, attribute=words)
 
 
 def _corresponding_blocks(program: Program, compiled: Program) -> Iterator[tuple[Block, Block]]:
@@ -97,12 +108,23 @@ def _corresponding_blocks(program: Program, compiled: Program) -> Iterator[tuple
 def _counterparts(block: Block, other: Block, same_meshes: bool) -> dict[int, Op]:
     """The counterpart of each op of `block` that has one, by the `id` of the op."""
     pairs: list[tuple[Op, Op]] = []
-    conversions, others = ([op for op in each.ops if isinstance(op, Conversion)] for each in (block, other))
+    ops = tuple(map(_used, (block, other)))
+    conversions, others = ([op for op in each if isinstance(op, Conversion)] for each in ops)
     if same_meshes and list(map(type, conversions)) == list(map(type, others)):
         pairs += zip(conversions, others, strict=True)
-    for kind in {type(op): None for op in block.ops if not isinstance(op, Conversion)}:
-        pairs += _pairs(*({op.results[0].name: op for op in each.ops if type(op) is kind} for each in (block, other)))
+    for kind in {type(op): None for op in ops[0] if not isinstance(op, Conversion)}:
+        pairs += _pairs(*({op.results[0].name: op for op in each if type(op) is kind} for each in ops))
     return {id(op): expected for op, expected in pairs}
+
+
+def _used(block: Block) -> list[Op]:
+    """The ops that an output of the block follows from."""
+    wanted, found = {output.name for output in block.outputs}, list[Op]()
+    for op in reversed(block.ops):
+        if wanted.intersection(value.name for value in op.results):
+            found.append(op)
+            wanted.update(op.operands)
+    return found[::-1]
 
 
 def _pairs(ops: Mapping[str, Op], others: Mapping[str, Op]) -> Iterator[tuple[Op, Op]]:

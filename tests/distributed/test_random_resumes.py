@@ -71,9 +71,6 @@ class Folder:
     def branch(self, line: Line) -> Line:
         return self.new_line(line.places)
 
-    def at(self, line: Line, step: int) -> Line:
-        return self.branch(line) if step < line.step else line
-
     def after(self, name: str) -> Line:
         """The line that goes on from a checkpoint."""
         line = self.saved[name].line
@@ -169,6 +166,7 @@ def run_job(job: Job, draws: random.Random, folder: Folder, path: Path, happened
         assert bits_of(*parts) == folder.saved[name].bits, name
         line, last = folder.after(name), folder.saved[name].line.step
     if draws.random() < 0.15:
+        line = folder.branch(line) if model.settings["step"] else line
         model.set(step=0)
     every, keep = draws.choice((1, 2, 3)), draws.choice((None, 1, 2, 3))
     for number in range(draws.randint(1, 5)):
@@ -181,7 +179,6 @@ def run_job(job: Job, draws: random.Random, folder: Folder, path: Path, happened
         step = model.settings["step"]
         last = last if last <= step else 0
         due = step // every > last // every
-        line = folder.at(line, step) if number == 0 or due else line
         first = step if due else (step // every + 1) * every
         if str(first) in folder.saved and (number == 0 or due):
             with pytest.raises(JobError, match="MOE0803"):

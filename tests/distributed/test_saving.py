@@ -244,12 +244,15 @@ def test_an_error_of_one_ranks_own_dict_is_raised_on_every_rank(gloo: GlooPool, 
     assert (no_cause, cause) == ("None", "TypeError('this dict is read-only')")
 
 
-def draw(options: dict[str, Any], folder: Path, *, saves: bool) -> tuple[int, float, str]:
-    """The data rank, what its random state draws after a save or a resume, and the warnings of the resume."""
+def draw(options: dict[str, Any], folder: Path, *, saves: bool, seed: int | None = 7) -> tuple[int, float, str]:
+    """The data rank, what its random state draws after a save or a resume, and the warnings of the resume.
+
+    Before a resume every rank is seeded with `seed`, or if that is None, with its rank.
+    """
     with moec.launch(plan_of(options), device="cpu") as job, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = job.build(seed=1)
-        torch.manual_seed(job.data_rank if saves else 7)
+        torch.manual_seed(job.data_rank if saves else job.rank if seed is None else seed)
         if saves:
             job.save(folder / "1", model).wait()
         else:
@@ -271,6 +274,15 @@ def test_random_states_come_back_to_their_data_ranks_or_not_at_all(gloo: GlooPoo
     of_ranks = {"ranks": 1, "ep": 1, "balance": "[switch_loss(0.01)]", "beside": "group = rank"}
     ((_, _, said),) = gloo.run(1, partial(draw, saves=False), of_ranks, tmp_path)
     assert "saved with 2 data ranks, and here are 1: results depend on the number of data-parallel ranks" in said
+
+
+def test_ranks_that_are_seeded_apart_do_not_all_take_the_random_state_of_one(gloo: GlooPool, tmp_path: Path) -> None:
+    ((_, drawn, _),) = gloo.run(1, partial(draw, saves=True), {"ranks": 1, "ep": 1}, tmp_path)
+    alike = gloo.run(2, partial(draw, saves=False), TWO, tmp_path)
+    assert [(number, said) for _, number, said in alike] == [(drawn, "")] * 2
+    apart = gloo.run(2, partial(draw, saves=False, seed=None), TWO, tmp_path)
+    assert apart[0][1] != apart[1][1]
+    assert "random states were saved with 1 data ranks, and here are 2" in apart[0][2]
 
 
 def damaged_on_one_rank(folder: Path) -> tuple[str, bool, int, bool, list[str]]:

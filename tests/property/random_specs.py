@@ -119,8 +119,8 @@ def specs(
     if counted and ("sequence_loss" in balance or not capacity.endswith(("group = batch", "group = rank"))):
         model = model if "separator" not in model and "segments" not in model else ""
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
-    if dtype == "bf16" and not gate.startswith("hash") and draw(st.booleans()):
-        model = f"{model}; keep_in_fp32 = [routers]"
+    if dtype == "bf16" and not gate.startswith("hash"):
+        model += draw(st.sampled_from(["", "; keep_in_fp32 = [routers]", "; router_dtype = model"]))
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,

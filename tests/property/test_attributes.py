@@ -14,7 +14,7 @@ from support.plans import BODY, FOUR, moe_plan
 from support.sliced_plans import sliced_plan
 from support.tables import each_row
 from support.verified import require_equal
-from support.wrong_plans import change_every, with_program
+from support.wrong_plans import change_every, change_ops, op_giving, with_program
 
 import moec
 from moec.codegen.plan import Plan
@@ -29,7 +29,7 @@ from moec.runtime.verify.verification import verify
 
 WORDS = sorted((Path(__file__).parents[1] / "words").glob("*.moe"))
 OTHERS = ("softmax", "sigmoid", "none", "before", "after", "swiglu", "gelu", "relu", "sequence", "batch", "rank", "sum",
-          "max", "top2_sum")  # fmt: skip
+          "max", "top2_sum", "fp16")  # fmt: skip
 
 
 def plans() -> Iterator[Plan]:
@@ -168,6 +168,10 @@ def test_an_attribute_is_found_under_other_names():
     other = with_program(plan, replace(plan.program, blocks=blocks))
     assert first_unlike_attribute(other.program, plan.program) is None
     found = first_unlike_attribute(with_attribute(other, Attention, "window", 300).program, plan.program)
+    assert (found.value, found.attribute) == ("other.attended", "window = 300 instead of 200")
+    wrong = with_attribute(other, Attention, "window", 300)
+    unused = replace(op_giving(other, BODY, "other.attended"), results=op_giving(plan, BODY, "attended").results)
+    found = first_unlike_attribute(change_ops(wrong, BODY, lambda ops: [*ops, unused]).program, plan.program)
     assert (found.value, found.attribute) == ("other.attended", "window = 300 instead of 200")
 
 

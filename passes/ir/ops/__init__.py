@@ -18,7 +18,7 @@ from moec.passes.ir.ops.dense_conversions import (
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.expert_linear_ops import ExpertLinear
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
-from moec.passes.ir.ops.gate_ops import AttendExperts, EveryExpert, HashRoute, Route
+from moec.passes.ir.ops.gate_ops import AttendExperts, EveryExpert, HashRoute, RoundWeights, Route
 from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.passes.ir.ops.head_gate import GateHeads
 from moec.passes.ir.ops.image_ops import Classify, FirstToken, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
@@ -151,6 +151,7 @@ __all__ = [
     "Reroute",
     "RmsNorm",
     "Rope",
+    "RoundWeights",
     "Route",
     "Router",
     "SampleExperts",

@@ -102,6 +102,29 @@ class EveryExpert(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundWeights(Op):
+    """Weights of choices rounded to `dtype`, and wide again: `[batch, sequence, k]` → the same shape and dtype.
+
+    So have they where the scores of a router are of the model's dtype (Megatron, transformers). Inductor computes
+    across such a rounding.
+    """
+
+    mnemonic: ClassVar[str] = "round_weights"
+    takes: ClassVar[str] = "weights"
+    gives: ClassVar[str] = "rounded"
+    dtype: Literal["bf16", "fp16"]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (weights,) = operands
+        require(len(weights.shape) == 3 and weights.dtype == "fp32", self, "wants fp32 weights of each token")
+        return (Type(shape=weights.shape, dtype=weights.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttendExperts(Op):
     """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
 

@@ -177,12 +177,13 @@ class Router(Op):
     """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
 
     x and the weight are narrow or wide, each by itself. `bias` `[experts]`, of the weight's dtype, is added to the
-    logits (gpt-oss, arXiv 2508.10925, section 2.3).
+    logits (gpt-oss, arXiv 2508.10925, section 2.3). `rounds`: they are computed in the weight's dtype, and then wide.
     """
 
     mnemonic: ClassVar[str] = "router"
     takes: ClassVar[str] = "x weight bias?"
     gives: ClassVar[str] = "logits"
+    rounds: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight, *biases = self.named(operands).values()
@@ -198,12 +199,12 @@ class Router(Op):
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight, *_ = operands
         (logits,) = results
-        work = projection(x, weight, logits.dtype, 1, workload)
-        # The router widens x and the weight where they are narrower, and saves the wide copies.
+        dtype = weight.dtype if self.rounds else logits.dtype
+        work = projection(x, weight, dtype, 1, workload)
+        # The router converts x and the weight to one dtype, and saves the copies.
         keeps: list[Saved] = []
         for what, v in (("x", x), ("weight", weight)):
             if v is x and workload.is_frozen(weight):
                 continue
-            wide = v.dtype == logits.dtype
-            keeps += workload.keep(v) if wide else [workload.inner(logits, what, workload.count(v), logits.dtype)]
+            keeps += workload.keep(v) if v.dtype == dtype else [workload.inner(logits, what, workload.count(v), dtype)]
         return Cost(work=work, saved=tuple(keeps))

@@ -15,7 +15,7 @@ def attention_router(b: Builder, gate: Node, given: Given) -> Gated:
     assert isinstance(gate, AttentionRouter)
     span, shape = gate.span(), (3 * given.experts, given.subject.dim)
     weight = b.parameter(f"{given.prefix}.weight", shape, given.dtype, normal(), span, matrices=TABLE)
-    projected = b.one(Router, given.h, weight, to="projected", span=span)
+    projected = b.one(Router, given.h, weight, to="projected", span=span, rounds=given.subject.rounds_logits)
     logits = b.one(g.AttendExperts, projected, to="logits", span=span)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="after", normalize=False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moec.grammar.spec import DType, Subject
 from moec.passes.ir import Init, Role
 from moec.passes.ir.attribute_types import RoutingGroup
-from moec.passes.ir.ops import Router
+from moec.passes.ir.ops import RoundWeights, Router
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
 
 BIAS = "moe.gate.bias"
@@ -37,6 +37,12 @@ class Gated:
     some_are_none: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
     terms: tuple[tuple[str, float], ...] = ()
+
+    def rounded(self, b: Builder, subject: Subject, span: Located) -> Gated:
+        """With weights of the model's dtype, where routers have it."""
+        if not subject.rounds_logits or subject.dtype == DType.FP32:
+            return self
+        return replace(self, w=b.one(RoundWeights, self.w, to="w", span=span, dtype=subject.dtype.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class Given:
         biased: bool = False,
         outputs: int | None = None,
     ) -> str:
-        """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors).
+        """Logits `[batch, sequence, experts]` of fp32 from h (default: the tokens' vectors).
 
         `name` (`noise.`) tells apart the weights of a gate that has several; `outputs` replaces the number of experts.
         `biased` adds a learned bias per expert, initially zeros.
@@ -90,4 +96,5 @@ class Given:
         weight = b.parameter(f"{self.prefix}.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
         zeros, of_experts = Init(kind="zeros"), f"{self.prefix}.bias"
         beside = {"bias": b.parameter(of_experts, shape[:1], dtype, zeros, span)} if biased else {}
-        return b.one(Router, h or self.h, weight, to=to, span=span, beside=beside)
+        rounds = self.subject.rounds_logits
+        return b.one(Router, h or self.h, weight, to=to, span=span, beside=beside, rounds=rounds)

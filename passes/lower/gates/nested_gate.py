@@ -17,7 +17,7 @@ def nested_gate(b: Builder, gate: Node, inner: Moe, given: Given) -> Gated:
     outer, count, span = given.experts, inner.num_experts, gate.span()
     shape = (outer * (1 + count), given.subject.dim)
     weight = b.parameter("moe.gate.weight", shape, given.dtype, normal(), span, matrices=TABLE)
-    logits = b.one(o.Router, given.h, weight, to="logits", span=span)
+    logits = b.one(o.Router, given.h, weight, to="logits", span=span, rounds=given.subject.rounds_logits)
     ways = _way(gate) | {f"inner_{name}": value for name, value in _way(inner.gate).items()}
     p, w, e = b.add(o.NestedRoute, logits, to="p w e", span=span, outer=outer, inner=count, **ways)
     return Gated(w=w, e=e, p=p)

@@ -21,7 +21,7 @@ def soft_mixture(b: Builder, gate: Node, given: Given, experts: Rows) -> tuple[s
     span, slots = gate.span(), given.experts * gate.slots
     shape, dtype = (slots, given.subject.dim), given.dtype
     weight = b.parameter("moe.gate.weight", shape, dtype, normal(), span, matrices=TABLE)
-    logits = b.one(Router, given.h, weight, to="logits", span=span)
+    logits = b.one(Router, given.h, weight, to="logits", span=span, rounds=given.subject.rounds_logits)
     real = {"real": given.beside["real"]} if "real" in given.beside else {}
     dispatch, combine = b.add(s.SlotWeights, logits, beside=real, to="dispatch combine", span=span)
     inputs = b.one(s.SlotInputs, given.h, dispatch, to="inputs", span=span, num_experts=given.experts, slots=gate.slots)

@@ -21,11 +21,15 @@ EXPERTS = "experts = {experts} * relu(1, bias = true)"
 
 
 def layer_weights(moe: str, logits: Tensor, *, training: bool = True, bias: Tensor | None = None) -> Routing:
-    """Of a `layer` with these lines in its `moe`, for logits [batch, sequence, experts]; `bias` is of the router."""
-    experts = logits.shape[-1]
+    """Of a `layer` with these lines in its `moe`, for logits [batch, sequence, experts]; `bias` is of the router.
+
+    Of logits in bf16 the layer and its router are of bf16.
+    """
+    experts, narrow = logits.shape[-1], logits.dtype == torch.bfloat16
+    lines = f"dtype = {'bf16; router_dtype = model' if narrow else 'fp32'}"
     layer = reference(
-        f'layer "probe" {{ dim = {experts}; dtype = fp32; moe {{ {EXPERTS.format(experts=experts)}; {moe} }} }}',
-        dtype=torch.float64,
+        f'layer "probe" {{ dim = {experts}; {lines}; moe {{ {EXPERTS.format(experts=experts)}; {moe} }} }}',
+        dtype=None if narrow else torch.float64,
     )
     assert isinstance(layer, MoeLayer)
     given = {"gate.weight": torch.eye(experts), "experts.down.bias": torch.eye(experts)}

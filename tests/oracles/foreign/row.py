@@ -89,7 +89,7 @@ class Row:
     moe: str
     differs: Literal["", "weights", "loss"] = ""
     why: str = ""
-    needs: Literal["", "model", "bias", "padding"] = ""
+    needs: Literal["", "model", "bias", "padding", "bf16"] = ""
     training: bool = True
     batch: int = BATCH
     sequence: int = SEQUENCE
@@ -111,7 +111,9 @@ class Row:
 
     def ours(self, moe: str, given: Given) -> Routing:
         """What `moec.reference` of these lines computes."""
-        if not self.needs:
+        if self.needs in ("", "bf16"):
+            if self.needs == "bf16":
+                return Routing(layer_weights(moe, given.logits.bfloat16(), training=self.training).weights.double())
             return layer_weights(moe, given.logits, training=self.training, bias=given.bias)
         probe = ModelProbe(moe, given.logits, real=given.real, noise=NOISE)
         if self.needs == "bias":

@@ -102,7 +102,7 @@ BLOCKS = {
 }
 """A file without what the forms say: the names of each block."""
 FURTHER = {
-    "model": {"norm", "embedding", "head"},
+    "model": {"norm", "embedding", "head", "router_dtype"},
     "layers": {"ffn"},
     "moe": {"capacity", "balance", "shared", "residual", "overflow", "group"},
     "train": {"optimizer", "master"},

@@ -13,6 +13,7 @@ from support.verified import require_equal
 from torch import Tensor
 
 import moec
+from moec.runtime.errors import JobError
 
 ALONE = layer_text(ranks=None)
 
@@ -94,6 +95,26 @@ def test_a_router_that_stays_fp32_is_not_rounded():
     y.sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in keeps.parameters())
     require_equal(layer_plan(dtype="bf16", ranks=2))  # in float64, bf16 and float32
+    rounds.bfloat16()
+    rounds(x)
+    with pytest.raises(JobError, match=r"MOE0711.*gate\.weight has been rounded before it reaches the layer"):
+        keeps.bfloat16()(x)
+
+
+def test_logits_of_a_router_in_the_layers_dtype_are_those_of_a_linear_layer_in_it():
+    """As Tutel's gate without `fp32_gate` and Megatron's without `--moe-router-dtype` compute them."""
+    text = layer_text(ranks=2, dtype="bf16", balance="[z_loss(1)]")
+    rounds = text.replace("moe {", "router_dtype = model\n  moe {")
+    x, found = x_of(64, 16), []
+    for each, computed in ((text, torch.float32), (rounds, torch.bfloat16)):
+        layer = moec.reference(each, seed=1)
+        layer.get_parameter("gate.weight").data.mul_(50)
+        layer(x)
+        logits = F.linear(*(v.bfloat16().to(computed) for v in (x, layer.get_parameter("gate.weight")))).float()
+        torch.testing.assert_close(layer.aux_loss, logits.logsumexp(-1).square().mean(), rtol=1e-6, atol=0)
+        found.append(layer.aux_loss.item())
+    assert abs(found[0] / found[1] - 1) > 1e-4
+    require_equal(moec.compile(rounds))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from support.plans import moe_plan
 
 import moec
+from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -46,3 +48,24 @@ def test_gradients_that_are_zeros_are_none() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             job.step(model, TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+def test_gradients_that_an_error_in_the_middle_of_a_step_has_left_are_told() -> None:
+    """The second of two micro-batches raises, and the script catches it."""
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model, calls = job.build(), list[int]()
+
+        def failing(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("of the script")
+            return logits.logsumexp(-1).sum()
+
+        with pytest.raises(JobError, match="of the script"):
+            job.step(model, TOKENS[:, :-1], TOKENS[:, 1:], loss=failing, microbatches=2)
+        with pytest.warns(UserWarning, match="raised an error and left gradients, perhaps a part of its own"):
+            job.step(model, TOKENS[:, :-1], TOKENS[:, 1:], loss=failing)
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            job.step(model, TOKENS[:, :-1], TOKENS[:, 1:], loss=failing)

@@ -105,6 +105,13 @@ def test_the_first_wrong_op_of_a_plan_with_micro_batches_is_named() -> None:
     assert (report.first_difference.layer, report.first_difference.op) == ("layers.1", "route")
 
 
+def test_another_number_of_micro_batches_is_named() -> None:
+    plan = moe_plan(ranks=2, ep=2, microbatches=2)
+    report = verify(replace(plan, program=replace(plan.program, microbatches=4)), float32=False)
+    assert not report.ok
+    assert "microbatches = 4 instead of 2" in str(report.first_difference)
+
+
 # ---- jobs ----------------------------------------------------------------------------------------------------
 
 

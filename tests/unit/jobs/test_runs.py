@@ -105,6 +105,22 @@ def test_a_load_in_the_middle_looks_at_the_folder_again(job: Job, tmp_path: Path
     assert raised.value.diagnostics[0].help == "save into another folder; or move it away"
 
 
+def test_two_trainings_from_one_checkpoint_are_two_runs(job: Job, tmp_path: Path) -> None:
+    """In one folder, the second one's `keep` removed the first one's checkpoints."""
+    base = saved(job, tmp_path / "base", 2)
+    runs = {base.run.id}
+    for steps in ((4, 6), (5, 7)):
+        model = job.build()
+        job.load(tmp_path / "base" / "2", model)
+        for step in steps:
+            model.set(step=step)
+            job.save(tmp_path / "apart" / f"{steps[0]}-{step}", model).wait()  # later than what the first has saved
+            job.save(tmp_path / "out" / f"{step}", model, keep=1).wait()
+        runs.add(model.run.id)
+    assert sorted(os.listdir(tmp_path / "out")) == ["6", "7"]
+    assert len(runs) == 2
+
+
 def test_the_list_of_a_folder_has_runs_and_the_checkpoint_that_is_resumed(job: Job, tmp_path: Path) -> None:
     one = saved(job, tmp_path, 4, 8)
     other = saved(job, tmp_path, 2)
