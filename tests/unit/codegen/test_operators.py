@@ -98,7 +98,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "balance of devices": {"balance": "[device_loss(0.1)]", "tp": 2, "beside": "group = batch"},
     "all experts": {"gate": "dense", "tp": 2},
     "attention between experts": {"gate": "attention_router(2)", "tp": 2},
-    "a router with biases": {"gate": "topk(2, order = after, bias = learned)", "dtype": "bf16", "tp": 2},
+    "a router of bf16": {"gate": "topk(2, bias = learned)", "model": "router_dtype = model", "dtype": "bf16", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},
     "multipliers": {"model": "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0)", "tp": 2},
