@@ -47,6 +47,7 @@ from moec.runtime.job.join import (
     require_world_size,
 )
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
+from moec.runtime.job.leftover_gradients import warn_after_error
 from moec.runtime.job.masters import groups_of_shards, local_part, master_of
 from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.module import ModelOutput, PlanModule
@@ -451,6 +452,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
             if self._check_every and self.steps % self._check_every == 0:
                 self.check_replicas(model)
             self._take_back(model)
+            warn_after_error(model)
             yield
         except BaseException:
             self.steps -= 1

@@ -8,19 +8,24 @@ from moec.runtime.job.module import STEP_RAISED, PlanModule
 from moec.runtime.script import warn_first
 
 
-def warn_of_leftover(model: PlanModule) -> None:
-    """Warns in a model's second step, and in one after an error, if gradients from before are still there.
-
-    Reads the values of one gradient, which on a GPU waits for it: in these steps alone.
-    """
-    if STEP_RAISED in model.seen:
-        model.seen.discard(STEP_RAISED)
-        if has_gradients(model):
-            warn_first(
-                "the last step raised an error and left gradients, perhaps a part of its own, and those of this one "
-                "are added to them: call `optimizer.zero_grad()` when a step has failed"
-            )
+def warn_after_error(model: PlanModule) -> None:
+    """Warns in the step after one that has raised an error if gradients are there. Reads one, as `warn_of_leftover`."""
+    if STEP_RAISED not in model.seen:
         return
+    model.seen.discard(STEP_RAISED)
+    if has_gradients(model):
+        model.seen.add("second step")  # one warning is enough
+        warn_first(
+            "the last step raised an error and left gradients, perhaps a part of its own, and those of this one are "
+            "added to them: call `optimizer.zero_grad()` when a step has failed"
+        )
+
+
+def warn_of_leftover(model: PlanModule) -> None:
+    """Warns in a model's second step if the gradients of the first are still there.
+
+    Reads the values of one gradient, which on a GPU waits for it: in that step alone.
+    """
     if "second step" in model.seen:
         return
     if "first step" not in model.seen:

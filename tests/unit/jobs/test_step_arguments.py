@@ -139,6 +139,7 @@ def test_steps_and_blocks_that_raise_do_not_count_nor_do_their_tokens(monkeypatc
             1 / 0  # noqa: B018
         assert counted(job) == before
         assert model.settings["step"] == 1
+        model.zero_grad()
         with job.accumulate(model, TOKENS):
             model(TOKENS, TOKENS).loss.backward()
             with pytest.raises(JobError, match="one step at a time"):
