@@ -81,7 +81,7 @@ def _load(
     return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
 
 
-ACCEPTED = re.compile(r"#[^\"]*\baccept:((?: *,? *MOE[0-9]{4})+)[^\"]*\Z")
+ACCEPTED = re.compile(r"#(?:[^\"]*;)? *accept:((?: *,? *MOE[0-9]{4})+)[^\"]*\Z")
 """A comment that accepts warnings by their codes."""
 
 

@@ -85,6 +85,7 @@ USUAL = (
     ".* valid labels of job.step",
     "every rank gives job.step the same batch",
     "the gradients of an earlier job.step are still there",
+    "the last step raised an error and left gradients",
 )
 """Warnings that most tests give: they take any batch, and steps without an optimizer. As in pyproject.toml."""
 
