@@ -188,7 +188,7 @@ class Subject(NamedTuple):
     """The mixtures that experts of others are, by name."""
     keep_in_fp32: tuple[KeptPart, ...] = ()
     rounds_logits: bool = False
-    """Whether routers' logits are of `dtype`, and not of fp32."""
+    """Whether routers' logits and the weights of choices are of `dtype`, and not of fp32."""
 
     def dtype_of(self, part: KeptPart) -> DType:
         """The dtype in which the parameters of `part` compute."""

@@ -31,14 +31,14 @@ LEAVING_SECONDS = 20.0
 class _Folder:
     """What a job knows of a folder. `step` and `time`: of the last scheduled save to it, or load from it.
 
-    `entered`: since the last load, the job has come to a save by a schedule; `run`: its run there. `stamp`: of the last
-    checkpoint there that it has seen or saved.
+    `entered`: since the last load, the job has come to a save by a schedule; `seen_by`: `Run.own` of the run that has
+    looked there last. `stamp`: of the last checkpoint there that it has seen or saved.
     """
 
     time: float
     step: int = 0
     entered: bool = False
-    run: str | None = None
+    seen_by: set[int] | None = None
     stamp: int | None = None
 
 
@@ -107,18 +107,18 @@ class Saves:
     def enter_again(self) -> None:
         """The job has loaded a checkpoint: it may go on as another run."""
         for known in self._folders.values():
-            known.entered, known.run = False, None
+            known.entered, known.seen_by = False, None
 
     def run_in(self, folder: Path, run: Run) -> Run:
         """`run`, or a branch of it if `folder` has later checkpoints of it, which `keep` would remove.
 
-        They are of before the job has loaded an earlier one, or of another job that has loaded the same. Looks once for
-        each run.
+        They are of before the job has loaded an earlier one, or of another training that has begun with the same. Looks
+        when a training comes to the folder.
         """
         known = self._known(folder)
-        if known.run != run.id and run.goes_on_in(_heads_of(folder)):
+        if known.seen_by is not run.own and run.goes_on_in(_heads_of(folder)):
             run = run.branch(run.loaded)
-        known.run = run.id
+        known.seen_by = run.own
         return run
 
     def stamp(self, folder: Path) -> int:

@@ -105,13 +105,16 @@ def test_a_load_in_the_middle_looks_at_the_folder_again(job: Job, tmp_path: Path
     assert raised.value.diagnostics[0].help == "save into another folder; or move it away"
 
 
-def test_two_trainings_from_one_checkpoint_are_two_runs(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_trainings_from_one_checkpoint_are_two_runs(job: Job, tmp_path: Path, at_once: bool) -> None:
     """In one folder, the second one's `keep` removed the first one's checkpoints."""
     base = saved(job, tmp_path / "base", 2)
-    runs = {base.run.id}
-    for steps in ((4, 6), (5, 7)):
-        model = job.build()
+    runs, models = {base.run.id}, [job.build(), job.build()]
+    for model in models if at_once else ():
         job.load(tmp_path / "base" / "2", model)
+    for model, steps in zip(models, ((4, 6), (5, 7)), strict=True):
+        if not at_once:
+            job.load(tmp_path / "base" / "2", model)
         for step in steps:
             model.set(step=step)
             job.save(tmp_path / "apart" / f"{steps[0]}-{step}", model).wait()  # later than what the first has saved
