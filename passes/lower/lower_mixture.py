@@ -89,7 +89,10 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
         span = moe.gate.span()
         outer = b.one(o.OuterChoices, e, to="outer", span=span, inner=within.num_experts, inner_k=inner_k)
     routed = Routed(gated=gated, e=e, kept=e, experts=moe.num_experts, real=real, segments=segments, outer=outer)
-    return with_places(b, moe, routed, beside)
+    placed = with_places(b, moe, routed, beside)
+    if placed.gated.w == gated.w:
+        return placed
+    return replace(placed, gated=placed.gated.rounded(b, subject, moe.gate.span()))  # other weights
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:

@@ -57,13 +57,14 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
                 f"{host} spans the ranks {sorted(span)}, but a layer in it spans {sorted(ranks)}",
                 "make the layer without `group`, and set `parallel { ep = … }` in its file",
             )
-    local_experts = {id(parameter) for parameter in experts.parameters()}
-    if ddp is not None and any(id(parameter) in local_experts for parameter in ddp._module_parameters):
+    reduced = {} if ddp is None else _reduced_by(ddp)
+    if names := [reduced[id(parameter)] for parameter in experts.parameters() if id(parameter) in reduced]:
         raise JobError(
             "MOE0711",
-            "DistributedDataParallel has replaced this rank's experts by copies of rank 0's",
+            f"DistributedDataParallel manages this rank's experts ({names[0]}): it has replaced them by copies of rank "
+            "0's, or averages their gradients",
             "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
-            "model, moec.expert_parameters(model))`",
+            "model, moec.expert_parameters(model))`, with each name of a parameter that has several",
         )
     if _is_in_fsdp(experts) and any(not isinstance(each, nn.Parameter) for each in experts.parameters()):
         raise JobError(
@@ -81,7 +82,7 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
 
 def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None:
     """Raises `JobError` if none of `hosts`, each of several ranks, manages the experts of a layer of one rank."""
-    managed = {id(parameter) for parameter in ddp._module_parameters} if ddp is not None else set()
+    managed = _reduced_by(ddp) if ddp is not None else {}
     if ddp is not None and not _is_inside(experts, ddp):
         hosts = [host for host in hosts if host == "fully_shard"]  # its forward pass calls the layer of another model
     left = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
@@ -96,6 +97,12 @@ def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None
 def _active_ddp() -> Any:
     """The DistributedDataParallel module whose forward pass is running, if one is."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def _reduced_by(ddp: Any) -> dict[int, str]:
+    """The parameters that DDP reduces, a name of each by its id. It ignores names: one that has two may stay."""
+    named = ddp.module.named_parameters(remove_duplicate=False)
+    return {id(parameter): name for name, parameter in named if name not in ddp.parameters_to_ignore}
 
 
 def _is_in_fsdp(experts: nn.Module) -> bool:

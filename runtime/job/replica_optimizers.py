@@ -1,4 +1,5 @@
-"""Refuses optimizers that send parameters between ranks: they take each for a replica, and ranks have other experts."""
+"""Refuses optimizers that take all parameters for replicas, which they send between ranks or reduce over: each rank has
+other experts."""
 
 from __future__ import annotations
 
@@ -12,17 +13,21 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.distributed.algorithms.model_averaging import utils
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moec.runtime.errors import JobError
+
+OVERWRITTEN = "parameters over ranks, as if they were replicas: experts would be overwritten by other ranks'"
 
 _sharded = WeakSet[nn.Module]()
 """Modules over several ranks: models of jobs, and the experts of layers."""
 
 
 def refuse_replica_optimizers(module: nn.Module) -> None:
-    """From now on torch's optimizers that average or broadcast parameters of `module` raise `JobError` MOE0711."""
+    """From now on torch's optimizers that average, broadcast or reduce over parameters of `module` raise `JobError`
+    MOE0711."""
     _install()
     _sharded.add(module)
 
@@ -34,10 +39,13 @@ def _install() -> None:
 
 
 def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        plain = (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, DTensor))
+        _require_replicas(plain, "LBFGS takes dot products over all parameters: ranks would take other steps")
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         groups = (group["params"] for group in optimizer.param_groups)
-        _require_replicas(itertools.chain.from_iterable(groups), "ZeroRedundancyOptimizer", "broadcasts")
+        _require_replicas(itertools.chain.from_iterable(groups), f"ZeroRedundancyOptimizer broadcasts {OVERWRITTEN}")
 
 
 def _guarded(average: Any) -> Any:
@@ -46,20 +54,20 @@ def _guarded(average: Any) -> Any:
     @functools.wraps(average)
     def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:
         listed = list(params)
-        _require_replicas(iter(listed), "an averager of torch.distributed.algorithms.model_averaging", "averages")
+        averager = "an averager of torch.distributed.algorithms.model_averaging"
+        _require_replicas(iter(listed), f"{averager} averages {OVERWRITTEN}")
         return average(iter(listed), *rest, **named)
 
     return average_parameters
 
 
-def _require_replicas(params: Iterator[torch.Tensor], who: str, does: str) -> None:
+def _require_replicas(params: Iterator[torch.Tensor], words: str) -> None:
     """Raises `JobError` MOE0711 if one of the parameters is a module's over several ranks."""
     ours = {id(parameter) for module in _sharded for parameter in module.parameters()}
     if any(id(parameter) in ours for parameter in params):
         raise JobError(
             "MOE0711",
-            f"{who} {does} parameters over ranks, as if they were replicas: experts would be overwritten by other "
-            "ranks'",
+            words,
             "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their "
             "own; a job's model has `zero = 1` in `parallel { … }` and `job.optimizer`",
         )

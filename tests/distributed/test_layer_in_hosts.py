@@ -104,6 +104,13 @@ def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
         assert each["error"] < FP32
 
 
+class _Lbfgs(torch.optim.LBFGS):
+    """Its step wants a closure."""
+
+    def step(self) -> None:
+        super().step(lambda: 0.0)
+
+
 def optimizers_of_replicas() -> list[str]:
     """What optimizers say that send parameters between ranks; one over all but the experts trains."""
     with warnings.catch_warnings():
@@ -123,6 +130,7 @@ def optimizers_of_replicas() -> list[str]:
     averager = PeriodicModelAverager(period=2)
     for optimizer in (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0),
+        _Lbfgs(model.parameters()),
         PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), averager),
     ):
         with pytest.raises(JobError) as raised:
@@ -134,6 +142,7 @@ def optimizers_of_replicas() -> list[str]:
 
 
 def test_optimizers_that_send_experts_between_ranks_are_refused(gloo: GlooPool) -> None:
-    for zero, averager in gloo.run(2, optimizers_of_replicas):
+    for zero, lbfgs, averager in gloo.run(2, optimizers_of_replicas):
+        assert re.search("MOE0711.*LBFGS takes dot products over all parameters", lbfgs)
         assert re.search("MOE0711.*ZeroRedundancyOptimizer broadcasts parameters over ranks", zero)
         assert re.search("MOE0711.*model_averaging averages parameters over ranks", averager)

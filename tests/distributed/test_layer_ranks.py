@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support.plans import layer_text
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.hosts import Transformer, in_ddp, in_fsdp
+from support.ranks.hosts import Transformer, in_ddp, in_fsdp, layers_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -115,13 +115,17 @@ def wrapped_whole(host: str) -> list[str]:
     x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
     if host == "ddp":
         wrapped = DistributedDataParallel(model)
+    elif host == "ddp, a parameter with two names":
+        one, other = layers_of(model)
+        other.get_submodule("experts.up").weight = one.get_parameter("experts.up.weight")
+        wrapped, _ = in_ddp(model)
     else:
         for block in model.blocks:
             fully_shard(block)
         wrapped = fully_shard(model)
     said = refusal(wrapped, x)
     again = Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
-    told, _ = (in_ddp if host == "ddp" else in_fsdp)(again)
+    told, _ = (in_fsdp if host == "fsdp" else in_ddp)(again)
     return [said, str(told(x).shape)]
 
 
@@ -270,7 +274,7 @@ def test_one_ranks_bad_input_is_an_error_on_every_rank(gloo: GlooPool, wrong: st
     assert "rank 1: " in said[0]
 
 
-@pytest.mark.parametrize("host", ["ddp", "fsdp"])
+@pytest.mark.parametrize("host", ["ddp", "ddp, a parameter with two names", "fsdp"])
 def test_a_host_that_takes_over_the_experts_is_refused_before_it_computes(gloo: GlooPool, host: str) -> None:
     for said, told in gloo.run(2, wrapped_whole, host):
         assert "MOE0711" in said
