@@ -90,7 +90,7 @@ def run(part: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts.json")
         command = [sys.executable, "-m", "pytest", "--everything", f"--hypothesis-seed={seed}", f"--counts={counts}"]
-        command += ["-n", str(PROCESSES.get(part, 2)), "--dist=worksteal", *PARTS.get(part, ["tests", *elsewhere])]
+        command += ["-n", str(PROCESSES.get(part, 2)), *PARTS.get(part, ["tests", *elsewhere])]
         variables = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env=variables, check=False).returncode
         counted = json.loads(counts.read_text()) if counts.exists() else {}
