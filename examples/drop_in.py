@@ -96,17 +96,12 @@ def largest_difference(model: nn.Module, whole: nn.Module) -> float:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fsdp", action="store_true", help="fully_shard in the place of DistributedDataParallel")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
+def compare_and_train(*, fsdp: bool) -> bool:
+    """Trains the model in its host; whether its gradients had been the unsharded model's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
-
     # Layers with the same seed would have the same initial values.
     model = Transformer(lambda number: moec.layer(FFN, seed=number))
-    hosted = wrap(model, fsdp=options.fsdp)
+    hosted = wrap(model, fsdp=fsdp)
     batch = torch.randint(VOCAB, (ranks * SEQUENCES, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     mine = batch.chunk(ranks)[rank]
 
@@ -119,7 +114,7 @@ def main() -> None:
     if rank == 0:
         held = sum(parameter.numel() for parameter in moec.expert_parameters(model).values())
         every = sum(parameter.numel() for parameter in moec.expert_parameters(whole).values())
-        print(f"{ranks} ranks, {'fully_shard' if options.fsdp else 'DDP'}: {held} of {every} expert elements on each")
+        print(f"{ranks} ranks, {'fully_shard' if fsdp else 'DDP'}: {held} of {every} expert elements on each")
         verdict = "equal" if equal else "DIFFER from"
         print(f"gradients {verdict} the unsharded model's (largest difference {difference:.1e})")
 
@@ -135,6 +130,17 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 5 == 4:
             print(f"step {step + 1}: loss {loss.item():.3f}")
+    return equal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fsdp", action="store_true", help="fully_shard in the place of DistributedDataParallel")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    equal = compare_and_train(fsdp=options.fsdp)
+    # Only now that no model in DDP is left: one that outlives its group frees it, and can wait for ever (torch 2.13).
     dist.destroy_process_group()
     if not equal:
         raise SystemExit(1)

@@ -136,9 +136,10 @@ Order = Annotated[
     PlaceOrder,
     Doc(
         "which choices take places first: all first choices before second ones, tokens as in the `sequence`, at "
-        "`random` in training, or by `priority`, those with the best scores first (V-MoE, Riquelme et al. 2021, arXiv "
-        "2106.05974, section 4.1); by `weight`, so that each expert keeps the choices that it weighs most (Megatron "
-        "`probs`); or `token` by token, all choices of one before those of the next"
+        "`random` in training, or by `priority`, those with the best scores first, each divided by the sum over "
+        "all experts (V-MoE, Riquelme et al. 2021, arXiv 2106.05974, section 4.1); by `weight`, so that each expert "
+        "keeps the choices that it weighs most (Megatron `probs`); or `token` by token, all choices of "
+        "one before those of the next"
     ),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moec.runtime.errors import JobError
@@ -33,6 +34,11 @@ class ExpertsOfRank(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return cls.of(result) if type(result) is DTensor else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of this rank's part: Tensor's own refuses, because a DTensor's `clone` makes a DTensor."""
+        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied
 
     def untyped_storage(self) -> NoReturn:
         """Refused: this is the first that safetensors, transformers and accelerate ask for."""

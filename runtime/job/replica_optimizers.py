@@ -21,6 +21,10 @@ from moec.runtime.errors import JobError
 
 OVERWRITTEN = "parameters over ranks, as if they were replicas: experts would be overwritten by other ranks'"
 
+BESIDE = "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their own"
+SHARDED = f"{BESIDE}; a job's model has `zero = 1` in `parallel {{ … }}` and `job.optimizer`"
+"""What a user can do; the second for those who want an optimizer's state divided, or parameters sent."""
+
 _sharded = WeakSet[nn.Module]()
 """Modules over several ranks: models of jobs, and the experts of layers."""
 
@@ -41,11 +45,11 @@ def _install() -> None:
 def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         plain = (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, DTensor))
-        _require_replicas(plain, "LBFGS takes dot products over all parameters: ranks would take other steps")
+        _require_replicas(plain, "LBFGS takes dot products over all parameters: ranks would take other steps", BESIDE)
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-        groups = (group["params"] for group in optimizer.param_groups)
-        _require_replicas(itertools.chain.from_iterable(groups), f"ZeroRedundancyOptimizer broadcasts {OVERWRITTEN}")
+        params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        _require_replicas(params, f"ZeroRedundancyOptimizer broadcasts {OVERWRITTEN}", SHARDED)
 
 
 def _guarded(average: Any) -> Any:
@@ -55,19 +59,14 @@ def _guarded(average: Any) -> Any:
     def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:
         listed = list(params)
         averager = "an averager of torch.distributed.algorithms.model_averaging"
-        _require_replicas(iter(listed), f"{averager} averages {OVERWRITTEN}")
+        _require_replicas(iter(listed), f"{averager} averages {OVERWRITTEN}", SHARDED)
         return average(iter(listed), *rest, **named)
 
     return average_parameters
 
 
-def _require_replicas(params: Iterator[torch.Tensor], words: str) -> None:
+def _require_replicas(params: Iterator[torch.Tensor], words: str, remedy: str) -> None:
     """Raises `JobError` MOE0711 if one of the parameters is a module's over several ranks."""
     ours = {id(parameter) for module in _sharded for parameter in module.parameters()}
     if any(id(parameter) in ours for parameter in params):
-        raise JobError(
-            "MOE0711",
-            words,
-            "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their "
-            "own; a job's model has `zero = 1` in `parallel { … }` and `job.optimizer`",
-        )
+        raise JobError("MOE0711", words, remedy)

@@ -199,7 +199,7 @@ def states() -> dict[str, Any]:
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank))
     own = layer.state_dict()
     copied = copy.deepcopy(layer)
-    copied.load_state_dict(own)
+    copied.load_state_dict(copy.deepcopy(own))
     foreign = layer.state_dict()
     foreign._metadata[""]["moec"] = {"ranks": 2, "rank": 1 - rank}
     return {
