@@ -25,7 +25,7 @@ import torch.distributed as dist
 from report import Row, median, parser, report
 
 import moec
-from moec.runtime.job.checks import Checks
+from moec.runtime.ranks.checks import Checks
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 LIMIT = 1.01

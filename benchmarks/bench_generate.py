@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import moec
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 LIMIT = 1.1
 

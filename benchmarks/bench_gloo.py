@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moec
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 RANKS = 4

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.job.masters import Master
-from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.optimizers.optimizer import make_optimizer
+from moec.runtime.weights.masters import Master
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 LIMIT = 1.05

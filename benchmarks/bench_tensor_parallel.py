@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.job.groups import resolve
-from moec.runtime.job.masters import Master
-from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.optimizers.optimizer import make_optimizer
+from moec.runtime.ranks.groups import resolve
+from moec.runtime.weights.masters import Master
 
 FILE = Path(__file__).parents[1] / "examples" / "folded.moe"
 LIMIT = 1.10

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from moec.grammar.spec import Spec
     from moec.runtime.checkpoint.folders import latest
     from moec.runtime.errors import JobError
+    from moec.runtime.host.hosted import clip_grad_norm_, end_step, expert_parameters
+    from moec.runtime.host.layer import MoeLayer
     from moec.runtime.huggingface.load import load_hf
     from moec.runtime.huggingface.save import save_hf
-    from moec.runtime.job.hosted import clip_grad_norm_, end_step, expert_parameters
     from moec.runtime.job.job import Job
-    from moec.runtime.job.layer import MoeLayer
     from moec.runtime.verify.verify_report import Report
 
 __version__ = "0.1.0"
@@ -36,14 +36,14 @@ _HOMES = {
     "DiagnosticError": "moec.grammar.diagnostics",
     "Job": "moec.runtime.job.job",
     "JobError": "moec.runtime.errors",
-    "MoeLayer": "moec.runtime.job.layer",
+    "MoeLayer": "moec.runtime.host.layer",
     "Plan": "moec.codegen.plan",
     "Report": "moec.runtime.verify.verify_report",
     "Spec": "moec.grammar.spec",
-    "clip_grad_norm_": "moec.runtime.job.hosted",
+    "clip_grad_norm_": "moec.runtime.host.hosted",
     "compile": "moec.driver",
-    "end_step": "moec.runtime.job.hosted",
-    "expert_parameters": "moec.runtime.job.hosted",
+    "end_step": "moec.runtime.host.hosted",
+    "expert_parameters": "moec.runtime.host.hosted",
     "from_hf": "moec.driver",
     "latest": "moec.runtime.checkpoint.folders",
     "launch": "moec.driver",

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from moec.codegen.plan import Plan
     from moec.passes.pipeline import Compilation
+    from moec.runtime.host.layer import MoeLayer
+    from moec.runtime.host.layer_home import Reduction
     from moec.runtime.job.job import Job
-    from moec.runtime.job.layer import MoeLayer
-    from moec.runtime.job.layer_home import Reduction
-    from moec.runtime.job.module import PlanModule
+    from moec.runtime.model.module import PlanModule
     from moec.runtime.verify.verify_progress import Progress
     from moec.runtime.verify.verify_report import Report
 
@@ -139,8 +139,8 @@ def reference(source: Source | Plan, *, seed: int = 0, dtype: torch.dtype | None
     Uses no process group. `source` may also be a plan or its folder: the result is the model that the plan shards.
     `dtype` replaces the file's; with `torch.float64`, parameters and all that is computed are float64.
     """
-    from moec.runtime.job.reference import layer_reference, require_dtype
-    from moec.runtime.job.reference import reference as build
+    from moec.runtime.host.reference import layer_reference, require_dtype
+    from moec.runtime.host.reference import reference as build
 
     require_dtype(dtype)
     plan = _plan_or_none(source)
@@ -170,7 +170,7 @@ def layer(
     Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
     from moec.runtime.errors import one_of
-    from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
+    from moec.runtime.host.layer_home import make_layer, ranks_of, require_layer
 
     one_of("moec.layer", "reduction", reduction, ("mean", "sum"))
     ranks = ranks_of(group)

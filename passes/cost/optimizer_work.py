@@ -75,7 +75,7 @@ def _of_adafactor(parts: list[_Part]) -> float:
 def _of_muon(parts: list[_Part]) -> float:
     """The matrices of a chunk, whole ones for each cut, and those of two iterations with their two products.
 
-    On an accelerator the iteration is in bf16 (`runtime/job/newton_schulz.py`).
+    On an accelerator the iteration is in bf16 (`runtime/optimizers/newton_schulz.py`).
     """
     elements, largest = _chunk(parts)
     rows, columns, cuts = parts[0].matrix

@@ -1,6 +1,6 @@
 """The bytes of parameters on one rank: masters, compute copies, gradients, optimizer state, and buffers to send them.
 
-The rules are those of `runtime/job/weights.py`; ZeRO's stages are those of Rajbhandari et al. 2020, section 5.
+The rules are those of `runtime/weights/weights.py`; ZeRO's stages are those of Rajbhandari et al. 2020, section 5.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from moec.runtime.checkpoint.parts import Part, UnevenError, host_pieces, part_o
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.trees import encode
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_names import parameters_by_name, states_by_name
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import parameters_by_name, states_by_name
 
 NAME_LENGTH = 100
 

@@ -19,10 +19,10 @@ from moec.runtime.checkpoint.description import write_description
 from moec.runtime.checkpoint.files import give_name, refuse_existing, sync_name, unwritable
 from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
 from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.runs import new_id
 from moec.runtime.checkpoint.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
 from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError
+from moec.runtime.model.run import new_id
 
 MASTER = "F32"
 """The dtype of a job's parameters and states."""

@@ -61,8 +61,8 @@ class Data(BaseModel):
 class Head(Data):
     """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: of each mesh.
 
-    `run`, `ancestors`: see `runs.py`; `saved`: when, in ns since 1970, later than any other in its folder. Format 1 has
-    none of the three.
+    `run`, `ancestors`: as `Run` has them; `saved`: when, in ns since 1970, later than any other in its folder. Format 1
+    has none of the three.
     """
 
     format: int

@@ -40,19 +40,19 @@ from moec.runtime.checkpoint.optimizer_state import (
 from moec.runtime.checkpoint.parts import DTYPES, UnevenError, part_of
 from moec.runtime.checkpoint.reading import Block, Checkpoint
 from moec.runtime.checkpoint.remarks import changed_options, first_of, remarks
-from moec.runtime.checkpoint.runs import Run
 from moec.runtime.checkpoint.saving import of_words
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Complaint, MustMatch
-from moec.runtime.job.groups import HOST
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_names import parameters_by_name, states_by_name
-from moec.runtime.job.settings import complaint_about
-from moec.runtime.job.watch import collective
+from moec.runtime.inputs.settings import complaint_about
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import parameters_by_name, states_by_name
+from moec.runtime.model.run import Run
+from moec.runtime.ranks.checks import Complaint, MustMatch
+from moec.runtime.ranks.groups import HOST
+from moec.runtime.ranks.watch import collective
 from moec.runtime.script import warn
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class Loading:
 
 
 def load(
-    job: Job,
+    job: JobCheckpoints,
     path: str | Path,
     model: PlanModule,
     optimizer: Optimizer | None,
@@ -173,7 +173,7 @@ def _same_calls(path: str, optimizer: Optimizer | None, extras: Mapping[str, Any
     return tuple(MustMatch("MOE0811", words, (number,)) for words, number in claims.items())
 
 
-def _draw_alike(job: Job, device: torch.device) -> bool:
+def _draw_alike(job: JobCheckpoints, device: torch.device) -> bool:
     """Whether all ranks have the same random states now, as where a script seeds them alike. A collective."""
     digest = zlib.crc32(b"".join(state.cpu().numpy().tobytes() for state in random_states(device).values()))
     bounds = torch.tensor([digest, -digest])
@@ -184,7 +184,12 @@ def _draw_alike(job: Job, device: torch.device) -> bool:
 
 
 def _prepared(
-    job: Job, path: Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any], alike: bool
+    job: JobCheckpoints,
+    path: Path,
+    model: PlanModule,
+    optimizer: Optimizer | None,
+    extras: Mapping[str, Any],
+    alike: bool,
 ) -> Loading:
     """Reads the index and compares it with what is here. Changes nothing."""
     loading = Loading(Checkpoint(path), ranks_draw_alike=alike)
@@ -222,7 +227,7 @@ def _prepared(
     return loading
 
 
-def _read_random_states(loading: Loading, job: Job, device: torch.device) -> None:
+def _read_random_states(loading: Loading, job: JobCheckpoints, device: torch.device) -> None:
     """Reads what this rank takes. Raises `JobError` MOE0801 for what is no random state."""
     head = loading.checkpoint.head
     for kind, state in random_states(device).items():
@@ -241,7 +246,7 @@ def _read_random_states(loading: Loading, job: Job, device: torch.device) -> Non
         loading.random_states[RNG + kind] = found
 
 
-def _row_of_random_states(loading: Loading, entry: Entry, job: Job) -> int | None:
+def _row_of_random_states(loading: Loading, entry: Entry, job: JobCheckpoints) -> int | None:
     """The rank of the checkpoint whose random state this rank takes, one of its data rank; None if there is none.
 
     A state that all ranks had is taken by any number of ranks. That of a single data rank says nothing of how a script
@@ -301,7 +306,7 @@ def _described(tensor: Entry | Tensor | None) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | None) -> None:
+def _fill(job: JobCheckpoints, loading: Loading, model: PlanModule, optimizer: Optimizer | None) -> None:
     """Copies everything into place; parameters keep their identity."""
     index, targets, states = loading.checkpoint.index, dict(loading.targets), dict[str, dict[str, Tensor]]()
     for full, target in loading.states.items():

@@ -21,7 +21,7 @@ from moec.runtime.checkpoint.index import Entry, OptimizerEntry
 from moec.runtime.checkpoint.parts import DTYPE_NAMES, DTYPES
 from moec.runtime.checkpoint.trees import decode, encode
 from moec.runtime.errors import JobError
-from moec.runtime.job.masters import placements_without
+from moec.runtime.weights.masters import placements_without
 
 PREFIX, OPTIONS = "optimizer/", "options/"
 IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))

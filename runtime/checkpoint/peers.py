@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from moec.runtime.errors import RankError
 
 if TYPE_CHECKING:
-    from moec.runtime.job.watch import Watch
+    from moec.runtime.ranks.watch import Watch
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.2
 """Seconds between two questions; each pause is half as long again as the last."""

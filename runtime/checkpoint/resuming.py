@@ -22,15 +22,15 @@ from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
 from moec.runtime.checkpoint.runs import of_the_last_run
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Complaint
-from moec.runtime.job.groups import HOST
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_names import parameters_by_name
-from moec.runtime.job.watch import collective
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import parameters_by_name
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.ranks.groups import HOST
+from moec.runtime.ranks.watch import collective
 from moec.runtime.script import warn
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 
 NAME_BYTES = 256
 """The longest name of a file on common file systems, and its end."""
@@ -40,7 +40,7 @@ CODE_OF_MISSING, CODE_OF_DAMAGE = "MOE0800", "MOE0801"
 
 
 def resume(
-    job: Job, folder: str | Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any]
+    job: JobCheckpoints, folder: str | Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any]
 ) -> int:
     """Loads the last complete checkpoint without damage. `Job.resume` describes it."""
     search, failure = _Search(Path(folder)), None
@@ -185,7 +185,7 @@ class _Search:
             )
 
 
-def _agree_on_next(job: Job, search: _Search, failure: JobError | None) -> str:
+def _agree_on_next(job: JobCheckpoints, search: _Search, failure: JobError | None) -> str:
     """The name of the checkpoint that rank 0 chooses; other jobs may save or remove one meanwhile. Empty for none."""
     name, complaint = "", None
     if job.rank == 0:

@@ -1,61 +1,12 @@
-"""Which run a checkpoint is of, and from which checkpoints of a folder a run goes on. Needs no torch."""
+"""From which checkpoints of a folder a run goes on. Needs no torch."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from moec.runtime.checkpoint.index import Head
-
-
-def new_id() -> str:
-    """The id of a new run, unlike all others."""
-    return secrets.token_hex(8)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One training, over all its restarts. `saved`: of its last checkpoint that was saved or loaded.
-
-    `ancestors`: of each earlier run that it has branched from, the id, and `saved` of the checkpoint where it did.
-    `loaded`: of the checkpoint that this process has gone on from, 0 if it began the run; `own`: of those that it has
-    saved since.
-    """
-
-    id: str = field(default_factory=new_id)
-    ancestors: tuple[tuple[str, int], ...] = ()
-    saved: int = 0
-    loaded: int = 0
-    own: set[int] = field(default_factory=set, compare=False)
-
-    @classmethod
-    def of(cls, head: Head) -> Run:
-        """The run that goes on from a checkpoint. One of format 1 names no run: a new one branches from it."""
-        if not head.run:
-            return cls(ancestors=(("", head.saved),))
-        return cls(head.run, head.ancestors, head.saved, head.saved)
-
-    def branch(self, saved: int | None = None) -> Run:
-        """A new run that begins at a checkpoint of this one, by default the last."""
-        saved = self.saved if saved is None else saved
-        return Run(ancestors=(*self.ancestors, (self.id, saved)) if saved else self.ancestors)
-
-    def after(self, saved: int) -> Run:
-        """The run with one more checkpoint."""
-        self.own.add(saved)
-        return replace(self, saved=saved)
-
-    def goes_on_in(self, heads: Iterable[Head]) -> bool:
-        """Whether one of these is of the same run and later than what was loaded, and was not saved here."""
-        later = {head.saved for head in heads if head.run == self.id and head.saved > self.loaded}
-        return self.loaded > 0 and not later <= self.own
-
-    def has(self, head: Head) -> bool:
-        """Whether a checkpoint is of this run, or of an ancestor before it has branched."""
-        return head.run == self.id or any(head.run == run and head.saved <= saved for run, saved in self.ancestors)
-
+from moec.runtime.model.run import Run
 
 Found = tuple[Path, Head | None]
 """A checkpoint, and its head, or None if that is not valid."""

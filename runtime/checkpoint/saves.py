@@ -14,14 +14,14 @@ from torch._C._distributed_c10d import Store
 from moec.runtime.checkpoint.folders import heads_in
 from moec.runtime.checkpoint.index import Head
 from moec.runtime.checkpoint.peers import Peers
-from moec.runtime.checkpoint.runs import Run
 from moec.runtime.checkpoint.signals import SignalNotice, spare_workers
 from moec.runtime.checkpoint.writing import Saving, Task, write
 from moec.runtime.errors import JobError, RankError
-from moec.runtime.job.checks import Complaint
+from moec.runtime.model.run import Run
+from moec.runtime.ranks.checks import Complaint
 
 if TYPE_CHECKING:
-    from moec.runtime.job.watch import Watch
+    from moec.runtime.ranks.watch import Watch
 
 LEAVING_SECONDS = 20.0
 """How long a job that ends with an error waits for a save in progress."""

@@ -18,15 +18,15 @@ from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.writing import Saving, Task
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Complaint, MustMatch
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.ranks.checks import Complaint, MustMatch
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 
 
 def save(
-    job: Job,
+    job: JobCheckpoints,
     path: str | Path,
     model: PlanModule,
     optimizer: Optimizer | None,

@@ -16,16 +16,16 @@ from moec.runtime.checkpoint.options import require_keep, require_schedule
 from moec.runtime.checkpoint.saving import save
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Complaint
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.ranks.checks import Complaint
 from moec.runtime.script import warn
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 
 
 def save_if_due(
-    job: Job,
+    job: JobCheckpoints,
     folder: str | Path,
     model: PlanModule,
     optimizer: Optimizer | None,
@@ -97,7 +97,7 @@ def _about_others(folder: Path, model: PlanModule, first: int | None, every: int
     return None
 
 
-def _end(job: Job, saving: Saving | None, number: int) -> NoReturn:
+def _end(job: JobCheckpoints, saving: Saving | None, number: int) -> NoReturn:
     """Waits until the last save is durable on every rank, then ends the process by the signal."""
     if saving is not None:
         saving.wait()

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from moec.runtime.job.wakeup import Handler, is_of_wakeup
+from moec.runtime.ranks.wakeup import Handler, is_of_wakeup
 
 OF_WORKERS = frozenset((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 """Signals that ask a job to save. A scheduler sends them to the workers of a `DataLoader` too, which the job needs."""

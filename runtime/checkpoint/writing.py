@@ -22,7 +22,7 @@ from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.shards import Piece, write_shard
 from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError, RankError
-from moec.runtime.job.checks import Complaint
+from moec.runtime.ranks.checks import Complaint
 from moec.runtime.script import warn
 
 

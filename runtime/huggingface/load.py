@@ -25,11 +25,11 @@ from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.moves import Local, pairs
 from moec.runtime.huggingface.stored import Stored, digest_of, stored_in
-from moec.runtime.job.checks import Complaint, MustMatch
-from moec.runtime.job.home import home_of
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_names import by_plan_names
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import by_plan_names
+from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.script import warn
+from moec.runtime.weights.home import home_of
 
 
 @called("moec.load_hf")

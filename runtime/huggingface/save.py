@@ -23,9 +23,9 @@ from moec.runtime.huggingface.fit import OF_TOKENS
 from moec.runtime.huggingface.kept import carried
 from moec.runtime.huggingface.load import complaint_of, plan_tensors, remark_of, require_module
 from moec.runtime.huggingface.writer import MOST_BYTES, Writer, dtypes_of
-from moec.runtime.job.home import home_of
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 from moec.runtime.script import warn
+from moec.runtime.weights.home import home_of
 
 
 @called("moec.save_hf")

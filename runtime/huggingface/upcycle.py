@@ -37,8 +37,8 @@ from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.load import differing
 from moec.runtime.huggingface.slabs import slab_bytes, slabs_of
-from moec.runtime.job.home import ALONE
-from moec.runtime.job.shards import initial_shard
+from moec.runtime.weights.home import ALONE
+from moec.runtime.weights.shards import initial_shard
 
 MOST_NOISE = 1e6
 EXPERTS, DENSE = "moe.experts.", "ffn."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job

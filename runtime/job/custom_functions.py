@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Checks, Complaint
+from moec.runtime.ranks.checks import Checks, Complaint
 
 OVER_ARGUMENTS = (RuntimeError, TypeError, ValueError, IndexError)
 """What functions of torch raise for tensors of a wrong shape or dtype, and Python for a wrong number of arguments.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
@@ -24,44 +20,35 @@ from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime import other_names
 from moec.runtime.backends import select
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.saves import Saves
-from moec.runtime.errors import JobError, wrong_argument
-from moec.runtime.job import groups, loads
+from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
+from moec.runtime.errors import wrong_argument
+from moec.runtime.guards.every_guard import look_at
+from moec.runtime.guards.finite import Finite
+from moec.runtime.guards.guard import LogitsGiven, StepBegins
+from moec.runtime.inputs.attended_keys import AttendedKeys
+from moec.runtime.inputs.batches import limits_of
+from moec.runtime.inputs.beside import Beside
+from moec.runtime.job import loads
 from moec.runtime.job.accumulate import accumulating
-from moec.runtime.job.attended_keys import AttendedKeys
-from moec.runtime.job.batches import limits_of
-from moec.runtime.job.beside import Beside
-from moec.runtime.job.checks import Checks, JobChecks
-from moec.runtime.job.clipping import hand_over, take_back, takes_scale, watch_steps
-from moec.runtime.job.finite import Finite
-from moec.runtime.job.gradients import EPS, gradient_norm, require_max_norm, scale_to
-from moec.runtime.job.groups import ALL_RANKS
-from moec.runtime.job.job_checkpoints import JobCheckpoints
-from moec.runtime.job.join import (
-    device_meshes,
-    forget_meshes,
-    joined,
-    new_connection,
-    process_groups,
-    require_arguments,
-    require_world_size,
-)
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
-from moec.runtime.job.leftover_gradients import warn_after_error
-from moec.runtime.job.masters import groups_of_shards, local_part, master_of
 from moec.runtime.job.metrics import Metrics, OutputPath
-from moec.runtime.job.module import ModelOutput, PlanModule
-from moec.runtime.job.optimizer import make_optimizer
-from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.job.progress import Progress
-from moec.runtime.job.rank import RankHome
-from moec.runtime.job.rank_means import watch_for_mean
-from moec.runtime.job.replica_optimizers import refuse_replica_optimizers
-from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
-from moec.runtime.job.watch import Watch, watch
+from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.model.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.ops.dense_collectives import all_gather_alike
-from moec.runtime.uncaught import speak_once
+from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, watch_steps
+from moec.runtime.optimizers.optimizer import make_optimizer
+from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
+from moec.runtime.ranks import groups
+from moec.runtime.ranks.groups import ALL_RANKS
+from moec.runtime.ranks.join import (
+    require_arguments,
+)
+from moec.runtime.ranks.replicas import check_replicas
+from moec.runtime.weights.gradients import EPS, gradient_norm, require_max_norm, scale_to
+from moec.runtime.weights.masters import groups_of_shards, local_part, master_of
+from moec.runtime.weights.rank import RankHome
 
 TIMEOUT = 100.0
 """Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
@@ -85,80 +72,26 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         on_nonfinite: str = "raise",
     ) -> None:
         require_arguments(device, check_replicas, timeout)
-        self.plan = plan
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
-        self.data_size = plan.data_size
-        self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._timeout = timedelta(seconds=timeout)
-        self._check_every, self._in_step = check_replicas, False
-        self.steps = 0
-        """Calls of `step` and blocks of `accumulate` so far that raised no error, with those before the checkpoint that
-        was loaded."""
-        self.new_steps = 0
-        """Of these, the ones since the job began: loading a checkpoint leaves them."""
-        self.tokens = 0
-        """Tokens of this rank that `step` and `accumulate` have trained on."""
-        self.total_tokens = 0
-        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
-        self.new_tokens = 0
-        """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
+        super().__init__(plan, device, timeout, checks)
+        self._check_every = check_replicas
         self.attended_keys = AttendedKeys(plan.program, plan.spec)
         """Of this rank's training since the job began."""
-        self._running = list[tuple[int, int]]()
-        """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
-        self._seen = set[object]()
-        self._watch: Watch | None = None
-        self._scaled_later = WeakSet[PlanModule]()
-        """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
-        self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
-        self._checks = Checks(checks, self._place)
         self.finite = Finite(self, on_nonfinite)
         """Keeps what is not finite from the weights; counts the steps that it has left out."""
+        self._seen = set[object]()
+        self._scaled_later = WeakSet[PlanModule]()
+        """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
         self._displays = WeakSet[Progress]()
-        self._stack = ExitStack()
-        self._saves: Saves | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        speak_once(self.rank)
-        if groups.is_open(self._number):
-            raise JobError("MOE0752", "this job has begun already", "leave out the inner `with`")
-        with ExitStack() as stack:
-            if dist.is_initialized():
-                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            require_world_size(self.plan, self.world_size)
-            select(self.device_type)  # raises for an unusable `MOEC_BACKEND`, before any collective
-            self.data_rank = self.plan.data_rank(self.rank)
-            self._checks = self._checks_of_ranks()
-            stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
-            stack.callback(forget_meshes)
-            self._meshes = device_meshes(self.plan.meshes, self.device_type)
-            named = process_groups(self._meshes, self.device_type, self._timeout)
-            saves_store = None
-            if self.world_size > 1:
-                # Connections of their own: a thread that waits on a shared one would block the other threads.
-                store, saves_store = new_connection(), new_connection()
-                seconds = self._timeout.total_seconds()
-                self._watch = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
-            stack.enter_context(groups.opened(self._number, named, self._watch))
-            self._saves = stack.enter_context(Saves(saves_store, self.rank, self.world_size, self._watch))
-            self._stack = stack.pop_all()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for display in tuple(self._displays):  # an error keeps the frame of a loop over one
             display.close()
-        self._stack.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
 
-    def _checks_of_ranks(self) -> Checks:
-        tp_ranks = next(ranks for ranks in self.plan.meshes["dense"].groups("tp") if self.rank in ranks)
-        return JobChecks(self._checks.mode, self._number, self.rank, self.world_size, tp_ranks, self._place)
+    def _require_device(self) -> None:
+        select(self.device_type)  # raises for an unusable `MOEC_BACKEND`
 
     # ---- what a training script calls --------------------------------------------------------------
 
@@ -169,13 +102,13 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next. Kernels are compiled
         here, on a device that has them, and not in the first step.
         """
-        if not groups.is_open(self._number):
-            raise groups.ended() if self._saves is not None else groups.not_begun(self.plan.name)
+        if not self.is_running:
+            raise groups.ended() if self._has_begun else groups.not_begun(self.plan.name)
         target = _device(device or self.device_type)
         compile_kernels_ahead(self.plan, target)
         home = RankHome(
-            self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed,
-            count_from=self._count_from, attend=self.attended_keys.add,
+            self.plan, self.rank, self.number, self._meshes, self.checks, device=target, seed=seed,
+            count_from=self.count_from, attend=self.attended_keys.add,
         )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
@@ -194,7 +127,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         train = self.plan.spec.train
         named, datas = parameters_by_name(model, self.plan), self.plan.parameters
         trained = {name: parameter for name, parameter in named.items() if not datas[name].frozen}
-        masters = [master_of(parameter, datas[name], self._number) for name, parameter in trained.items()]
+        masters = [master_of(parameter, datas[name], self.number) for name, parameter in trained.items()]
         spec, state = (train.optimizer, train.state) if train else (AdamWSpec(), "fp32")
         with torch.inference_mode(False):
             optimizer = make_optimizer(spec, masters, model, state)
@@ -297,7 +230,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         Raises `JobError` on every rank if no forward pass came since the last update, and inside `job.accumulate`.
         """
         self._require_own(model)
-        self._checks.require("update of states", model.update_complaint())
+        self.checks.require("update of states", model.update_complaint())
         model.update_states()
 
     @called("job.check_replicas")
@@ -309,7 +242,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         self._require_own(model)
         parts = {name: local_part(parameter) for name, parameter in parameters_by_name(model, self.plan).items()}
         parts |= states_by_name(model, self.plan)
-        check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
+        check_replicas(self.plan, parts, self.world_size, self.number + ALL_RANKS)
 
     @called("job.clip_grad_norm_", max_norm="1.0 is usual")
     def clip_grad_norm_(self, model: PlanModule, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
@@ -324,7 +257,7 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         require_max_norm(max_norm)
         named = parameters_by_name(model, self.plan)
         self._take_back(model)
-        sharded = {name: groups_of_shards(self.plan.parameters[name], self._number) for name in named}
+        sharded = {name: groups_of_shards(self.plan.parameters[name], self.number) for name in named}
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
         norm = gradient_norm(gradients, sharded, device)
@@ -348,9 +281,9 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
             return logits
-        whole: Tensor = all_gather_alike(logits, placement.dim, f"{self._number}tp", "whole logits")
+        whole: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
         if not self._running:  # `step` and `accumulate` know what their losses are divided by
-            watch_for_mean(self._seen, whole, self.data_size)
+            look_at(LogitsGiven(self._seen, whole, self.data_size))
         return whole
 
     @called("job.expert_loads")
@@ -410,64 +343,21 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         self._displays.add(progress)
         return progress
 
-    @property
-    def collective_seconds(self) -> float:
-        """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
-        return 0.0 if self._watch is None else self._watch.seconds
-
     # ---- internal ------------------------------------------------------------------------------------
-
-    def count_tokens(self, of_rank: int, of_all: int) -> None:
-        """Notes the tokens of the step that runs; they count when it has ended."""
-        self._running[-1] = of_rank, of_all
-
-    @property
-    def checks(self) -> Checks:
-        """How its ranks check inputs together."""
-        return self._checks
-
-    @property
-    def saves(self) -> Saves:
-        """Its saves. Raises `JobError` outside of `with`."""
-        if self._saves is None or not groups.is_open(self._number):
-            raise groups.ended()
-        return self._saves
-
-    @property
-    def number(self) -> str:
-        """The prefix of its groups' names (`moec.runtime.job.groups`)."""
-        return self._number
 
     @contextmanager
     def _one_step(self, model: PlanModule) -> Iterator[None]:
-        """Counts a step, which the block computes; neither it nor its tokens count if it raises.
+        """A step, which the block computes.
 
         Before, compares replicas if it is the step for that, and scales gradients that wait for an optimizer.
         """
         self._require_own(model)
-        self.steps += 1
-        self.new_steps += 1
-        self._running.append((0, 0))
-        try:
+        with self.counted_step():
             if self._check_every and self.steps % self._check_every == 0:
                 self.check_replicas(model)
             self._take_back(model)
-            warn_after_error(model)
+            look_at(StepBegins(model))
             yield
-        except BaseException:
-            self.steps -= 1
-            self.new_steps -= 1
-            self._running.pop()
-            raise
-        of_rank, of_all = self._running.pop()
-        self.tokens += of_rank
-        self.new_tokens += of_all
-        self.total_tokens += of_all
-
-    def _count_from(self, step: int) -> None:
-        self.steps = step
-        if not step:
-            self.total_tokens = 0
 
     def _take_back(self, model: PlanModule) -> None:
         """Scales the gradients that were handed to an optimizer whose step did not come."""
@@ -477,18 +367,14 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
 
     def _require_own(self, model: PlanModule) -> None:
         """Raises `JobError` for a model that this job did not build."""
-        require_own(model, self.plan, self._number)
+        require_own(model, self.plan, self.number)
 
     def __repr__(self) -> str:
-        state = "running" if groups.is_open(self._number) else "ended" if self._saves is not None else "not begun"
+        state = "running" if self.is_running else "ended" if self._has_begun else "not begun"
         return (
             f"<Job of {self.plan.name}: {state}, rank {self.rank} of {self.world_size} on {self.device_type}, "
             f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}>"
         )
-
-    def _place(self) -> str:
-        rank = [f"rank {self.rank}"] if self.world_size > 1 else []
-        return ", ".join([*rank, f"step {self.steps}"] if self._in_step else rank)
 
 
 def _device(device: str | torch.device) -> torch.device:

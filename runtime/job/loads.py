@@ -14,10 +14,10 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mixture_values import choices_per_token
-from moec.runtime.job.checks import MustMatch
-from moec.runtime.job.groups import ALL_RANKS
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.watch import collective
+from moec.runtime.model.module import PlanModule
+from moec.runtime.ranks.checks import MustMatch
+from moec.runtime.ranks.groups import ALL_RANKS
+from moec.runtime.ranks.watch import collective
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job

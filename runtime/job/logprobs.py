@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir.roles import IGNORED_LABEL
-from moec.runtime.job.groups import resolve
 from moec.runtime.ops.dense_collectives import all_gather_alike, all_reduce, all_reduce_max
 from moec.runtime.ops.sharded_vocabulary import label_logit
+from moec.runtime.ranks.groups import resolve
 
 SEQUENCE, VOCABULARY = 1, 2
 SITE = "log-probabilities"

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.loads import of_last_pass
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.ranks.checks import Complaint, MustMatch
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job

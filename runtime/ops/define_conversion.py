@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moec.passes.ir.operator_schema import given_attributes, num_tensors, schema_of
 from moec.passes.ir.ops.conversion import Conversion, Unconverted
-from moec.runtime.job.watch import Layer, backward_of
 from moec.runtime.ops.registry import Check, check, define, differentiate
+from moec.runtime.ranks.watch import Layer, backward_of
 
 
 def define_conversion(

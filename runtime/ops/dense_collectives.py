@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import ops as o
-from moec.runtime.job.groups import resolve
-from moec.runtime.job.watch import Layer, collective
 from moec.runtime.ops.define_conversion import define_conversion
 from moec.runtime.ops.registry import check
+from moec.runtime.ranks.groups import resolve
+from moec.runtime.ranks.watch import Layer, collective
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

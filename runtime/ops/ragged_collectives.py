@@ -1,7 +1,7 @@
 """The operators of conversions of ragged rows, and of their counts.
 
 What each converts, and the conversion that its backward runs, its class declares
-(`passes/ir/ops/ragged_conversions.py`). Groups are named (`moec.runtime.job.groups`); the other conversions are in
+(`passes/ir/ops/ragged_conversions.py`). Groups are named (`moec.runtime.ranks.groups`); the other conversions are in
 `moec.runtime.ops.dense_collectives`.
 """
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir.ops import ragged_conversions as o
-from moec.runtime.job.groups import resolve
-from moec.runtime.job.watch import Layer, collective, located
 from moec.runtime.ops.define_conversion import define_conversion
 from moec.runtime.ops.registry import check
+from moec.runtime.ranks.groups import resolve
+from moec.runtime.ranks.watch import Layer, collective, located
 
 # ---- exchange_counts ---------------------------------------------------------------------------------
 

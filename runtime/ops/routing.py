@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops.gate_ops import Route
-from moec.runtime.job.unscored import note
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.unscored import note
 
 SCORES = ("softmax", "sigmoid")
 ORDERS = ("before", "after")
@@ -87,7 +87,7 @@ With `groups` above 1 experts are in groups of neighbours, and those of the `kee
 or its best ("max"), of the scores that choose, with the bias. Equal groups: the lower one.
 Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
 score is left), its probabilities or weights are NaN, and its k experts are still in range: a model's forward pass
-reports the token at its end (`moec.runtime.job.unscored`). Outside of a model `route` raises `FloatingPointError` on
+reports the token at its end (`moec.runtime.unscored`). Outside of a model `route` raises `FloatingPointError` on
 CPU; on other devices the check would cost a synchronisation.
 """
 

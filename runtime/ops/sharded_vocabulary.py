@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
-from moec.runtime.job.groups import resolve
 from moec.runtime.ops.embed import embed, sum_by_id
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.ranks.groups import resolve
 
 __all__ = ["embed_part", "label_logit", "own_ids"]
 

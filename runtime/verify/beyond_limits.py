@@ -14,7 +14,7 @@ from moec.passes.ir import Block, Op
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.ops import Activation, AddBias, Clip
 from moec.passes.ir.ops.mixture_ops import Activates
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.unsharded import Unsharded
 
 

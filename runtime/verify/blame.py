@@ -15,7 +15,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.judge import Judge

@@ -15,7 +15,7 @@ from moec.grammar.spec import Spec
 from moec.passes.ir import TRAINING, Role, local_slices
 from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.distances import largest, relative_error
 from moec.runtime.verify.inputs import Inputs, global_batch, microbatches_of

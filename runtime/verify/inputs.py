@@ -15,8 +15,8 @@ from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.sequence_cuts import sequence_pieces
-from moec.runtime.job.beside import Takes
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
+from moec.runtime.inputs.beside import Takes
 
 SEQUENCES_PER_RANK = 2
 """Sequences of a micro-batch on each rank."""

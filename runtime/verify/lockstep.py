@@ -20,8 +20,8 @@ from moec.passes.ir import SEED, STEP, Op, OutputKey, Role, Setting, State, Valu
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, result_role
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
-from moec.runtime.job.settings import setting_values
-from moec.runtime.job.step_counts import sequence_numbers
+from moec.runtime.inputs.settings import setting_values
+from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.verify.prepared_graphs import Graphs, PreparedGraph
 from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.shuffles import SHUFFLES

@@ -10,7 +10,7 @@ from moec.passes.cost.workload import Workload
 from moec.passes.ir import local_shape
 from moec.passes.ir.value import DTYPE_BYTES
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.inputs import batch_shape, microbatches_of
 
 MAX_BYTES = 8 * 10**9

@@ -17,7 +17,7 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.attributes import attributes_of_type
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.lockstep import BackwardError, StepError, Watch
 from moec.runtime.verify.prepared_graphs import Graphs

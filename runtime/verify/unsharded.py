@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from moec.grammar.spec import Spec
 from moec.passes.ir import Role
 from moec.passes.ir.interface import COUNTS
-from moec.runtime.job.layer import MoeLayer
-from moec.runtime.job.module import ModelOutput, PlanModule
-from moec.runtime.job.reference import layer_reference, reference
+from moec.runtime.host.layer import MoeLayer
+from moec.runtime.host.reference import layer_reference, reference
+from moec.runtime.model.module import ModelOutput, PlanModule
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 

@@ -14,7 +14,6 @@ from moec.codegen.plan import Plan
 from moec.passes.pipeline import compile_program
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.job.shards import require_executable
 from moec.runtime.verify.beyond_limits import beyond_limits, limits_of
 from moec.runtime.verify.comparison import compare, larger_errors
 from moec.runtime.verify.inputs import global_batch, microbatches_of
@@ -25,6 +24,7 @@ from moec.runtime.verify.unlike import Unlike, first_unlike_attribute
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
 from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
+from moec.runtime.weights.shards import require_executable
 
 DRAWS = 3
 """A plan is refused for its rounding only if it loses too much on each of this many draws of parameters and batch."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from moec.runtime import ops
-from moec.runtime.job import groups
 from moec.runtime.ops import dense_collectives, ragged_collectives
+from moec.runtime.ranks import groups
 
 NUM_EXPERTS, DIM = 8, 3
 WORLD_SIZES = [1, 2, 4]

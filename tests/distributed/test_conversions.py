@@ -18,9 +18,9 @@ from torch.library import opcheck
 
 from moec.passes.ir.ops.conversion import Conversion, conversion_classes
 from moec.runtime.errors import JobError
-from moec.runtime.job import groups
 from moec.runtime.ops import dense_collectives, ragged_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
+from moec.runtime.ranks import groups
 from moec.runtime.verify.shuffles import SHUFFLES
 
 VOCAB = 12

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 import moec
 from moec.passes.ir import local_slices
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 ALONE = {"ranks": 1, "ep": 1}
 FRAGMENTS = {"ranks": 4, "ep": 2, "tp": 2, "zero": 1}

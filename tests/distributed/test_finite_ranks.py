@@ -14,7 +14,7 @@ from support.ranks.training import batches
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.masters import local_part
+from moec.runtime.weights.masters import local_part
 
 EXPERTS = "layers.1.moe.experts.up.weight"
 FOUR = {"ranks": 4, "ep": 2}

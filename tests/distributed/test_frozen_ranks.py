@@ -12,7 +12,7 @@ from support.ranks import contract
 from support.ranks.gloo_pool import GlooPool
 
 import moec
-from moec.runtime.job.masters import local_part
+from moec.runtime.weights.masters import local_part
 
 FROZEN = "embedding, attention, norms, ffn, shared, head"
 OPTIONS = {"dtype": "bf16", "expert": "lora(3, alpha = 6)", "beside": "shared = swiglu(8)"}

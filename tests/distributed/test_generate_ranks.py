@@ -15,8 +15,8 @@ from support.recomputed_generation import livelier, recomputed, uneven
 from torch import Tensor
 
 import moec
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.weights.masters import local_part
 
 LENGTHS = (6, 2, 9, 1, 5, 5, 3, 7)
 NEW = 6

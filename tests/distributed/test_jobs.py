@@ -15,7 +15,7 @@ from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
 
 import moec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 TWO: dict[str, Any] = {"ranks": 2, "ep": 2, "batch": 4}
 TOKENS = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))

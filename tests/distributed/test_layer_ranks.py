@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moec
 from moec.passes.ir import local_slices
-from moec.runtime.job.masters import local_part
+from moec.runtime.weights.masters import local_part
 
 
 def refusal(act: Any, *arguments: Any) -> str:

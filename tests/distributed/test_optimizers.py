@@ -26,8 +26,8 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Adafactor, Muon
 from moec.passes.ir import Matrices
-from moec.runtime.job.masters import Master, local_part
-from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.optimizers.optimizer import make_optimizer
+from moec.runtime.weights.masters import Master, local_part
 
 OPTIMIZERS = {
     "sgd": "sgd(lr = 0.3, momentum = 0.9, nesterov = true, weight_decay = 1e-3)",

@@ -26,7 +26,7 @@ import moec
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 DEGREES = ({"ep": 2}, {"ep": 1, "zero": 3}, {"ep": 2, "tp": 2}, {"ep": 1}, {"ep": 2, "zero": 1})
 RANKS, JOBS = 2, 6

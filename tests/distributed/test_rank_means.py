@@ -12,7 +12,7 @@ from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 
 import moec
-from moec.runtime.job.rank_means import is_mean_of_rank
+from moec.runtime.guards.rank_means import is_mean_of_rank
 
 
 def loss_of(kind: str, logits: Tensor, labels: Tensor, ranks: int) -> Tensor:

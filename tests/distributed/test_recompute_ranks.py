@@ -13,7 +13,7 @@ from support.ranks.training import STEPS, batches, own_part, require_same_traini
 from torch import Tensor
 
 import moec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 BASE = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
 PARTS = 2

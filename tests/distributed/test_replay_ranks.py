@@ -10,8 +10,8 @@ from support.ranks.gloo_pool import GlooPool
 from torch import Tensor
 
 import moec
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.weights.masters import local_part
 
 OPTIONS: dict[str, Any] = {
     "ranks": 4,

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.replicas import bit_hash, replicas
+from moec.runtime.ranks.replicas import bit_hash, replicas
+from moec.runtime.weights.masters import local_part
 
 FOLDED = {"ranks": 4, "tp": 2, "ep": 2, "depth": 2}
 EXPERT, DENSE, SHARDED = "edp", "replicated on all", "tp"

@@ -13,7 +13,7 @@ from support.ranks.training import batches, gradients_of, own_part
 
 import moec
 from moec.passes.ir import local_slices
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 JITTER = {"gate": "topk(2, jitter = 0.3)", "batch": 8, "dtype": "fp32"}
 STEP = 41

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 RATE, STEPS = 0.002, 4
 OPTIONS = {

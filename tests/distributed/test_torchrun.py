@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.plans import moe_plan
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 pytestmark = pytest.mark.slow
 """test_readme.py runs one in `make test` too."""

@@ -14,7 +14,7 @@ from support.ranks.gloo_pool import GlooPool
 from text import Text, even_windows
 
 import moec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 WORDS = torch.randint(32, (1200,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 TEXT = Text(WORDS, WORDS, "bytes below 32")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import moec
 from moec.codegen.plan import Plan
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 PADDED = "embedding = tokens(padding = 3)"
 MODEL: dict[str, Any] = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}

@@ -14,8 +14,8 @@ from support.ranks.gloo_pool import GlooPool
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.weights.masters import local_part
 
 UNSEEN = 31
 """An id that only the bad batch has."""

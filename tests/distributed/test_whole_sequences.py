@@ -9,7 +9,7 @@ from torch import Tensor
 
 import moec
 from moec.grammar import load_text
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 TEXT = """\
 model "m" {

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job import weights
-from moec.runtime.job.gradients import Bucket, Summed
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.weights import weights
+from moec.runtime.weights.gradients import Bucket, Summed
 
 FOUR = {"ranks": 4, "ep": 2}
 

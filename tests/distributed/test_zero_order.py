@@ -13,9 +13,9 @@ from support.ranks.gloo_pool import GlooPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moec
-from moec.runtime.job.gathering import Gathering
-from moec.runtime.job.groups import plain_name
-from moec.runtime.job.watch import collective
+from moec.runtime.ranks.groups import plain_name
+from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.gathering import Gathering
 
 FOUR = {"ranks": 4, "ep": 2}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import moec
 from moec.passes.cost.totals import tally
-from moec.runtime.job import gathering, gradients
+from moec.runtime.weights import gathering, gradients
 
 PURPOSES = {"all_gather": "all_gather of weights", "reduce_scatter": "reduce_scatter of gradients"}
 

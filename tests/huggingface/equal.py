@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import moec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.families import BY_TYPE
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 VOCAB, BATCH, SEQUENCE = 64, 2, 24
 TINY: dict[str, Any] = {

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import moec
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights, plan_of
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 KEPT = {"ernie4_5_moe": ("routers",), "flint": ("routers", "sinks"), "hunyuan_v1_moe": ("routers",)}
 ROUTERS, SINKS, BIAS = (".gate.weight", ".gate.wg.weight"), ".sinks", ".e_score_correction_bias"

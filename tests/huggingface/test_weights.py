@@ -30,7 +30,7 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.printer import model_text
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 VERSION = "test"
 CLUSTER = 'cluster "here" { device = cpu; level "process" { size = 1 } }'

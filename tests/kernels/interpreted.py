@@ -19,7 +19,7 @@ import moec
 from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.of_plan import kernels_of
 from moec.codegen.kernels.shapes import RouteShape
-from moec.runtime import ops
+from moec.runtime import ops, unscored
 from moec.runtime.backends import BackendError, plain_torch
 from moec.runtime.backends.torch import torch_routing
 from moec.runtime.backends.triton import (
@@ -36,7 +36,6 @@ from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.backends.triton.triton_modules import kernels_in
 from moec.runtime.backends.triton.triton_tiles import target_at
-from moec.runtime.job import unscored
 from moec.runtime.ops import permute_weights
 
 assert os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,7 +15,7 @@ from plain_moe import PlainModel, PlainMoe
 from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 
 @dataclass

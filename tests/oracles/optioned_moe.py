@@ -11,8 +11,8 @@ from plain_moe import PlainModel, PlainMoe
 from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 
 class OptionedMoe(PlainMoe):

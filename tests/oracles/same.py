@@ -11,8 +11,8 @@ from plain_weights import plain_state_dict
 from torch import Generator, Tensor
 
 from moec.grammar.spec import Spec
-from moec.runtime.job.module import ModelOutput, PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import ModelOutput, PlanModule
 from moec.runtime.verify.unsharded import training_loss
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

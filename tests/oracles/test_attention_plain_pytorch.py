@@ -9,7 +9,7 @@ from oracles.same import PADDING, SEPARATOR, TIGHT, enlarge, packed_and_padded, 
 from oracles.specs import small_spec
 from support.combinations import diagonals
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "gqa": "kv_heads head_dim",

@@ -8,7 +8,7 @@ from oracles.optioned_moe import OptionedMoe, pair, require_equal
 from oracles.specs import small_spec
 from torch import Tensor
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "sequence_loss": "",

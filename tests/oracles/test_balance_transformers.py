@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moec.driver import compile as compile_source
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.virtual import VirtualCluster
 
 ORACLE_OF = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moec.driver import to_spec
-from moec.runtime.job.reference import layer_reference
+from moec.runtime.host.reference import layer_reference
 
 ORACLE_OF = {
     "conv": "kernel",

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 TABLES = (MEGATRON, DEEPSPEED, TUTEL, FASTMOE, TORCHTITAN, TRANSFORMERS)
 ROWS = {row.name: row for table in TABLES for row in table}

@@ -12,7 +12,7 @@ from plain_moe import PlainModel, PlainMoe
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "expert_choice": "factor",

@@ -9,7 +9,7 @@ from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe, kept_choices
 from torch import Tensor
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "hash": "k seed",

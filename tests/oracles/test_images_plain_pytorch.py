@@ -12,7 +12,7 @@ from oracles.same import TIGHT, require_gradients, spread
 from support.image_plans import CHANNELS, CLASSES, IMAGE, PATCH, image_spec
 from torch import Tensor
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "patches": "image size channels positions",

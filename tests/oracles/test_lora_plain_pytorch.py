@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moec.driver import to_spec
-from moec.runtime.job.reference import layer_reference, reference
+from moec.runtime.host.reference import layer_reference, reference
 
 ORACLE_OF = {
     "lora": "rank alpha",

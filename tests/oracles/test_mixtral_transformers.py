@@ -35,8 +35,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 ORACLE_OF = {
     "gqa": "kv_heads",

@@ -25,7 +25,7 @@ from moec.grammar.spec import Moa, Spec
 from moec.passes.ir import Output, Program, Value
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.lower_head_mixture import attend_by_groups
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "moa": "experts gate kv_heads head_dim balance",

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
 from moec.driver import to_spec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "tokens": "multiplier logits_multiplier logits_bias",

@@ -11,7 +11,7 @@ from oracles.specs import BATCH, SEQUENCE, VOCAB
 from torch import Tensor
 
 from moec.driver import to_spec
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "model": "norm_place parallel_residual",

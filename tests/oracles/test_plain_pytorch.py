@@ -15,8 +15,8 @@ from torch import Tensor
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 ORACLE_OF = {
     "topk": "k score order normalize",

@@ -12,7 +12,7 @@ from oracles.specs import small_spec
 from plain_moe import PlainModel, PlainMoe, choose
 from torch import Tensor
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 ORACLE_OF = {
     "factor": "factor eval min order renormalize",

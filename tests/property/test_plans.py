@@ -16,7 +16,7 @@ from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.unsharded import outcome

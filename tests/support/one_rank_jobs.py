@@ -11,7 +11,7 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 

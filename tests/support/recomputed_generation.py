@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 
 def lively(model: PlanModule, seed: int = 5) -> PlanModule:

@@ -29,16 +29,16 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Output, Setting, State, local_slices
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Call
-from moec.runtime.job import groups
-from moec.runtime.job.gradients import Bucket, Summed
-from moec.runtime.job.reference import reference
-from moec.runtime.job.settings import setting_values
-from moec.runtime.job.step_counts import sequence_numbers
+from moec.runtime.host.reference import reference
+from moec.runtime.inputs.settings import setting_values
+from moec.runtime.model.step_counts import sequence_numbers
+from moec.runtime.ranks import groups
 from moec.runtime.verify.inputs import Inputs, global_batch
 from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 from moec.runtime.verify.shuffles import SHUFFLES
 from moec.runtime.verify.unsharded import training_loss
 from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.weights.gradients import Bucket, Summed
 
 ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}
 """The operators that depend on a rank's place in a group and do not communicate."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 
 def require_every_way_alike(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor, **beside: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moec.runtime.job.unscored import note_or_refuse
+from moec.runtime.unscored import note_or_refuse
 
 ROUNDS = 16
 """Choices up to which rounds of `max` are faster than a stable sort of up to 256 experts on CPU."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from moec.codegen.kernels.shapes import RouteShape
 from moec.runtime.backends.torch import torch_routing
 from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, too_many
-from moec.runtime.job.unscored import note_or_refuse
+from moec.runtime.unscored import note_or_refuse
 
 
 def _shape(

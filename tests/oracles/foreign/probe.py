@@ -14,8 +14,8 @@ from oracles.plain_philox import SEED, STEP
 from torch import Tensor
 
 from moec.driver import reference
-from moec.runtime.job.layer import MoeLayer
-from moec.runtime.job.module import PlanModule
+from moec.runtime.host.layer import MoeLayer
+from moec.runtime.model.module import PlanModule
 
 EXPERTS = "experts = {experts} * relu(1, bias = true)"
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 STEPS = 2
 GATE = "topk(2, score = sigmoid, normalize = true, bias = online(0.002))"

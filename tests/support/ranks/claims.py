@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import moec
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 
 class Boom(torch.autograd.Function):

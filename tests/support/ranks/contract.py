@@ -14,9 +14,9 @@ from torch import Tensor
 
 import moec
 from moec.codegen.plan import Plan
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.model.module import PlanModule
 
 ONE = {"ranks": 1, "ep": 1}
 TWO = {"ranks": 2, "ep": 2}

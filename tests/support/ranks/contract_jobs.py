@@ -10,7 +10,7 @@ from support.ranks.contract import FOUR, batch, distance, forward_backward, mine
 from support.ranks.training import gradients_of
 
 import moec
-from moec.runtime.job.masters import local_part
+from moec.runtime.weights.masters import local_part
 
 
 def two_jobs(swapped: bool) -> tuple[float, float]:

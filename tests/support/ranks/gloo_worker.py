@@ -24,7 +24,7 @@ import torch.distributed as dist
 from support.session.leftovers import changed, settings
 from torch.distributed.device_mesh import DeviceMesh
 
-from moec.runtime.job.layer import MoeLayer
+from moec.runtime.host.layer import MoeLayer
 
 ENTERED = b"entered"
 """What a worker sends before it runs its task."""
@@ -85,7 +85,7 @@ USUAL = (
     ".* valid labels of job.step",
     "every rank gives job.step the same batch",
     "the gradients of an earlier job.step are still there",
-    "the last step raised an error and left gradients",
+    "the last step raised an error; gradients",
 )
 """Warnings that most tests give: they take any batch, and steps without an optimizer. As in pyproject.toml."""
 
@@ -152,7 +152,7 @@ def _enter(task: Task) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(0)
-    if joining := sys.modules.get("moec.runtime.job.join"):
+    if joining := sys.modules.get("moec.runtime.ranks.join"):
         joining._joined.clear()  # this task's store is new, even at the port of an earlier one that other ranks missed
     if task.store:
         dist.init_process_group(

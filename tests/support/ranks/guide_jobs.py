@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 import moec
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moec
 from moec.passes.ir import local_slices
-from moec.runtime.job.layer import MoeLayer
+from moec.runtime.host.layer import MoeLayer
 
 DIM, SEQUENCE = 16, 6
 SEQUENCES = 2

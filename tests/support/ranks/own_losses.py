@@ -9,7 +9,7 @@ from support.ranks.training import gradients_of
 from torch import Tensor
 
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 
 def smoothed(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

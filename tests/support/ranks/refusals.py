@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
+from moec.runtime.weights.masters import local_part
 
 
 def said(act: Callable[[], object]) -> str:

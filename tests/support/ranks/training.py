@@ -19,9 +19,9 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
 from moec.passes.ir import local_slices
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.masters import local_part
-from moec.runtime.job.reference import reference
+from moec.runtime.weights.masters import local_part
 
 STEPS = 8 if extent.everything else 4
 """Steps of a run: more than three, so that the last one sees a batch again (`batches`)."""

@@ -107,7 +107,7 @@ def no_plan_for_the_ranks() -> Sequence[Diagnostic]:
 
 def other_paths() -> Sequence[Diagnostic]:
     from moec.runtime.checkpoint.saving import same_calls
-    from moec.runtime.job.checks import _difference, _Report
+    from moec.runtime.ranks.checks import _difference, _Report
 
     reports = [_Report("job.save", None, same_calls(path, None, None)) for path in ("checkpoints/0", "checkpoints/1")]
     return _difference(reports).error().diagnostics

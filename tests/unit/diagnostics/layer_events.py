@@ -47,7 +47,7 @@ def experts_in_a_file() -> Sequence[Diagnostic]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from moec.runtime.job.experts_of_rank import ExpertsOfRank
+    from moec.runtime.host.experts_of_rank import ExpertsOfRank
 
     with process_group("gloo", 1):
         experts = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -69,7 +69,7 @@ def cuts_in_another_order() -> Sequence[Diagnostic]:
     from torch.distributed.device_mesh import DeviceMesh
 
     from moec.passes.ir import Layout, Shard
-    from moec.runtime.job.shards import dtensor_placements
+    from moec.runtime.weights.shards import dtensor_placements
 
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=0)
     return raised(lambda: dtensor_placements(Layout.of({"tp": Shard(0), "dp": Shard(0)}), mesh))
@@ -136,14 +136,14 @@ def padding_of_another_model() -> Sequence[Diagnostic]:
 
 
 def drifted() -> Sequence[Diagnostic]:
-    from moec.runtime.job.replicas import require_equal
+    from moec.runtime.ranks.replicas import require_equal
 
     return raised(lambda: require_equal(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
 
 
 def killed() -> Sequence[Diagnostic]:
     from moec.runtime.errors import RankError
-    from moec.runtime.job.verdict import Place, Position, judge
+    from moec.runtime.ranks.verdict import Place, Position, judge
 
     rows = Place("all_to_all", "ep[0..1]", (0, 2), "layer 1 (tiny.moe:14:5)")
     loss = Place("all_reduce", "dp", (0, 1), "the model's loss (tiny.moe:3:3)")
@@ -174,7 +174,7 @@ def router_without_scores() -> Sequence[Diagnostic]:
 
 
 def model_after_its_job() -> Sequence[Diagnostic]:
-    from moec.runtime.job.groups import resolve
+    from moec.runtime.ranks.groups import resolve
 
     return raised(lambda: resolve("0/ep"))
 
@@ -233,7 +233,7 @@ def model_of_another_job() -> Sequence[Diagnostic]:
 def setting_out_of_range() -> Sequence[Diagnostic]:
     from support.plans import moe_spec
 
-    from moec.runtime.job.reference import reference
+    from moec.runtime.host.reference import reference
 
     return raised(lambda: reference(moe_spec(gate="topk(2, jitter = 0.1)")).set(step=-1))
 
@@ -305,7 +305,7 @@ def log_in_no_folder() -> Sequence[Diagnostic]:
 
 
 def other_layers() -> Sequence[Diagnostic]:
-    from moec.runtime.job.layer_home import require_same_layer
+    from moec.runtime.host.layer_home import require_same_layer
 
     return raised(lambda: require_same_layer([7, 8], [0, 1]))
 
@@ -313,8 +313,8 @@ def other_layers() -> Sequence[Diagnostic]:
 def parameter_changed_before_backward() -> Sequence[Diagnostic]:
     import torch
 
-    from moec.runtime.job.gathered_again import Again
-    from moec.runtime.job.gathering import Gathering, stamp_of
+    from moec.runtime.weights.gathered_again import Again
+    from moec.runtime.weights.gathering import Gathering, stamp_of
 
     part = torch.zeros(2)
     again = Again(lambda: Gathering((), ()), lambda: stamp_of([part]), "layer 1 (first.moe:8)", None)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 EPS, THETA, WINDOW, SCALE = 1e-3, 100.0, 3, 2.5
 TEXT = f"""\

@@ -7,7 +7,7 @@ from support.plans import FOUR, moe_text
 from support.tables import each_row
 
 from moec.grammar import load_text
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 DEPENDENT = {
     "places": {"gate": "topk(2)", "balance": "[]", "beside": "capacity = factor(1.0); group = rank"},

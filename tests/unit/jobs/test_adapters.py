@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 

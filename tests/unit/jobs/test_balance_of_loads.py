@@ -12,7 +12,7 @@ from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllReduce
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import SumGroups
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 PADDED = "embedding = tokens(padding = 3)"

@@ -14,7 +14,7 @@ from support.wrong_plans import change_op
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 TERM = "[switch_loss(0.5, over = model)]"

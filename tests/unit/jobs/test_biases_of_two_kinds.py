@@ -13,7 +13,7 @@ from support.plans import moe_plan
 import moec
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
-from moec.runtime.job.state_dict_signing import KEY, STATES
+from moec.runtime.weights.state_dict_signing import KEY, STATES
 
 NAME = "layers.1.moe.gate.bias"
 KINDS = {"learned": "learned", "online": "online(0.01)"}

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.job.layer import MoeLayer
+from moec.runtime.host.layer import MoeLayer
 
 BALANCED = layer_text(ranks=None, balance="[switch_loss(0.01)]")
 

@@ -11,8 +11,8 @@ from support.session import extent
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 MODEL = """
 model "m" {{

@@ -18,7 +18,7 @@ import moec
 from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 
 def values_of(model: PlanModule, optimizer: Any) -> dict[str, Tensor]:

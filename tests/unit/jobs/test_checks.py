@@ -8,7 +8,7 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.checks import Checks
+from moec.runtime.ranks.checks import Checks
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ALONE = {"ranks": 1, "ep": 1}

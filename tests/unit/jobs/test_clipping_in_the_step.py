@@ -13,7 +13,7 @@ from support.plans import moe_plan
 import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job import job as job_module
-from moec.runtime.job.clipping import HandedOver
+from moec.runtime.optimizers.clipping import HandedOver
 
 WEIGHT = "layers.1.attention.q.weight"
 

@@ -17,7 +17,7 @@ import moec
 from moec.runtime.checkpoint.index import HEAD, INDEX, shard_name
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 SHARD = shard_name(0)
 

@@ -13,7 +13,7 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 

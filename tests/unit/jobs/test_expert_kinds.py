@@ -18,7 +18,7 @@ from moec.passes.ir.ops import Scale
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 DEVICE = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }\n'

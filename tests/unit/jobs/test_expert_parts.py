@@ -23,7 +23,7 @@ from moec.passes.cost.workload import Workload
 from moec.passes.ir import Output
 from moec.passes.ir.ops import ExpertMlp, NestedRoute
 from moec.runtime import ops
-from moec.runtime.job.reference import layer_reference, reference_program
+from moec.runtime.host.reference import layer_reference, reference_program
 from moec.runtime.verify.verification import verify
 
 # ---- experts of several kinds and sizes ----------------------------------------------------------------

@@ -15,8 +15,8 @@ from support.plans import moe_spec, moe_text
 from torch import Tensor
 
 from moec.grammar import load_text
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 USUAL = "[switch_loss(0.1), gshard_loss(0.1), importance_loss(0.1), sequence_loss(0.1), device_loss(0.1, groups = 2)"
 ALL = f"{USUAL}, z_loss(0.1)]"

@@ -22,7 +22,7 @@ from moec.runtime.checkpoint.convert import to_safetensors
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 TIED = "embedding = tokens(tied = true)"
 ONLINE = "topk(2, score = sigmoid, normalize = true, bias = online(0.01))"

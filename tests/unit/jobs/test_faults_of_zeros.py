@@ -8,7 +8,7 @@ from support.plans import moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import Severity
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(5))
 ROPE = "mha(heads = 4, rope = rope({}))"

@@ -13,7 +13,7 @@ from torch.optim import _muon
 
 from moec.passes.cost.optimizer_state import state_elements
 from moec.runtime.errors import JobError
-from moec.runtime.job import muon
+from moec.runtime.optimizers import muon
 
 DECAYING = OPTIMIZERS | {
     "sgd": "sgd(lr = 0.1, momentum = 0.9, weight_decay = 0.1)",

@@ -12,9 +12,9 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job import finite
+from moec.runtime.guards import finite
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
 WEIGHT = "layers.1.attention.q.weight"

@@ -14,7 +14,7 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 TOKENS = torch.arange(16).view(2, 8)
 WORDS = r"the labels of job\.step are its tokens.*`ids\[:, 1:\]` as labels"

@@ -14,7 +14,7 @@ from moec.grammar.schema import fields
 from moec.grammar.spec import Gate, Spec
 from moec.grammar.spec.base import Node
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 WITHOUT_SCORES = {"hash"}
 INNER = 'layer "inner" {{ moe {{ experts = 3 * gelu(5); gate = {} }} }}'

@@ -22,7 +22,7 @@ from moec.passes.ir.ops.gate_ops import Route
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.runtime import ops
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun

@@ -14,7 +14,7 @@ from support.recomputed_generation import lively, recomputed, uneven
 import moec
 from moec.grammar import load_file
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 WORDS = sorted((Path(__file__).parents[2] / "words").glob("*.moe"))
 REFUSED = {

@@ -14,9 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
-from moec.runtime.job.sampling import Sampling
+from moec.runtime.host.reference import reference
+from moec.runtime.model.generation.sampling import Sampling
+from moec.runtime.model.module import PlanModule
 
 
 def small(**options: Any) -> PlanModule:

@@ -14,9 +14,9 @@ from support.ways_to_run import require_every_way_alike
 import moec
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
-from moec.runtime.job import step
+from moec.runtime.host.reference import reference
+from moec.runtime.job import step_agreement
 from moec.runtime.job.job import Job
-from moec.runtime.job.reference import reference
 
 GIVEN = "embedding = tokens(padding = given)"
 PADDED = torch.rand(8, 8, generator=torch.Generator().manual_seed(6)) < 0.3
@@ -127,7 +127,7 @@ def test_a_device_that_counts_tokens_itself_leaves_padding_out_as_the_host_does(
     plan = moe_plan(ranks=1, ep=1, model=f"embedding = tokens(padding = {word})")
     with moec.launch(plan, device="cpu") as job:
         for device in ("cpu", "cuda"):
-            monkeypatch.setattr(step, "device_of", lambda _, device=device: torch.device(device))
+            monkeypatch.setattr(step_agreement, "device_of", lambda _, device=device: torch.device(device))
             model = job.build(seed=1)
             loss = job.step(model, tokens, LABELS, **inputs)
             found.append({"loss": loss, **{name: p.grad for name, p in model.named_parameters()}})

@@ -17,8 +17,8 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllGatherAlike
 from moec.runtime import ops
-from moec.runtime.job.forward_checks import counts_own_tokens
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.inputs.forward_checks import counts_own_tokens
 from moec.runtime.verify.verification import verify
 
 # ---- expert_choice -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.lower.lower_model import lower
-from moec.runtime.job.reference import reference, reference_program
+from moec.runtime.host.reference import reference, reference_program
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun

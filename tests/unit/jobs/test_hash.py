@@ -26,7 +26,7 @@ from moec.passes.ir.ops import AllReduce
 from moec.passes.ir.ops.gate_ops import HashRoute
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_losses import of_tokens
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 VOCAB, PADDING = 32, 3

@@ -22,8 +22,8 @@ from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import ops as o
 from moec.runtime.errors import JobError
-from moec.runtime.job.forward_checks import same_shape
-from moec.runtime.job.reference import reference, reference_program
+from moec.runtime.host.reference import reference, reference_program
+from moec.runtime.inputs.forward_checks import same_shape
 from moec.runtime.verify.verification import verify
 
 BATCH = 8

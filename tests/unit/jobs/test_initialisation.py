@@ -5,14 +5,14 @@ import torch
 from support.plans import moe_plan, moe_spec
 
 from moec.passes.ir import Layout, Mesh, Shard, local_slices
-from moec.runtime.job.reference import reference
-from moec.runtime.job.shards import initial_shard
+from moec.runtime.host.reference import reference
+from moec.runtime.weights.shards import initial_shard
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 1), (4, 2), (4, 4), (8, 2)])
 def test_every_rank_starts_with_its_part_of_the_unsharded_start(ranks: int, ep: int, monkeypatch):
     # Blocks that do not align with shards.
-    monkeypatch.setattr("moec.runtime.job.shards.CPU_CHUNK", 3 * 2 * 16 * 16)
+    monkeypatch.setattr("moec.runtime.weights.shards.CPU_CHUNK", 3 * 2 * 16 * 16)
     plan = moe_plan(ranks=ranks, ep=ep)
     whole = dict(reference(plan.spec, seed=5).named_parameters())
     assert whole.keys() == plan.parameters.keys()

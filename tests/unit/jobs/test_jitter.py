@@ -26,8 +26,8 @@ from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
 from moec.runtime.backends.torch import torch_random
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify import virtual
 from moec.runtime.verify.verification import verify
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.mean_losses import MOST_NODES
+from moec.runtime.guards.mean_losses import MOST_NODES
 
 LABELS = TOKENS.flip(0)
 LABELS[0, :5] = -100

@@ -12,8 +12,8 @@ from support.plans import moe_plan, moe_text
 
 import moec
 from moec.passes.cost.totals import tally
+from moec.runtime.inputs.attended_keys import AttendedKeys
 from moec.runtime.job import metrics as metrics_module
-from moec.runtime.job.attended_keys import AttendedKeys
 from moec.runtime.job.figures import model_flops
 
 CAPACITY = "capacity = factor(0.5)"

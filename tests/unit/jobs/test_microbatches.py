@@ -17,7 +17,7 @@ import moec
 from moec.passes.ir import Program
 from moec.passes.ir.ops import Route
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.lockstep import Lockstep
 from moec.runtime.verify.verification import verify
 

@@ -21,7 +21,7 @@ from moec.passes.cost.totals import tally
 from moec.passes.ir import Shard
 from moec.passes.pipeline import compile_program
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1]"

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.batches import LARGER
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.inputs.batches import LARGER
 
 
 @pytest.fixture(scope="module")

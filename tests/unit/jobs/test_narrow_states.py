@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.optimizer_state import UPDATE_CHUNK, state_bytes, widened_bytes
 from moec.runtime.errors import JobError
-from moec.runtime.job import masters
+from moec.runtime.weights import masters
 
 NARROW = ("adamw", "sgd", "muon")
 

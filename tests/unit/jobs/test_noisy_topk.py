@@ -10,7 +10,7 @@ from support.plans import BODY, moe_plan, moe_spec
 from support.wrong_plans import change_op, change_sums
 
 from moec.codegen.plan import Plan
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 GATE = {"gate": "noisy_topk(2)"}

@@ -11,8 +11,8 @@ from support.plans import moe_plan
 from support.verified import require_equal
 
 from moec.grammar.spec import Spec
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify import inputs, unsharded
 
 CAPACITIES = {

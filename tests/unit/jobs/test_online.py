@@ -25,8 +25,8 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.verification import verify
 
 RATE, UPDATE = 0.01, "update[1..2]"

@@ -15,8 +15,8 @@ from torch import Tensor
 import moec
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import CountLabels
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.verification import verify
 
 PADDING, VOCAB, CHOICES, IGNORED_LABEL = 3, 32, 2, -100

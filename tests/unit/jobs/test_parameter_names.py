@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
 
 TOKENS = torch.arange(16).view(2, 8)
 

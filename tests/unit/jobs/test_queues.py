@@ -15,7 +15,7 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllGatherAlike, KeepBest, KeepFirst
 from moec.runtime import ops
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 ORDERED = "capacity = factor(1.0, order = {}); group = {}"

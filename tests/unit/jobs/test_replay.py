@@ -25,8 +25,8 @@ from moec.passes.ir import Program, local_slices
 from moec.passes.ir.ops import Replay, StackRoutes, TakeRoutes
 from moec.passes.ir.verifier import check_program
 from moec.runtime.errors import JobError
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.reference import reference
 from moec.runtime.verify.unsharded import states_of
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.virtual import VirtualCluster

@@ -11,7 +11,7 @@ from support.plans import moe_spec, moe_text
 from torch import Tensor
 
 from moec.grammar import load_text
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 
 REPLAY = "adamw(lr = 1e-3); replay = true"
 EXPERTS, K = 4, 2

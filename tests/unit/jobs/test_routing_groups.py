@@ -15,7 +15,7 @@ from torch import Tensor
 from moec.passes.ir import Layout, Mesh, local_slices
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, CHOICES = 8, 8, 2

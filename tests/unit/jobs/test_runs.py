@@ -21,7 +21,7 @@ from moec.runtime.checkpoint.index import HEAD, head_bytes
 from moec.runtime.checkpoint.reading import read_head
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
+from moec.runtime.model.module import PlanModule
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.cost.workload import Workload, busiest
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layers_by_block
-from moec.runtime.job.reference import layer_reference, reference, reference_program
+from moec.runtime.host.reference import layer_reference, reference, reference_program
 from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, EXPERTS = 8, 32, 8

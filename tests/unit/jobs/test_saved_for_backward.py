@@ -7,7 +7,7 @@ import torch
 from support.plans import moe_plan
 from torch import Tensor
 
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.virtual import VirtualCluster
 
 ROWS = ("rows", "rows.1", "y", "y.1", "weighted", "weighted.1")

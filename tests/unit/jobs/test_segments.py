@@ -19,8 +19,8 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import CountInSegments, KeepInSegments, NumberSegments
 from moec.runtime.errors import JobError
+from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
-from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
 PACKED = "embedding = tokens(segments = true)"

@@ -11,7 +11,7 @@ from support.wrong_plans import change_op
 
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
-from moec.runtime.job.reference import reference, reference_program
+from moec.runtime.host.reference import reference, reference_program
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.runtime.job.checks import Complaint
-from moec.runtime.job.step_counts import OTHER_LABELS, WITHOUT_LABELS, StepCounts
+from moec.runtime.model.step_counts import OTHER_LABELS, WITHOUT_LABELS, StepCounts
+from moec.runtime.ranks.checks import Complaint
 
 LABELS = torch.tensor([[3, 4], [5, -100]])
 IGNORING = torch.tensor([[3, -100], [5, -100]])

@@ -21,7 +21,7 @@ from moec.passes.ir.ops import BoundFar, DataRanks, TopologyLoss
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.place.ranks import for_ranks
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
 VOCAB = 32

@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moec
 from moec.grammar import load_text
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_layer import Layer
-from moec.runtime.job.reference import reference
+from moec.runtime.host.reference import reference
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_layer import Layer
 
 BESIDE = {
     "dropless": "",

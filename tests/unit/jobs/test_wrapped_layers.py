@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
-from moec.runtime.job.module import PlanModule
-from moec.runtime.job.plan_names import parameters_by_name, states_by_name
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import parameters_by_name, states_by_name
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
 PLAN = {"ranks": 1, "ep": 1, "gate": "topk(2, normalize = true, bias = online(1e-3))"}

@@ -11,7 +11,7 @@ from moec.passes.ir.ops import PermutePadded
 from moec.passes.ir.text import print_program
 from moec.passes.lower.lower_model import lower
 from moec.passes.pipeline import compile_program
-from moec.runtime.job.reference import reference_program
+from moec.runtime.host.reference import reference_program
 
 GRAPHS = ("forward", "valid_labels", "loss", "num_tokens", "aux_loss")
 

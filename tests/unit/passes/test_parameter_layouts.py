@@ -21,10 +21,10 @@ from moec.passes.ir import IrError, Layout
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.runtime.job.checks import Checks
-from moec.runtime.job.layer_home import make_layer
-from moec.runtime.job.rank import RankHome
+from moec.runtime.host.layer_home import make_layer
+from moec.runtime.ranks.checks import Checks
 from moec.runtime.verify.verification import verify
+from moec.runtime.weights.rank import RankHome
 
 SECONDS = 1.0
 EXPERT = "moe.experts.up.weight"

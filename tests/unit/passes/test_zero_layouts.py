@@ -20,8 +20,8 @@ from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import Layout, Shard, local_shape
 from moec.passes.ir.ops import AllGather, AllGatherAlike
 from moec.passes.ir.verifier import check_program
-from moec.runtime.job.shards import require_executable, require_gathered
 from moec.runtime.verify.verification import verify
+from moec.runtime.weights.shards import require_executable, require_gathered
 
 UP = "moe.experts.up.weight"
 DEGREES: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from moec.runtime.job import groups
+from moec.runtime.ranks import groups
 
 OUTER, INNER = cast(Any, object()), cast(Any, object())
 

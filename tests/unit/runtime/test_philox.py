@@ -8,7 +8,7 @@ import torch
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Init, Layout, Mesh
 from moec.runtime import philox
-from moec.runtime.job.shards import initial_shard
+from moec.runtime.weights.shards import initial_shard
 
 ALONE = Mesh("dense", (("tp", 1),))
 

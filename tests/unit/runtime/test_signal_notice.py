@@ -14,7 +14,7 @@ import pytest
 
 from moec.runtime.checkpoint import signals
 from moec.runtime.checkpoint.signals import SignalNotice
-from moec.runtime.job.wakeup import woken_by_sigterm
+from moec.runtime.ranks.wakeup import woken_by_sigterm
 
 
 def ending(function: Callable[[], None]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moec.runtime.job.verdict import LONGER, Left, Place, Position, RankState, from_json, judge, to_json
+from moec.runtime.ranks.verdict import LONGER, Left, Place, Position, RankState, from_json, judge, to_json
 
 ROWS = Place("all_to_all", "ep[0..1]", (0, 1), "layer 1 (tiny.moe:14:5)")
 OTHER_ROWS = Place("all_to_all", "ep[0..1]", (2, 3), "layer 1 (tiny.moe:14:5)")

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 
-from moec.runtime.job.wakeup import woken_by_sigterm
+from moec.runtime.ranks.wakeup import woken_by_sigterm
 
 
 def test_sigterm_wakes_and_does_not_kill():

@@ -1,0 +1,1 @@
+"""What watches a user's hands: mistakes that torch would let pass."""

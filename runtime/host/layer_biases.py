@@ -1,0 +1,133 @@
+"""The states of a layer in a plain PyTorch model: they move when the host says that a training step has ended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from moec.codegen.emit import Function, emit_function
+from moec.passes.ir import Program, State
+from moec.passes.ir.interface import layer_calls
+from moec.runtime.host.layer_state import INNER
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.refused_derivatives import outlasting
+from moec.runtime.weights.backward_pass import in_backward
+from moec.runtime.weights.home import Home
+from moec.runtime.weights.states import OwnStates
+
+FORGOTTEN = Complaint(
+    "MOE0713",
+    "an optimizer has stepped, and nothing said that the step ended: the biases of `online` have not moved",
+    "call `moec.end_step(model)` once after each `optimizer.step()`, on every rank",
+)
+
+
+class LayerBiases:
+    """The states of one layer, `owner`, and the rows that its experts got since the last step ended.
+
+    Passes count in training, and once: not in evaluation, and not again where `torch.utils.checkpoint` computes them in
+    backward. If an optimizer of the layer's parameters steps while there are counted rows, and a pass in training
+    follows, the host has forgotten to say so.
+    """
+
+    def __init__(
+        self, owner: nn.Module, program: Program, states: Sequence[State], home: Home, *, float64: bool
+    ) -> None:
+        (call,) = layer_calls(program)
+        update = program.block(call.block).update
+        self._function: Function | None = None
+        if update is not None:
+            self._function = emit_function(program, update, groups=home.groups, float64=float64)
+        self._own = OwnStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
+        self._loads: Tensor | None = None
+        self._stepped = self._watches = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which belong to no open step."""
+        return self.__dict__ | {"_loads": None, "_stepped": False, "_watches": False}
+
+    @property
+    def any(self) -> bool:
+        """Whether the layer has states."""
+        return self._function is not None
+
+    @property
+    def complaint(self) -> Complaint | None:
+        """Why no pass in training may follow, or None."""
+        return FORGOTTEN if self._stepped else None
+
+    @property
+    def loads(self) -> Tensor | None:
+        """Rows that this rank's tokens sent to each expert since the last step ended, int64 `[experts]`; or None."""
+        return self._loads
+
+    def values(self, owner: nn.Module) -> tuple[Tensor, ...]:
+        """The states as they are now, in the order of the file. Raises `JobError` for one that was narrowed."""
+        return tuple(self._own.by_name(owner).values())
+
+    def not_finite(self, owner: nn.Module) -> str | None:
+        """The name of a state that is NaN or infinite, if any. Waits for the device."""
+        states = self._own.by_name(owner)
+        return next((name for name, value in states.items() if not value.isfinite().all()), None)
+
+    def add(self, owner: nn.Module, counts: Tensor) -> None:
+        """Counts the rows `[experts]` of a pass in training."""
+        if self._function is None or in_backward():
+            return
+        self._loads = outlasting(counts if self._loads is None else self._loads + counts)
+        if not self._watches:
+            self._watches = True
+            _watch(weakref.ref(owner), self)
+
+    def drop(self) -> None:
+        """Drops the counted rows: the step has ended, or the states were replaced by those of a file."""
+        self._loads, self._stepped = None, False
+
+    @torch.no_grad()
+    def new_values(self, owner: nn.Module, counts: Tensor) -> dict[str, Tensor]:
+        """The value that rows `[sources, experts]` give each state, by its name in the block. A collective."""
+        assert self._function is not None
+        states = dict(zip(self._own.by_name(owner), self.values(owner), strict=True))
+        results = self._function.module(counts, *(states[_inside(state.name)] for state in self._function.states))
+        given = results if isinstance(results, tuple | list) else (results,)
+        return {str(output.state): value for output, value in zip(self._function.results, given, strict=True)}
+
+    @torch.no_grad()
+    def move(self, owner: nn.Module, counts: Tensor) -> None:
+        """Gives the states the values that rows `[sources, experts]` give them, and drops the counted rows."""
+        states = self._own.by_name(owner)
+        for name, value in self.new_values(owner, counts).items():
+            states[_inside(name)].copy_(value)
+        self.drop()
+
+    def note_step(self, owner: nn.Module, optimizer: Optimizer) -> None:
+        """Notes the step of an optimizer that has parameters of the layer."""
+        if self._loads is None or self._stepped:
+            return
+        own = set(map(id, owner.parameters()))
+        self._stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _watch(owner: weakref.ref[nn.Module], biases: LayerBiases) -> None:
+    """Tells `biases` of each step of any optimizer, for as long as the layer lives."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        module = owner()
+        if module is not None:
+            biases.note_step(module, optimizer)
+
+    handle = register_optimizer_step_post_hook(stepped)
+    module = owner()
+    assert module is not None
+    weakref.finalize(module, handle.remove)
+
+
+def _inside(name: str) -> str:
+    return name.removeprefix(INNER)

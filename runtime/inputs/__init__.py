@@ -1,0 +1,1 @@
+"""What a model is given, and what is refused of it."""

@@ -1,0 +1,121 @@
+"""A loss that a user's function computes from logits or log-probabilities, and the count that divides it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.passes.ir import Shard
+from moec.runtime.errors import JobError
+from moec.runtime.guards.every_guard import first_complaint
+from moec.runtime.guards.guard import LossComputed
+from moec.runtime.inputs.beside import Beside
+from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
+from moec.runtime.job.logprobs import label_log_probabilities
+from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.ops.dense_collectives import all_reduce
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.ranks.groups import HOST
+from moec.runtime.ranks.watch import collective
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+    from moec.runtime.job.step import Step
+
+
+def custom_loss(
+    job: Job,
+    model: PlanModule,
+    step: Step,
+    batch: tuple[Tensor, Tensor],
+    beside: Beside,
+    inputs: Mapping[str, Tensor],
+    total: Tensor,
+) -> tuple[Tensor, bool]:
+    """The custom loss of a micro-batch, divided by `total` or by the count that takes logits.
+
+    Also returns whether any rank's loss depends on the model.
+    """
+    tokens, labels = batch
+    trains = tuple(parameter.requires_grad for parameter in model.parameters())
+    output: ModelOutput = model(tokens, **beside.given())
+    if step.count_takes_logits:
+        total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
+    name, function = (
+        ("loss", step.loss) if step.loss is not None else ("logprob_loss", step.logprob_loss or _negative_sum)
+    )
+    if step.loss is not None:
+        given = {"logits": job.whole_logits(output), "labels": labels}
+    else:
+        tp = job.plan.result_layout.get("tp")
+        cut = tp.dim if isinstance(tp, Shard) else None
+        logprobs = label_log_probabilities(output.logits, labels, cut, f"{job.number}tp")
+        given = {"logprobs": logprobs, "labels": labels}
+    summed, error = result_of(function, given, inputs)
+    complaint = _scalar_complaint(summed)
+    if tuple(p.requires_grad for p in model.parameters()) != trains:
+        help = "freeze and unfreeze between steps"
+        complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
+    if error is not None:
+        complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
+    del given  # whole logits: not held while ranks agree
+    computed = LossComputed(
+        model.seen, name, None if complaint or error else summed, labels, by_labels=step.count is None,
+        group=f"{job.number}tp", group_size=job.plan.meshes["dense"].size("tp"),
+    )  # fmt: skip
+    of_guards = first_complaint(computed)  # a collective, also on a rank that has a complaint
+    depends = isinstance(summed, Tensor) and summed.requires_grad
+    (graded,) = require_with_cause(job.checks, "a custom loss", complaint or of_guards, error, counts=(int(depends),))
+    if not summed.requires_grad and output.logits.requires_grad:
+        # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
+        summed = summed + output.logits[..., :0].sum()
+    if job.data_size > 1:
+        # The sum's backward is the identity, so that no gradient is summed twice.
+        summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
+    loss: Tensor = summed / total
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
+
+
+def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    return -logprobs.sum()
+
+
+def _scalar_complaint(summed: object) -> Complaint | None:
+    if isinstance(summed, Tensor) and summed.dim() == 0 and summed.is_floating_point():
+        return None
+    found = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
+    is_unsummed = isinstance(summed, Tensor) and summed.dim() > 0
+    help = "sum it: `.sum()` of what the function returns, or `reduction='sum'`" if is_unsummed else ""
+    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens", help)
+
+
+def custom_count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The sum of all ranks' custom counts: 0-d fp32."""
+    assert step.count is not None
+    given = {"labels": step.labels} if logits is None else {"logits": logits, "labels": step.labels}
+    counted, error = result_of(step.count, given, inputs)
+    if error is not None:
+        complaint = complaint_of(error, "count", "a number, of this rank's tokens", given, inputs)
+        require_with_cause(job.checks, "a custom count", complaint, error)
+    try:
+        number = float(counted)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    is_bool = isinstance(counted, bool) or (isinstance(counted, Tensor) and counted.dtype == torch.bool)
+    wrong = is_bool or not 0 <= number < math.inf
+    words = f"the count gave {counted!r}, and must give a number from 0 on"
+    help = "count them: `(labels != -100).sum()`" if is_bool else ""
+    job.checks.require("a custom count", Complaint("MOE0713", words, help) if wrong else None)
+    total = torch.tensor(number, dtype=torch.float64)
+    if job.world_size > 1:
+        with collective("all_reduce", job.number + HOST, "a custom count") as peers:
+            dist.all_reduce(total, group=peers)
+        total /= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    if float(total) == 0:
+        raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
+    return total.to(step.tokens.device, torch.float32)

@@ -1,0 +1,1 @@
+"""A plan as one `torch.nn.Module`."""

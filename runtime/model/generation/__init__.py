@@ -1,0 +1,1 @@
+"""New tokens behind prompts."""

@@ -1,0 +1,520 @@
+"""A Program as one `torch.nn.Module`, sharded or not, for training scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.emit import Function, emit_function, site_of
+from moec.grammar.printer import set_lines
+from moec.grammar.spec import Spec
+from moec.passes.ir import STEP, Program, Role
+from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
+from moec.passes.ir.roles import IGNORED_LABEL
+from moec.runtime import (
+    ops,  # noqa: F401  (registers torch.ops.moec.*)
+    unscored,
+)
+from moec.runtime.calls import called
+from moec.runtime.errors import JobError
+from moec.runtime.guards.every_guard import look_at
+from moec.runtime.guards.finite_logits import NOT_FINITE, unscored_complaint
+from moec.runtime.guards.guard import LogitsGiven
+from moec.runtime.guards.leftover_gradients import STEP_RAISED
+from moec.runtime.guards.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
+from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
+from moec.runtime.inputs.beside import NOTHING, Beside, Takes
+from moec.runtime.inputs.forward_checks import (
+    HOOKS,
+    Claims,
+    batch_complaint,
+    counts_own_tokens,
+    same_inputs,
+    same_mode,
+    same_shape,
+)
+from moec.runtime.inputs.settings import complaint_about, initial_values, same_on_ranks
+from moec.runtime.model.generation.decoder import DecodingGraphs
+from moec.runtime.model.generation.generate import Generated, generate
+from moec.runtime.model.generation.sampling import Sampling
+from moec.runtime.model.origin import ModuleOrigin
+from moec.runtime.model.plan_layer import Layer, layer_inside
+from moec.runtime.model.run import Run
+from moec.runtime.model.state_updates import Updates
+from moec.runtime.model.step_counts import StepCounts, of_step
+from moec.runtime.model.top_level import TopLevel
+from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.refused_derivatives import in_vmap, outlasting
+from moec.runtime.weights.backward_pass import in_backward
+from moec.runtime.weights.home import Home
+from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
+from moec.runtime.weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """`logits` `[batch, sequence, vocab]` of this rank's tokens, or `[batch, classes]` of its images; `loss`, a scalar,
+    where labels were given; `aux_loss`.
+
+    With tensor parallelism a rank has the logits of `vocab / tp` ids, or of `sequence / tp` tokens if `tp` does not
+    divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
+    cross-entropy over the global number of valid labels, and in training plus `aux_loss`. `aux_loss` is the sum of the
+    weighted balance terms, a scalar, None if the model has none. In `Job.step` and `Job.accumulate` both are a
+    micro-batch's share: those of all micro-batches add up to the step's. `routes`, of a plan with `replay`: the experts
+    of this rank's tokens before a capacity drops any, int64 `[batch, sequence, mixtures, k]`; −1 for padding and for
+    places beyond a layer's k.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    routes: Tensor | None = None
+
+
+class PlanModule(nn.Module):
+    """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`).
+
+    They are fp32 masters whatever the compute dtype, and DTensors if there are several ranks. In evaluation mode
+    (`eval()`) experts have the file's capacity for evaluation.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(
+        self, spec: Spec, program: Program, limits: Limits | ImageLimits, home: Home, *, float64: bool = False
+    ) -> None:
+        super().__init__()
+        self._origin = ModuleOrigin(spec, program)
+        self.settings = initial_values(home.seed)
+        """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
+        self.run = Run()
+        """The run whose checkpoints it saves. Only rank 0 keeps it current."""
+        self._home, self.limits = home, limits
+        self._microbatches, self._counts = Microbatches(), StepCounts()
+        self.seen: set[object] = set()
+        self.has_accumulated = False
+        self._agreed: tuple[Tensor, bool] | None = None
+        self.layers = nn.ModuleList()
+        self._routers: list[str] = []
+        calls = layer_calls(program)
+        functions = {
+            name: emit_function(program, name, groups=home.groups, float64=float64, gathered=True, ways=home.ways)
+            for name in dict.fromkeys(call.block for call in calls)
+        }
+        for call in calls:
+            function = functions[call.block]
+            words = "\n".join(set_lines(spec.model.layers[call.layer]))
+            self.layers.append(Layer(call.layer, function, home, self._microbatches, words))
+            self._routers += [site_of(op, call.layer) for op in function.routers]
+        self._top = TopLevel(program, home, self, self._microbatches, float64=float64)
+        self._scalars: dict[str, Function] = {
+            name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
+        }
+        self._decoding = DecodingGraphs(program, home.groups, float64=float64)
+        self._updates = Updates(program, home, float64=float64)
+        self._given = taken_role(program)
+        self._draws = program.block(FORWARD).input("sequences") is not None
+        self.takes = Takes.of(program)
+        self._places_by_shape = counts_own_tokens(program)
+        self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
+        self.num_tokens: int | Tensor = 0
+        """Tokens of the last forward pass, without padding."""
+        self.expert_counts: dict[int, Tensor] = {}
+        """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
+        self.head_counts: dict[int, Tensor] = {}
+        """This rank's tokens' choices of each group of attention heads in the last forward pass: layer → int64."""
+        self.choices_made: dict[int, Tensor] = {}
+        """Choices of this rank's tokens in that pass, of layers where a token may make fewer than k: int64 `[1]`."""
+        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_drop_loads)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        routes: Tensor | None = None,
+        segments: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> ModelOutput:
+        """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
+
+        `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`, −1 for
+        none; without them gates choose. `segments`, for a model that takes them: which of its sequence's texts each
+        token belongs to, int64 `[batch, sequence]`, not descending; without them a sequence is one text. `padding`, for
+        a model that takes it: bool or int64 `[batch, sequence]`, True or 1 for padding. Of a model of images, `tokens`
+        are images `[batch, channels, height, width]` of any floating dtype, and labels classes `[batch]`.
+
+        Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
+        router logits that are NaN or infinite at the end of the pass, before any gradient.
+        """
+        self._home.require_running()
+        refuse_autocast(device_of(tokens).type)
+        refuse_data_parallel(self)
+        beside = Beside(routes, segments, padding)
+        look = self._require_batch(tokens, labels, beside)
+        self.num_tokens = self.real_tokens(tokens, beside)
+        given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
+        if self._draws:
+            given["sequences"] = self._number_sequences(tokens, labels)
+        with unscored.noting() as noted:
+            results = self._top.run(self, given)
+        if self.training and self._counts.sequences is None:
+            self.next_step()
+        unfit = unscored_complaint(noted, self._routers) if look else None
+        logits, balance = results["logits", None, None], results.get(("balance", None, None))
+        chosen = results.get(("routes", None, None))
+        kept = {} if in_vmap() else results  # it has other counts for each of its batch
+        self.expert_counts, self.head_counts, self.choices_made = (
+            {n: outlasting(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
+            for counted in COUNTS
+        )
+        self._refuse_late_recomputation()
+        if labels is not None and of_step(self.training):
+            self._counts.add(labels)
+        if self._is_training_step(labels):
+            self._updates.add(kept)
+            self._home.attend(tokens, segments, given.get("real"))
+        aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
+        refuses = look and not self._counts.skips
+        if unfit is not None:
+            logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
+        if labels is None:
+            if refuses and self._routers:
+                self._home.checks.require("end of a forward pass", unfit)
+            if self.training and self._counts.sequences is None and not self._home.shares_batch:
+                look_at(LogitsGiven(self.seen, logits, self._home.data_size))
+            return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
+        if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
+            labels = torch.zeros_like(labels)
+        loss = self._loss(logits, labels)
+        if refuses and loss.isnan():
+            self._home.checks.require("end of a forward pass", unfit)
+        if of_step(self.training):
+            self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
+        whole = loss + aux_loss if self.training and aux_loss is not None else loss
+        return ModelOutput(logits, whole, aux_loss, chosen)
+
+    @called("model.generate", max_length="`max_new_tokens` counts new tokens alone, without those of the prompt")
+    def generate(
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        *,
+        max_new_tokens: int,
+        padding: Tensor | None = None,
+        eos: int | Sequence[int] | None = None,
+        stop: Sequence[Sequence[int]] | None = None,
+        pad: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        sequences: Tensor | None = None,
+    ) -> Generated:
+        """New tokens for the prompts of this rank: int64 `[batch, sequence]`, or a list of int64 `[length]`.
+
+        `padding` bool or int64 `[batch, sequence]`: True or 1 before or behind a prompt. A sequence ends with an `eos`
+        or a `stop`, a run of ids, or after `max_new_tokens`; `pad` (default: `eos`, else 0) fills the result behind it.
+        Without a `temperature` each token is that of the largest logit. With one it is drawn by softmax(logits /
+        temperature) among the `top_k` best and those whose probabilities add up to `top_p`; it is a function of `seed`,
+        the number of its sequence and its place, and of no rank. `sequences` int64 `[batch]` are these numbers
+        (default: those of the ranks' prompts one after the other).
+
+        It computes in evaluation mode and without gradients, and leaves the model's mode as it is. A collective: every
+        rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.
+
+        Raises `JobError` on every rank: MOE0741 for a model that cannot generate, MOE0742 for more tokens than its
+        context, MOE0702, MOE0728 and MOE0740 for prompts and options that are none, MOE0708 and MOE0743 for logits that
+        are not finite.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
+
+    def extra_repr(self) -> str:
+        return self._origin.in_words(self._home.signature())
+
+    def _refuse_late_recomputation(self) -> None:
+        """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""
+        if in_backward() and self._counts.labels is None and self.has_accumulated:
+            raise JobError(
+                "MOE0713",
+                "a forward pass of the whole model is computed again after `with job.accumulate(…)`, which says "
+                "what its loss is divided by",
+                "call `backward()` inside of the block, or checkpoint the layers and not the whole model",
+            )
+
+    def _is_training_step(self, labels: Tensor | None) -> bool:
+        """Whether this pass is a part of a training step: not in evaluation, and not computed again in backward."""
+        # A reentrant checkpoint of the whole model runs its first pass without gradients. In `accumulate` it counts.
+        graded = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
+        return self.training and graded and not in_backward()
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        step_labels, _ = self._counts.divisors(self.training)
+        valid = step_labels if step_labels is not None else self.count_labels(labels)
+        loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
+        return loss
+
+    def _aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
+        _, step_tokens = self._counts.divisors(self.training)
+        count = step_tokens if step_tokens is not None else self.count_tokens(counted)
+        aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
+        return aux_loss
+
+    def _number_sequences(self, tokens: Tensor, labels: Tensor | None) -> Tensor:
+        """The number of each sequence in the global batch of the step: int64 `[batch]`, the same for every sharding.
+
+        Raises `JobError` if `torch.utils.checkpoint` computes the pass again, in another step or micro-batch, and if
+        the step has fewer sequences.
+        """
+        if self.training and in_backward():
+            raise JobError(
+                "MOE0713",
+                "a forward pass of the whole model is computed again, and it would draw other random numbers",
+                "checkpoint the layers and not the whole model",
+            )
+        return self._counts.number_sequences(tokens, self._home.data_rank, advance=self._is_training_step(labels))
+
+    def set(self, **settings: int) -> None:
+        """Changes settings: `seed` and `step`, whole numbers from 0 to 2^62, of which random numbers are functions.
+
+        A new `step` is that of `job.steps` too, and at 0 `job.total_tokens` is 0 again; a lower one begins a new run.
+        `job.step` adds 1 to `step`; so do `job.accumulate` and, outside of both, each forward pass in training.
+
+        A collective: every rank of a job calls it with the same numbers, or `JobError` is raised on every rank.
+        """
+        self._home.require_running()
+        self._home.checks.require("set", complaint_about(settings), same_on_ranks(settings))
+        if STEP.name in settings:
+            if settings[STEP.name] < self.settings[STEP.name]:
+                self.run = self.run.branch()
+            self._home.count_from(settings[STEP.name])
+        self.settings.update(settings)
+
+    @property
+    def spec(self) -> Spec:
+        """The file that it computes."""
+        return self._origin.spec
+
+    @property
+    def program(self) -> Program:
+        """The Program that its graphs are made from."""
+        return self._origin.program
+
+    # ---- for jobs ----------------------------------------------------------------------------------
+
+    def count_labels(self, labels: Tensor) -> Tensor:
+        """The number of valid labels of all ranks: 0-d int64. A collective."""
+        count: Tensor = self._scalars["valid_labels"].module(labels)
+        return count
+
+    def count_tokens(self, counted: Tensor) -> Tensor | None:
+        """The number of tokens of all ranks, 0-d int64; None for a model without balance terms. A collective.
+
+        `counted`: ids, or of a model that takes padding the marks of tokens that are none (`Takes.real`).
+        """
+        count: Tensor | None = self._scalars["num_tokens"].module(counted) if "num_tokens" in self._scalars else None
+        return count
+
+    def count_tokens_of(self, labels: Tensor, tokens: Tensor) -> Tensor | None:
+        """`count_tokens` by labels where these have several tokens each, as those of images; else by `tokens`."""
+        if self.limits.tokens_per_label == 1 or "num_tokens" not in self._scalars:
+            return self.count_tokens(tokens)
+        return self.count_labels(torch.zeros_like(labels)) * self.limits.tokens_per_label
+
+    def real_tokens(self, tokens: Tensor, beside: Beside) -> int | Tensor:
+        """Tokens of this rank that are no padding: an int where there is none, else a tensor on the tokens' device."""
+        if beside.padding is not None:
+            return self.takes.real(beside, tokens).sum()
+        return self.limits.real_tokens(tokens)
+
+    def local_counts(self, tokens: Tensor, labels: Tensor, beside: Beside) -> tuple[int, int]:
+        """This rank's addends of `count_labels` and `count_tokens`. Waits for the device."""
+        return int((labels != IGNORED_LABEL).sum()), int(self.real_tokens(tokens, beside))
+
+    @property
+    def draws(self) -> bool:
+        """Whether its forward pass in training draws random numbers."""
+        return self._draws
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a user's hook runs before `forward`."""
+        hooks = self._forward_pre_hooks or nn.modules.module._global_forward_pre_hooks
+        return bool(hooks) or "forward" in self.__dict__
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether balance terms skip padding, so that tokens and labels need separate counts."""
+        return (self.limits.padding is not None or self.takes.padding) and "num_tokens" in self._scalars
+
+    def new_states(self, loads: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The new value that these loads (layer → int64 `[sources, experts]`) give each state, by its full name."""
+        return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
+
+    def open_step_complaint(self) -> Complaint | None:
+        """Why nothing may be saved or loaded now, or None: a step has begun, and its gradients and states are parts."""
+        if self._counts.sequences is None:
+            return None
+        words = "a checkpoint was asked for inside of job.accumulate or job.step, whose step has begun and not ended"
+        return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
+
+    def update_complaint(self) -> Complaint | None:
+        """Why `update_states` has nothing to update, or None."""
+        in_step = self._counts.sequences is not None
+        if not self._updates.any or (self._updates.loads and not in_step):
+            return None
+        words = "job.update_states was called, and no forward pass in training came since states were last updated"
+        if in_step:
+            words = "job.update_states was called inside job.step or job.accumulate, which update states at their end"
+        return Complaint("MOE0713", words)
+
+    def update_states(self) -> None:
+        """Gives every state its new value, from the rows that experts got in training since the last update.
+
+        `job.step` and `job.accumulate` do this at their end. A collective: every rank must call it, or none.
+        """
+        self._updates.apply(self.layers)
+
+    def drop_loads(self) -> None:
+        """Drops the loads of earlier passes: they belong to states that were replaced by those of a file."""
+        self._updates.loads.clear()
+
+    @contextmanager
+    def counting(
+        self, labels: Tensor | None, tokens: Tensor | None, sequences: int, *, passes: int, skips: bool = False
+    ) -> Iterator[StepCounts]:
+        """Inside the block, losses are divided by these counts instead of each forward pass's counts.
+
+        The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
+        ZeRO 1 and 2 gather weights once if no parameter has hooks; it adds 1 to `step` unless it raises. `skips`:
+        router logits that are not finite make the loss NaN, and raise nothing.
+        """
+        if self._counts.sequences is not None:
+            raise JobError(
+                "MOE0713",
+                "job.step or job.accumulate was called inside job.accumulate of the same model: one step at a time",
+                "end the block of job.accumulate first",
+            )
+        # A parameter's hook may step, and fused and foreach steps on DTensors leave no count of changes.
+        keeps = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        self._counts = StepCounts(labels, tokens, sequences, skips=skips)
+        self._updates.loads.clear()
+        self._microbatches.keeps = keeps
+        try:
+            yield self._counts
+        except BaseException:
+            self.seen.add(STEP_RAISED)
+            raise
+        finally:
+            self._microbatches.keeps = False
+            for weights in self.all_weights(wrapped=True):
+                weights.drop_kept()
+            self._counts = StepCounts()
+            self._updates.loads.clear()
+        self.next_step()
+
+    def next_step(self) -> None:
+        """Adds 1 to the setting `step`."""
+        self.settings[STEP.name] += 1
+
+    @contextmanager
+    def one_step(self) -> Iterator[Microbatches]:
+        """Collects gradients of micro-batches inside the block; drops those left at its end."""
+        try:
+            yield self._microbatches
+        finally:
+            self._microbatches.drop()
+            self._agreed = None
+
+    def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
+        """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""
+        yield from self._top.weights
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                yield layer._weights
+            elif wrapped and (found := layer_inside(layer)) is not None:
+                yield found[1]._weights
+
+    # ---- for PyTorch -------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each distinct layer and the losses with `torch.compile` and its options; nothing else."""
+        own = (layer.function for layer in self.layers if isinstance(layer, Layer))
+        others = (*self._scalars.values(), *self._updates.functions())
+        for module in dict.fromkeys(function.module for function in (*own, *others)):
+            module.compile(*args, **kwargs)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Raises `JobError`: DistributedDataParallel reads this attribute of the module that it wraps."""
+        raise data_parallel_error("DistributedDataParallel")
+
+    # ---- checks ------------------------------------------------------------------------------------
+
+    def _require_batch(self, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
+        """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
+        agreed, self._agreed = self._agreed, None
+        if agreed is not None and agreed[0] is tokens:
+            return agreed[1]
+        checks = self._home.checks
+        kind = ("forward", self.training, labels is not None)
+        look = not in_vmap() and checks.looks(self.seen, kind, device_of(tokens))
+        complaint, matching = self.claims(tokens, labels, beside, look=look)
+        # The labels that `job.accumulate` counts: those of `StepCounts.add`.
+        counts = self._counts.labels is not None and labels is not None and of_step(self.training)
+        given = self.limits.labels_of(tokens) if counts and complaint is None else 0
+        inputs = TpInputs((tokens, labels, *beside.given().values()), look)
+        (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
+        self._counts.given_of_all += of_all
+        return look
+
+    def claims(self, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
+        """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
+
+        Without `look` it reads no tensor's values.
+        """
+        words = self._device_complaint(tokens) or self.limits.complaint(tokens, labels, look=look)
+        complaint = batch_complaint(words) if words else self.takes.complaint(beside, tokens, look=look)
+        if look and complaint is None and (name := self._updates.not_finite(self.layers)):
+            complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", NOT_FINITE)
+        needed: list[bool] = []
+        try:
+            if self._home.checks.compares:
+                needed = [each for weights in self.all_weights() for each in weights.needed()]
+                needed += [weights.is_kept for weights in self.all_weights(wrapped=True)]
+        except JobError as error:
+            complaint = complaint or Complaint.of(error)
+        one_shape = self._places_by_shape or (self._draws and self.training)
+        shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
+        alike = *same_inputs(labels, beside), *same_mode(self.training, needed)
+        settings = same_on_ranks(self.settings if self._draws else {})
+        return Claims(complaint, (MustMatch("MOE0702", self._one_shape, shape), *alike, settings))
+
+    def _device_complaint(self, tokens: object) -> str | None:
+        """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
+        device = next(self.parameters()).device
+        if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
+            return None
+        return f"tokens are on {tokens.device}, and the model on {device}: `tokens.to({str(device)!r})`"
+
+    def hooks_of_parameters(self) -> MustMatch:
+        """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
+        hooked = tuple(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))
+
+    def agreed(self, tokens: Tensor, look: bool) -> None:
+        """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""
+        self._agreed = tokens, look
+
+
+def _drop_loads(module: nn.Module, incompatible: object) -> None:
+    assert isinstance(module, PlanModule)
+    module.drop_loads()

@@ -1,0 +1,57 @@
+"""One layer of a `PlanModule`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.emit import Function
+from moec.runtime.inputs.settings import setting_values
+from moec.runtime.weights.gathered_again import Handles
+from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
+from moec.runtime.weights.states import OwnStates
+
+
+class Layer(nn.Module):
+    """One layer: its number, its parameters, and the function that computes it, which identical layers share.
+
+    `words` are what the file says of it, for `repr`.
+    """
+
+    def __init__(self, number: int, function: Function, home: Home, microbatches: Microbatches, words: str) -> None:
+        super().__init__()
+        self._words = words
+        self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
+        self._weights = own_weights(
+            self, f"layers.{number}.", function.weights, function.sites(number), home, microbatches
+        )
+        self._states = OwnStates(self, function.states, home)
+        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The results of the layer's block: the residual stream, and a mixture's counts and balance term."""
+        settings = setting_values(self.function.settings, {}, training=self.training)
+        states, handles = self.states().values(), Handles()
+        weights = self._weights(handles)
+        with handles.in_place():
+            return self.function.module(*inputs, self._number, *settings, *states, *weights)
+
+    def extra_repr(self) -> str:
+        return self._words
+
+    def states(self) -> dict[str, Tensor]:
+        """The states by name, in the order of the file. Raises `JobError` for one that was narrowed."""
+        return self._states.by_name(self)
+
+
+def layer_inside(module: nn.Module) -> tuple[str, Layer] | None:
+    """The path and the layer in a wrapper, such as `checkpoint_wrapper` or `torch.compile`; the path of a layer is "".
+
+    None for a module of the user's, which stands in a layer's place.
+    """
+    return next(((path, inner) for path, inner in module.named_modules() if isinstance(inner, Layer)), None)

@@ -1,0 +1,93 @@
+"""The updates of a model's states, once per training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.emit import Function, emit_function
+from moec.passes.ir import OutputKey, Program
+from moec.passes.ir.interface import layer_calls
+from moec.runtime.model.plan_layer import layer_inside
+from moec.runtime.refused_derivatives import outlasting
+from moec.runtime.weights.home import Home
+
+
+class Updates:
+    """Gives states their new values, from the rows that experts got since the last update.
+
+    `loads` maps a layer to int64 `[sources, experts]`, the rows of this rank's tokens.
+    """
+
+    def __init__(self, program: Program, home: Home, *, float64: bool) -> None:
+        updated_by = {block.name: block.update for block in program.blocks if block.update is not None}
+        self._functions: dict[str, Function] = {
+            name: emit_function(program, name, groups=home.groups, float64=float64)
+            for name in dict.fromkeys(updated_by.values())
+        }
+        calls = ((call.layer, updated_by.get(call.block)) for call in layer_calls(program))
+        self._of_layer = {layer: self._functions[name] for layer, name in calls if name is not None}
+        self.loads: dict[int, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which belong to no open step."""
+        return self.__dict__ | {"loads": {}}
+
+    @property
+    def any(self) -> bool:
+        """Whether the model has states."""
+        return bool(self._of_layer)
+
+    def not_finite(self, layers: nn.ModuleList) -> str | None:
+        """The full name of a state that is NaN or infinite, if any. Waits for the device once if all are finite."""
+        finite = {}
+        for number, function in self._of_layer.items():
+            states = _states_in(layers[number])
+            names = [state.name for state in function.states if state.name in states]
+            finite.update({f"layers.{number}.{name}": states[name].isfinite().all() for name in names})
+        if not finite or torch.stack([*finite.values()]).all():
+            return None
+        return next(name for name, is_finite in finite.items() if not is_finite)
+
+    def functions(self) -> Iterable[Function]:
+        """The functions that compute new values."""
+        return self._functions.values()
+
+    def add(self, results: Mapping[OutputKey, Any]) -> None:
+        """Adds the `counts` of a forward pass to the loads."""
+        for (role, layer, _), counts in results.items():
+            if role == "counts" and layer in self._of_layer:
+                seen = self.loads.get(layer)
+                self.loads[layer] = outlasting(counts if seen is None else seen + counts)
+
+    @torch.no_grad()
+    def new_values(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each state by its full name, and the new value that `loads` give it. A collective of all ranks."""
+        found = {}
+        for number, counts in sorted(loads.items()):
+            function, states = self._of_layer[number], _states_in(layers[number])
+            values = [states[state.name] for state in function.states if state.name in states]
+            if len(values) < len(function.states):
+                continue  # a module of the user's stands in the layer's place
+            results = function.module(counts, *values)
+            given = results if isinstance(results, tuple | list) else (results,)
+            for output, value in zip(function.results, given, strict=True):
+                assert output.state is not None
+                found[f"layers.{number}.{output.state}"] = states[output.state], value
+        return found
+
+    @torch.no_grad()
+    def apply(self, layers: nn.ModuleList) -> None:
+        """Gives the states their new values and drops the loads; does nothing without loads."""
+        for state, value in self.new_values(layers, self.loads).values():
+            state.copy_(value)
+        self.loads.clear()
+
+
+def _states_in(module: nn.Module) -> dict[str, Tensor]:
+    """The states of a layer, which may be inside a wrapper."""
+    found = layer_inside(module)
+    return {} if found is None else found[1].states()

@@ -1,0 +1,179 @@
+"""Runs the graph that calls the layers, node by node. Layers are read from `model.layers` at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from moec.codegen.emit import emit_graph, info_of, site_of, weight_users
+from moec.passes.ir import Output, OutputKey, Program, Role, Setting
+from moec.passes.ir.interface import FORWARD
+from moec.runtime.errors import JobError
+from moec.runtime.inputs.settings import setting_values
+from moec.runtime.model.plan_layer import layer_inside
+from moec.runtime.weights.gathered_again import Handles
+from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.microbatches import Microbatches
+
+if TYPE_CHECKING:
+    from moec.runtime.model.module import PlanModule
+
+
+class Outline:
+    """The nodes of the graph, where to fetch parameters and where to drop values. Copies of a model use the same one.
+
+    `segments`: the parameters used between two calls of layers, fetched together before their first use.
+    """
+
+    def __init__(self, graph: fx.Graph, results: Sequence[Output]) -> None:
+        nodes = tuple(graph.nodes)
+        self.inputs = {role: node for node in nodes if (role := _role(node)) is not None}
+        self.settings = {name: node for node in nodes if (name := _setting(node)) is not None}
+        self.nodes = tuple(node for node in nodes if node.op != "placeholder")
+        self.results = tuple(results)
+        self.num_layers = sum(node.op == "call_module" for node in nodes)
+        self.segments = _segments(self.nodes)
+        self.index_of = {first_use: index for index, (first_use, _) in enumerate(self.segments)}
+        self.last_used_at = _last_uses(nodes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outline:
+        return self
+
+
+class TopLevel:
+    """`forward` of a stage. Each segment's parameters have one `Weights`, called at the segment's first use."""
+
+    def __init__(
+        self, program: Program, home: Home, owner: nn.Module, microbatches: Microbatches, *, float64: bool
+    ) -> None:
+        self._microbatches = microbatches
+        forward = program.block(FORWARD)
+        graph = emit_graph(program, forward, groups=home.groups, float64=float64, gathered=True)
+        self._outline = Outline(graph, forward.outputs)
+        sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
+        self.weights = [
+            own_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
+            for _, segment in self._outline.segments
+        ]
+
+    def run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
+        """The results of a forward pass by `Output.key`. `given` has the inputs by role."""
+        if len(model.layers) != self._outline.num_layers:
+            raise JobError(
+                "MOE0710",
+                f"the model has {len(model.layers)} layers, and its plan {self._outline.num_layers}",
+                "the file fixes the number of layers; replace a layer by a module with as many results",
+            )
+        for weights in model.all_weights():
+            weights.begin()
+        self._microbatches.last_use = None
+        try:
+            return self._run(model, given)
+        finally:
+            self._microbatches.last_use = None
+            for weights in model.all_weights(wrapped=True):
+                weights.drop_begun()
+
+    def _run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
+        outline = self._outline
+        values: dict[fx.Node, Any] = {node: given[role] for role, node in outline.inputs.items()}
+        settings = setting_values(list(outline.settings), model.settings, training=model.training)
+        values.update(zip(outline.settings.values(), settings, strict=True))
+        handles, coming = Handles(), self._in_order(model)
+        next(coming, None)
+        for node in outline.nodes:
+            if node in outline.index_of:
+                index = outline.index_of[node]
+                values.update(zip(outline.segments[index][1], self.weights[index](handles), strict=True))
+                next(coming, None)
+            match node.op:
+                case "output":
+                    (results,) = node.args
+                    found = results if isinstance(results, tuple | list) else (results,)
+                    return {output.key: values[value] for output, value in zip(outline.results, found, strict=True)}
+                case "call_module":
+                    layer = model.layers[_layer_number(node)]
+                    next(coming, None)
+                    values[node] = layer(*(values[arg] for arg in node.args))
+                case _:
+                    assert callable(node.target)
+                    args = [_value(arg, values) for arg in node.args]
+                    with handles.in_place():
+                        values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
+            for dead in outline.last_used_at.get(node, ()):
+                del values[dead]
+        raise AssertionError("a graph without an output")
+
+    def _in_order(self, model: PlanModule) -> Iterator[None]:
+        """Starts the gather of one segment or layer after the other, in the order of their use: one at each `next`.
+
+        A module in a layer's place, which has no weights of the plan, takes a turn too.
+        """
+        for node in self._outline.nodes:
+            if node in self._outline.index_of:
+                self.weights[self._outline.index_of[node]].begin_gather()
+                yield
+            if node.op == "call_module":
+                found = layer_inside(model.layers[_layer_number(node)])
+                if found is not None:
+                    found[1]._weights.begin_gather()
+                yield
+
+
+def _layer_number(node: fx.Node) -> int:
+    return int(str(node.target).rpartition(".")[2])
+
+
+def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_value(each, values) for each in arg]
+    return values[arg] if isinstance(arg, fx.Node) else arg
+
+
+def _role(node: fx.Node) -> Role | None:
+    """The role of an input; None for other nodes."""
+    value = info_of(node).value
+    return value.role if node.op == "placeholder" and value is not None else None
+
+
+def _setting(node: fx.Node) -> str | None:
+    """The name of a setting; None of all other nodes."""
+    value = info_of(node).value
+    return value.name if node.op == "placeholder" and isinstance(value, Setting) else None
+
+
+def _parameter(node: fx.Node) -> str:
+    name = info_of(node).parameter
+    assert name is not None
+    return name
+
+
+def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """The parameters used between two calls of layers, each tuple with the first node that uses one of them."""
+    segments: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
+    first_use, segment, seen = None, list[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        new = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
+        new = [used for used in new if used not in seen]
+        if new and not segment:
+            first_use = node
+        segment += new
+        seen.update(new)
+        if node.op in ("call_module", "output") and first_use is not None:
+            segments.append((first_use, tuple(segment)))
+            first_use, segment = None, []
+    return segments
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that no later node uses."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes):
+        for used in node.all_input_nodes:
+            if used not in seen and node.op != "output":
+                found.setdefault(node, []).append(used)
+            seen.add(used)
+    return found

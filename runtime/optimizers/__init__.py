@@ -1,0 +1,1 @@
+"""Optimizers, and what is done to gradients before they step."""

@@ -1,0 +1,167 @@
+"""Clips gradients inside of the optimizer's update: the optimizer divides them while it reads them.
+
+From the clipping until `step()` a placeholder is a parameter's `grad`. It keeps the gradient and the factor together:
+`grad = None` drops both, `step()` takes both, and reading or changing it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from moec.runtime.errors import JobError
+from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
+from moec.runtime.optimizers.narrow_states import NarrowAdamW
+from moec.runtime.weights.masters import has_closure, local_part
+
+_ZEROS = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})
+
+
+class HandedOver(Tensor):
+    """The placeholder of a `gradient` that the optimizer will divide by `scale`."""
+
+    gradient: Tensor
+    scale: Tensor
+    is_zero: bool
+
+    @staticmethod
+    def __new__(cls, gradient: Tensor, scale: Tensor) -> HandedOver:
+        made: HandedOver = torch.Tensor._make_wrapper_subclass(
+            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
+        )
+        made.gradient, made.scale, made.is_zero = gradient, scale, False
+        return made
+
+    def __init__(self, gradient: Tensor, scale: Tensor) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self.taken().clone()
+        if not self.is_zero:
+            local_part(copied).div_(self.scale)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Allows `zero_`, which `zero_grad(set_to_none=False)` calls; refuses everything else."""
+        if func not in _ZEROS:
+            raise _refused()
+        (given,) = args
+        for tensor in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(tensor, HandedOver):
+                tensor.is_zero = True
+            else:
+                tensor.zero_()
+        return given if isinstance(given, Tensor) else None
+
+    def to_local(self) -> Tensor:
+        """As of a DTensor: refused."""
+        raise _refused()
+
+    def scaled(self) -> Tensor:
+        """The clipped gradient, in its own memory."""
+        gradient = self.taken()
+        if not self.is_zero:  # the scale of a norm that is NaN would make zeros NaN
+            local_part(gradient).div_(self.scale)
+        return gradient
+
+    def taken(self) -> Tensor:
+        """The gradient, not yet divided."""
+        if self.is_zero:
+            local_part(self.gradient).zero_()
+        return self.gradient
+
+
+def _refused() -> JobError:
+    return JobError(
+        "MOE0716",
+        "job.clip_grad_norm_(…, optimizer=…) has handed this gradient to the optimizer, whose step() comes next",
+        "read and change gradients before clipping, or clip without `optimizer=`",
+    )
+
+
+def watch_steps(optimizer: Optimizer) -> bool:
+    """Makes the optimizer's steps take what is handed over. Returns whether they did so before."""
+    if optimizer in _watched:
+        return True
+    _watched.add(optimizer)
+    optimizer.register_step_pre_hook(_take)
+    optimizer.register_step_post_hook(_release)
+    return False
+
+
+def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the optimizer's next step can divide the gradients of all these parameters itself.
+
+    The fused kernels of Adam and AdamW can, on one device; Muon and Adafactor too. Not while a step runs, whose closure
+    calls this: a first call makes steps watched, and does not know whether one runs.
+    """
+    fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
+    if not fused and not isinstance(optimizer, MatrixOptimizer):
+        return False
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    graded = [parameter for parameter in parameters if parameter.grad is not None]
+    if not own.issuperset(graded) or len({parameter.device for parameter in graded}) != 1:
+        return False
+    return watch_steps(optimizer) and not getattr(optimizer, _IN_CLOSURE, False)
+
+
+def hand_over(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    """Makes the next step divide these gradients by `scale`, a 0-d fp32 tensor on their device."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = HandedOver(parameter.grad, scale)
+
+
+def take_back(parameters: Iterable[nn.Parameter]) -> None:
+    """Clips gradients now that were handed over and whose step did not come."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, HandedOver):
+            parameter.grad = parameter.grad.scaled()
+
+
+_watched: WeakSet[Optimizer] = WeakSet()
+_HAD_SCALE = "_moec_had_grad_scale"
+"""While a step uses a scale of ours: whether the optimizer had the attribute `grad_scale` before, with None in it."""
+_IN_CLOSURE = "_moec_in_closure"
+"""Whether the step that runs has a closure; stays True after an exception, until the next step."""
+
+
+def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Before a step: gives the optimizer its gradients and their scale, or clips them where it cannot take both."""
+    _release(optimizer)
+    closure = has_closure(arguments, named)
+    setattr(optimizer, _IN_CLOSURE, closure)
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    handed = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
+    scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed}
+    # A closure computes other gradients, `GradScaler` has a scale of its own, and others are not scaled.
+    foreign = getattr(optimizer, "grad_scale", None) is not None
+    partly = len(handed) < sum(parameter.grad is not None for parameter in owned)
+    zeroed = any(parameter.grad.is_zero for parameter in handed)
+    if not handed or closure or foreign or partly or zeroed or len(scales) > 1:
+        take_back(handed)
+        return
+    for parameter in handed:
+        parameter.grad = parameter.grad.taken()
+    (scale,) = scales.values()
+    setattr(optimizer, _HAD_SCALE, "grad_scale" in vars(optimizer))
+    setattr(optimizer, "grad_scale", scale)  # noqa: B010 - torch declares no such attribute
+
+
+def _release(optimizer: Optimizer, *_: Any) -> None:
+    """After a step, or before the next if one raised: the scale is for one step."""
+    setattr(optimizer, _IN_CLOSURE, False)
+    if _HAD_SCALE in vars(optimizer):
+        had = vars(optimizer).pop(_HAD_SCALE)
+        vars(optimizer).pop("grad_scale", None)  # `GradScaler` wants it absent, but deletes its own after the step
+        if had:
+            setattr(optimizer, "grad_scale", None)  # noqa: B010

@@ -1,0 +1,108 @@
+"""The optimizer that `train { optimizer = … }` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from moec.grammar.spec import Adafactor as AdafactorSpec
+from moec.grammar.spec import AdamW as AdamWSpec
+from moec.grammar.spec import Muon as MuonSpec
+from moec.grammar.spec import Optimizer as OptimizerSpec
+from moec.grammar.spec import Sgd as SgdSpec
+from moec.runtime.errors import JobError
+from moec.runtime.optimizers.adafactor import Adafactor
+from moec.runtime.optimizers.muon import Muon
+from moec.runtime.optimizers.narrow_states import NarrowAdamW, NarrowSgd, narrow
+from moec.runtime.weights.home import home_of
+from moec.runtime.weights.masters import Master
+from moec.runtime.weights.state_dict_signing import KEY, require_own
+
+OTHER_STATE = (
+    "load each rank's own state under the plan that saved it; to change plans use `get_state_dict` and "
+    "`set_state_dict` of `torch.distributed.checkpoint.state_dict`"
+)
+
+
+def make_optimizer(
+    spec: OptimizerSpec, masters: Sequence[Master], model: nn.Module | None = None, state: str = "fp32"
+) -> Optimizer:
+    """The optimizer of `spec` over these masters, with states in the dtype `state`.
+
+    Its state is signed with this rank's parts of `model`.
+    """
+    groups = [
+        {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
+        for decays, decay in ((True, spec.weight_decay), (False, 0.0))
+    ]
+    optimizer: Optimizer
+    in_bf16 = state == "bf16"
+    match spec:
+        case AdamWSpec():
+            kind = NarrowAdamW if in_bf16 else AdamW
+            optimizer = kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+        case SgdSpec():
+            optimizer = (NarrowSgd if in_bf16 and spec.momentum else SGD)(
+                groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
+            )
+        case AdafactorSpec():
+            optimizer = Adafactor(masters, spec)
+        case MuonSpec():
+            optimizer = Muon(masters, spec, torch.bfloat16 if in_bf16 else None)
+    optimizer.register_step_post_hook(_count_change)
+    if getattr(optimizer, "state_dtype", None) is not None:
+        optimizer.register_load_state_dict_post_hook(narrow)
+    if model is not None:
+        _sign(optimizer, model)
+    return optimizer
+
+
+def _count_change(optimizer: Optimizer, *_: Any) -> None:
+    """Tells autograd of the step: fused optimizers, and foreach ones on DTensors, change parameters unnoticed."""
+    updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    increment_version(updated)
+
+
+def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises `JobError` for tensors of another shape than the parameter, or whole where the parameter is sharded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    if len(saved) != len(parameters):
+        message = f"this optimizer state has {len(saved)} parameters, but the model has {len(parameters)}"
+        raise JobError("MOE0712", message, OTHER_STATE)
+    for index, parameter in zip(saved, parameters, strict=True):
+        for name, value in state["state"].get(index, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            # A factor of Adafactor has size 1 in the dims that it is a sum over.
+            fits = all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=False))
+            fits = fits and value.dim() == parameter.dim()
+            if not fits or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+                state_tensor = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
+                master = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
+                raise JobError("MOE0712", f"this optimizer state's {state_tensor}, but {master}", OTHER_STATE)
+
+
+def _sign(optimizer: Optimizer, model: nn.Module) -> None:
+    signature = home_of(model).signature()
+    # `torch.distributed.checkpoint` saves one value per name: the rank in the name makes it save every signature.
+    key = f"{KEY}.rank{signature['rank']}"
+
+    def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, key: signature}
+
+    def require(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        signed = {name: value for name, value in state.items() if name.startswith(KEY)}
+        if signed:
+            require_own(model, signed.get(key) or next(iter(signed.values())), "this optimizer state")
+        _require_fitting(optimizer, state)
+        return {name: value for name, value in state.items() if name not in signed}
+
+    optimizer.register_state_dict_post_hook(sign)
+    optimizer.register_load_state_dict_pre_hook(require)

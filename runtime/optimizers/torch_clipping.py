@@ -1,0 +1,98 @@
+"""torch's own clipping of a model with layers of `moec.layer`: the norm counts the experts of every rank.
+
+`torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`, which accelerate and the `Trainer` of
+transformers call too, see the gradients of this rank alone: each rank would scale by another factor, and replicas would
+drift apart. From the first forward pass of a layer over several ranks on they are right for its experts, and for
+gradients that are DTensors beside them. Gradients of others are computed by torch as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
+
+_sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Modules of experts that have run, and the group whose ranks have the others."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def count_experts(experts: nn.Module, group: str) -> None:
+    """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name."""
+    if group:
+        _install()
+        _sharded[experts] = group
+
+
+@functools.cache
+def _install() -> None:
+    _replace(clip_grad._get_total_norm, _total_norm)
+    _replace(clip_grad._clip_grads_with_norm_, _clip_with_norm)
+
+
+def _replace(decorated: Any, make: Callable[[Any], Any]) -> None:
+    """Replaces the function inside of torch's decorator `_no_grad` (torch 2.13, torch/nn/utils/clip_grad.py).
+
+    A new function under the old name would not be found by scripts that have imported the old one.
+    """
+    cell = decorated.__closure__[decorated.__code__.co_freevars.index("func")]
+    cell.cell_contents = torch.compiler.disable(make(cell.cell_contents))  # type: ignore[no-untyped-call]
+
+
+def _total_norm(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(inner)
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        groups = _groups_of(gradients)
+        if groups:
+            gradients = norms(by_span(gradients, groups), lambda part: inner(part, norm_type, False, foreach))
+        return inner(gradients, norm_type, error_if_nonfinite, foreach)
+
+    return get_total_norm
+
+
+def _clip_with_norm(inner: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(inner)
+    def clip_grads_with_norm_(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        graded = [parameter for parameter in listed if parameter.grad is not None]
+        if not _groups_of([parameter.grad for parameter in graded if parameter.grad is not None]):
+            inner(listed, max_norm, total_norm, foreach)
+            return
+        kinds: dict[object, list[Tensor]] = {}
+        for parameter in graded:  # an operator takes DTensors of one mesh, or none
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            kinds.setdefault(mesh, []).append(parameter)
+        for kind in kinds.values():
+            inner(kind, max_norm, total_norm, foreach)
+
+    return clip_grads_with_norm_
+
+
+def _groups_of(gradients: Iterable[Tensor]) -> dict[int, str]:
+    """By the id of each gradient of experts, the group whose ranks have the others."""
+    given = set(map(id, gradients))
+    found = {
+        id(parameter.grad): group
+        for experts, group in list(_sharded.items())
+        for parameter in experts.parameters()
+        if parameter.is_leaf and parameter.grad is not None
+    }
+    found = {gradient: group for gradient, group in found.items() if gradient in given}
+    names = canonical(found.values())
+    return {gradient: names[group] for gradient, group in found.items()}

@@ -1,0 +1,49 @@
+"""Gives each rank some whole matrices of sharded stacks, and takes the results apart again.
+
+A rank of n along an axis gets 1/n of the matrices: one all_to_all brings it their parts, another one returns the parts
+of the results. Beside an all_gather this sends less, and no matrix is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.ranks.watch import collective
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A cut of matrices over the ranks of `group`, along dim 1 (rows) or dim 2 (columns) of `[matrices, …]`."""
+
+    group: str
+    dim: int
+
+
+def of_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], Tensor], site: str) -> Tensor:
+    """This rank's part of `function(whole)`, where x `[matrices, rows, columns]` is its part of the whole matrices.
+
+    `function` keeps shapes and commutes with permutations of rows and of columns: parts are joined in the order of
+    ranks, which need not be the order of rows in the parameter. A collective over the groups of all cuts.
+    """
+    if not cuts:
+        return function(x)
+    cut, *others = cuts
+    with collective("all_to_all", cut.group, site) as peers:
+        ranks, rank = peers.size(), peers.rank()
+        counts = [part.numel() for part in torch.arange(len(x)).tensor_split(ranks)]
+        local, (rows, columns) = counts[rank], x.shape[1:]
+        received = x.new_empty(ranks * local, rows, columns)
+        dist.all_to_all_single(received, x.contiguous(), [local] * ranks, counts, group=peers)
+    whole = torch.cat(received.view(ranks, local, rows, columns).unbind(), dim=cut.dim)
+    del received
+    results = of_whole(whole, others, function, site)
+    with collective("all_to_all", cut.group, site) as peers:
+        returned = torch.empty_like(x, memory_format=torch.contiguous_format)
+        parts = torch.cat(results.tensor_split(ranks, dim=cut.dim))
+        dist.all_to_all_single(returned, parts, counts, [local] * ranks, group=peers)
+    return returned

@@ -1,0 +1,1 @@
+"""Ranks and groups: how they meet, agree, watch each other and compare."""

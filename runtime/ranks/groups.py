@@ -1,0 +1,129 @@
+"""Process groups by name.
+
+Graphs contain names of groups and no group. Each job has a number, which its groups' names begin with, as in
+`"3/ep[4..31]"`; `"3/"` are all ranks of job 3. `build` writes the names into its graphs: jobs of one process never use
+each other's groups, and a model whose job has ended raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
+
+from moec.runtime.errors import JobError
+
+if TYPE_CHECKING:
+    from moec.runtime.ranks.watch import Watch
+
+# Process-wide, not thread-local: on CUDA, backward calls the collectives from autograd's own threads.
+_groups: dict[str, ProcessGroup] = {}
+_watches: dict[str, Watch] = {}
+_open: set[str] = set()
+_numbers = count()
+
+ALL_RANKS, HOST = "", "host"
+"""The names, after a job's number, of the group of all ranks and of the same group for CPU tensors."""
+
+SEPARATOR = "/"
+"""Separates a job's number from the plan's name of a group, which never contains it."""
+
+
+class UnknownGroupError(RuntimeError):
+    """A collective names a group that is not registered on this rank."""
+
+
+def new_job() -> str:
+    """A new job's number: the prefix of its groups' names."""
+    return f"{next(_numbers)}{SEPARATOR}"
+
+
+@contextmanager
+def opened(job: str, groups: Mapping[str, ProcessGroup], watch: Watch | None) -> Iterator[None]:
+    """Registers a job's groups, by the plan's names, until the block ends.
+
+    `watch` watches the collectives of this job only.
+    """
+    names = {job + name: group for name, group in groups.items()}
+    _groups.update(names)
+    _open.add(job)
+    if watch is not None:
+        _watches[job] = watch
+    try:
+        yield
+    finally:
+        for name in names:
+            _groups.pop(name, None)
+        _open.discard(job)
+        _watches.pop(job, None)
+
+
+def is_open(job: str) -> bool:
+    """Whether job number `job` is still running in this process."""
+    return job in _open
+
+
+@contextmanager
+def use(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
+    """Registers groups outside of any job until the block ends; inner blocks shadow outer ones.
+
+    Call backward inside the block: it runs collectives too.
+    """
+    global _groups
+    outer = _groups
+    _groups = {**outer, **groups}
+    try:
+        yield
+    finally:
+        _groups = outer
+
+
+def resolve(name: str) -> ProcessGroup:
+    """The process group called `name` on this rank.
+
+    Raises `JobError` if its job has ended, and `UnknownGroupError`, which lists the known names.
+    """
+    try:
+        return _groups[name]
+    except KeyError:
+        if SEPARATOR in name:
+            raise ended() from None
+        known = ", ".join(f'"{other}"' for other in sorted(_groups)) or "none"
+        message = (
+            f'no process group is called "{name}" on this rank (known: {known}); '
+            "run collectives and their backward inside `groups.use({name: group})`"
+        )
+        raise UnknownGroupError(message) from None
+
+
+def watch_of(name: str) -> Watch | None:
+    """The watch of the job that the group called `name` belongs to, if it has one."""
+    job, separator, _ = name.partition(SEPARATOR)
+    return _watches.get(job + separator)
+
+
+def plain_name(name: str) -> str:
+    """The plan's name of a group; empty for the groups of all ranks."""
+    plain = name.partition(SEPARATOR)[2] if SEPARATOR in name else name
+    return "" if plain == HOST else plain
+
+
+def not_begun(name: str) -> JobError:
+    """The error for a job that is used before its `with`."""
+    return JobError(
+        "MOE0752",
+        f"the job of plan `{name}` has not begun",
+        "use it inside of `with moec.launch(plan) as job:`",
+    )
+
+
+def ended() -> JobError:
+    """The error for a model that is used after its job."""
+    return JobError(
+        "MOE0709",
+        "the model communicates over process groups that its job has closed",
+        "use it inside of `with moec.launch(…) as job`; `model.state_dict()` still works",
+    )

@@ -1,0 +1,217 @@
+"""Joining a job: the process group of all ranks, and a plan's meshes and groups over it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from moec.codegen.launch_command import start_command
+from moec.codegen.plan import Plan
+from moec.passes.ir import Mesh
+from moec.passes.ir.mesh import group_name
+from moec.runtime.errors import JobError, is_whole, wrong_argument
+from moec.runtime.ranks.groups import ALL_RANKS, HOST
+
+MOST_ABSENT = 8
+"""Ranks that a message names."""
+
+_joined: Counter[tuple[str, str]] = Counter()
+"""Counts the process groups that this process has made at each address; equal on all ranks, which run one script."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """The process group of all ranks that a job made, the jobs that use it now, and the longest timeout of any."""
+
+    group: ProcessGroup
+    timeout: timedelta
+    jobs: int = 0
+
+
+_made: list[_Made] = []
+_prefixed = set[int]()
+"""The rank in this process's `sys.excepthook`, once a process group was made."""
+
+
+@contextmanager
+def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> Iterator[None]:
+    """The process group of all ranks until the block ends: the one that is there, or a new one.
+
+    A group that was made here ends with the last job that uses it, in whatever order jobs end.
+    """
+    if not dist.is_initialized():
+        hook = sys.excepthook
+        _join(rank, world_size, device_type, timeout)
+        if _prefixed:  # by torch, which puts `[rank0]:` before a traceback once more for each process group
+            sys.excepthook = hook
+        _prefixed.add(rank)
+        assert dist.group.WORLD is not None
+        _made[:] = [_Made(dist.group.WORLD, timeout)]
+    mine = next((made for made in _made if made.group is dist.group.WORLD), None)
+    if mine is None:  # the script's own group
+        yield
+        return
+    mine.jobs += 1
+    if timeout > mine.timeout:  # each job's watch keeps the job's own
+        mine.timeout = timeout
+        distributed_c10d._set_pg_timeout(timeout, mine.group)
+    try:
+        yield
+    finally:
+        mine.jobs -= 1
+        if not mine.jobs and mine.group is dist.group.WORLD:
+            _made.clear()
+            dist.destroy_process_group()
+
+
+def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
+    """Makes the process group of all ranks, from torchrun's environment where there is one."""
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "MASTER_ADDR" not in os.environ:
+        assert world_size == 1
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    # The agent's store still has the addresses of an earlier attempt and of this process's earlier jobs.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
+    _joined[address] += 1
+    store.set(_here(rank), "")
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        absent = _absent(store, world_size)
+        if not absent:
+            raise
+        who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} have"
+        raise JobError(
+            "MOE0705",
+            f"{who} not joined within {timeout.total_seconds():g} s",
+            "look there for what ends the process before `moec.launch`, or takes so long; `timeout=` waits longer",
+        ) from error
+
+
+def _absent(store: Store, world_size: int) -> list[int]:
+    """The first ranks that have not said that they are here; none where the store is gone too."""
+    try:
+        return list(islice((rank for rank in range(world_size) if not store.check([_here(rank)])), MOST_ABSENT))
+    except RuntimeError:
+        return []
+
+
+def _here(rank: int) -> str:
+    return f"here{rank}"
+
+
+def require_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `JobError` unless there are as many processes as the plan has ranks."""
+    ranks = plan.world_size
+    if world_size == ranks:
+        return
+    found = f"this job has {world_size}"
+    if world_size == 1 and "RANK" not in os.environ:
+        found = "this script was started as one process"
+    raise JobError(
+        "MOE0701",
+        f"the plan is for {ranks} ranks, but {found}",
+        f"start it with `{start_command(plan, 'PLAN', _script())}`, or compile the file for a cluster of {world_size}",
+    )
+
+
+def _script() -> list[str]:
+    """This script and its arguments."""
+    is_script = sys.argv[0].endswith(".py") and sys.modules["__main__"].__spec__ is None
+    return sys.argv if is_script else ["train.py"]
+
+
+def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
+    """Raises `CallError` for what `moec.launch` cannot be told."""
+    if not is_whole(check_replicas) or check_replicas < 0:
+        message = f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}"
+        raise wrong_argument(message, "`check_replicas=100` compares replicas at every 100th step")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        message = f"timeout must be a number of seconds above 0, not {timeout!r}"
+        raise wrong_argument(message, "a number, such as `timeout=600`; the default is 100 seconds")
+    if device not in (None, "cpu", "cuda"):
+        raise wrong_argument(f"device must be 'cpu' or 'cuda' (for AMD GPUs too), not {device!r}", _device_help(device))
+    if device == "cuda" and not torch.cuda.is_available():
+        help = "leave `device` out to take what there is; `moec.launch(plan, device='cpu')` runs on the CPU"
+        raise wrong_argument("device is 'cuda', but torch finds no GPU", help)
+
+
+def _device_help(device: object) -> str:
+    name = str(device).partition(":")[0]
+    if name in ("cuda", "gpu", "hip", "rocm", "nvidia"):
+        return "write `device='cuda'`: each process takes the GPU of its LOCAL_RANK, which torchrun sets"
+    if name == "cpu":
+        return "write `device='cpu'`"
+    return "leave it out: a GPU if torch finds one, else the CPU"
+
+
+def new_connection() -> Store:
+    """The store of all ranks, over a connection of its own."""
+    store: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
+def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
+    """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out."""
+    by_name = {}
+    for name, mesh in meshes.items():
+        axes = mesh.wide_axes()
+        if axes:
+            ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
+            by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+    return by_name
+
+
+def forget_meshes() -> None:
+    """Empties DTensor's caches, which outlive a job.
+
+    They find a mesh by its shape and give that of an earlier job, whose groups have ended: `full_tensor()` would not
+    find them, or find others of the same name. They also keep the connections of every job open.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+
+
+def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
+    """A job's process groups by the plan's names, with the group of all ranks and the group for CPU tensors."""
+    by_name: dict[str, ProcessGroup] = {}
+    for name, mesh in meshes.items():
+        for axis in mesh.mesh_dim_names or ():
+            by_name[group_name(axis, name if name != "dense" else None)] = mesh.get_group(axis)
+    if meshes:
+        world = dist.group.WORLD
+        assert world is not None
+        by_name[ALL_RANKS] = world
+        by_name[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
+    for group in by_name.values():
+        # New groups have torch's default timeout of 30 minutes. The group of all ranks has its jobs' longest.
+        if group is not dist.group.WORLD:
+            distributed_c10d._set_pg_timeout(timeout, group)
+    return by_name
+
+
+def _takes_cpu_tensors() -> bool:
+    return "cpu:" in str(dist.get_backend_config())

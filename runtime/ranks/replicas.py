@@ -1,0 +1,98 @@
+"""Compares replicas: ranks with the same part of a parameter must have the same bits of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import local_slices
+from moec.runtime.errors import JobError
+from moec.runtime.ranks.watch import collective
+
+CHUNK = 1 << 20
+"""Elements hashed at a time: the int64 copies take 16 MiB."""
+MAX_NAMED = 5
+"""Parameters that a message names; the others are counted."""
+
+Hash = tuple[int, int]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_hash(tensor: Tensor) -> Tensor:
+    """Two sums over the bit patterns, int64 `[2]` on the tensor's device: plain, and weighted by position from 1.
+
+    Both wrap around. One changed bit changes the first sum. NaNs and signed zeros count as their bits.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
+        sums += torch.stack((part.sum(), (part * places).sum()))
+    return sums
+
+
+def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int, group: str) -> None:
+    """Compares hashes of all ranks' `parameters` and states, in one all_gather over `group`: 16 bytes each.
+
+    A collective: every rank must call it, with parameters of the same names. Raises `JobError` on every rank.
+    """
+    if world_size == 1 or not parameters:
+        return
+    local_hashes = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
+    hashes_of_ranks = [torch.empty_like(local_hashes) for _ in range(world_size)]
+    with collective("all_gather", group, "comparing replicas") as peers:
+        dist.all_gather(hashes_of_ranks, local_hashes, group=peers)
+    by_rank = torch.stack(hashes_of_ranks).tolist()
+    hashes = {
+        name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(world_size)]
+        for place, name in enumerate(parameters)
+    }
+    require_equal(plan, hashes)
+
+
+def require_equal(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
+    """Raises `JobError` if ranks with the same part of a parameter differ in their hash; one hash per rank."""
+    differing = []
+    for name, of_rank in hashes.items():
+        words = [drift for ranks in replicas(plan, name) if (drift := _drift({rank: of_rank[rank] for rank in ranks}))]
+        if words:
+            differing.append(f"{name}: {'; '.join(words)}")
+    if differing:
+        more = f"; and {len(differing) - MAX_NAMED} more parameters" if len(differing) > MAX_NAMED else ""
+        raise JobError("MOE0704", "; ".join(differing[:MAX_NAMED]) + more)
+
+
+def replicas(plan: Plan, name: str) -> list[list[int]]:
+    """The ranks of each part of parameter `name`; all ranks have each state whole."""
+    if name in plan.states:
+        return [list(range(plan.world_size))]
+    data = plan.parameters[name]
+    layout, mesh = data.master, plan.meshes[data.mesh]
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.ranks):
+        part = tuple(s.start for s in local_slices(data.shape, layout, mesh, rank))
+        parts.setdefault(part, []).append(rank)
+    return list(parts.values())
+
+
+def _drift(hashes: Mapping[int, Hash]) -> str:
+    """Describes the difference between ranks whose hashes should be equal; empty if they are."""
+    ranks_by_hash: dict[Hash, list[int]] = {}
+    for rank, value in hashes.items():
+        ranks_by_hash.setdefault(value, []).append(rank)
+    if len(ranks_by_hash) == 1:
+        return ""
+    largest, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
+    if len(largest) == len(others[0]):
+        return " and ".join(_ranks(ranks) for ranks in ranks_by_hash.values()) + " differ from each other"
+    odd = sorted(rank for ranks in others for rank in ranks)
+    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(largest)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

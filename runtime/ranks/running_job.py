@@ -1,0 +1,147 @@
+"""What every part of a running job knows: its plan, its ranks and their groups, and what it has counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moec.codegen.plan import Plan
+from moec.runtime.errors import JobError
+from moec.runtime.ranks import groups
+from moec.runtime.ranks.checks import Checks, JobChecks
+from moec.runtime.ranks.join import (
+    device_meshes,
+    forget_meshes,
+    joined,
+    new_connection,
+    process_groups,
+    require_world_size,
+)
+from moec.runtime.ranks.watch import Watch, watch
+from moec.runtime.uncaught import speak_once
+
+
+class RunningJob:
+    """One rank of a plan that runs. Entering it joins the process group and builds the plan's meshes.
+
+    `rank` of `world_size` processes trains on part `data_rank` of `data_size` equal parts of the batch. `checks`: how
+    ranks check inputs together. Copies of a model keep their job.
+    """
+
+    def __init__(self, plan: Plan, device: str | None, timeout: float, checks: str) -> None:
+        self.plan = plan
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
+        self.data_size = plan.data_size
+        self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.number = groups.new_job()
+        """The prefix of its groups' names (`moec.runtime.ranks.groups`)."""
+        self.checks = Checks(checks, self._place)
+        self.steps = 0
+        """Calls of `step` and blocks of `accumulate` so far that raised no error, with those before the checkpoint that
+        was loaded."""
+        self.new_steps = 0
+        """Of these, the ones since the job began: loading a checkpoint leaves them."""
+        self.tokens = 0
+        """Tokens of this rank that `step` and `accumulate` have trained on."""
+        self.total_tokens = 0
+        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
+        self.new_tokens = 0
+        """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
+        self._running = list[tuple[int, int]]()
+        """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
+        self._in_step, self._has_begun = False, False
+        self._timeout = timedelta(seconds=timeout)
+        self._meshes = dict[str, DeviceMesh]()
+        self._watch: Watch | None = None
+        self._stack = ExitStack()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        speak_once(self.rank)
+        if self.is_running:
+            raise JobError("MOE0752", "this job has begun already", "leave out the inner `with`")
+        with ExitStack() as stack:
+            if dist.is_initialized():
+                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            require_world_size(self.plan, self.world_size)
+            self._require_device()
+            self.data_rank = self.plan.data_rank(self.rank)
+            tp_ranks = next(ranks for ranks in self.plan.meshes["dense"].groups("tp") if self.rank in ranks)
+            self.checks = JobChecks(self.checks.mode, self.number, self.rank, self.world_size, tp_ranks, self._place)
+            stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
+            stack.callback(forget_meshes)
+            self._meshes = device_meshes(self.plan.meshes, self.device_type)
+            named = process_groups(self._meshes, self.device_type, self._timeout)
+            if self.world_size > 1:
+                seconds = self._timeout.total_seconds()
+                self._watch = stack.enter_context(watch(new_connection(), self.rank, self.world_size, seconds))
+            stack.enter_context(groups.opened(self.number, named, self._watch))
+            self._enter_more(stack)
+            self._stack, self._has_begun = stack.pop_all(), True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its groups are open."""
+        return groups.is_open(self.number)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
+        return 0.0 if self._watch is None else self._watch.seconds
+
+    def count_tokens(self, of_rank: int, of_all: int) -> None:
+        """Notes the tokens of the step that runs; they count when it has ended."""
+        self._running[-1] = of_rank, of_all
+
+    def count_from(self, step: int) -> None:
+        """Counts on from `step`, from 0 as a new training."""
+        self.steps = step
+        if not step:
+            self.total_tokens = 0
+
+    @contextmanager
+    def counted_step(self) -> Iterator[None]:
+        """Counts a step, which the block computes; neither it nor its tokens count if it raises."""
+        self.steps += 1
+        self.new_steps += 1
+        self._running.append((0, 0))
+        try:
+            yield
+        except BaseException:
+            self.steps -= 1
+            self.new_steps -= 1
+            self._running.pop()
+            raise
+        of_rank, of_all = self._running.pop()
+        self.tokens += of_rank
+        self.new_tokens += of_all
+        self.total_tokens += of_all
+
+    def _require_device(self) -> None:
+        """Raises for a device on which the job cannot run, before any collective."""
+
+    def _enter_more(self, stack: ExitStack) -> None:
+        """Enters what else the job has while it runs."""
+
+    def _place(self) -> str:
+        """Where an error is, for its message."""
+        rank = [f"rank {self.rank}"] if self.world_size > 1 else []
+        return ", ".join([*rank, f"step {self.steps}"] if self._in_step else rank)

@@ -1,0 +1,138 @@
+"""ZeRO 3: autograd saves handles in place of gathered weights, and backward gathers the weights again.
+
+Rajbhandari et al. 2020, "ZeRO", section 5.3: parameters are sent once for forward and once for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moec.runtime.errors import JobError
+from moec.runtime.weights.gathering import Gathering, Stamp
+
+
+class Again:
+    """The weights of one use of a layer, gathered again at their first use in backward.
+
+    It then starts the gather of `previous`, the use before it in forward, which backward needs next, and drops the
+    weights of the use after it. `drop` frees the weights; the next use of a handle gathers them again.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Gathering], stamp: Callable[[], Stamp], site: str, previous: Again | None
+    ) -> None:
+        self._begin, self._stamp, self._site = begin, stamp, site
+        self._before = stamp()
+        self.is_saved = False
+        while previous is not None and not previous.is_saved:
+            previous = previous._previous  # backward needs none of its weights
+        self._previous: Again | None = previous
+        self._next: Callable[[], Again | None] = lambda: None
+        if previous is not None:
+            previous._next = ref(self)  # a weak reference: the graph of the later use holds the earlier ones
+        self._ahead: Gathering | None = None
+        self._weights: list[Tensor] | None = None
+        self._has_led = False
+
+    def weight(self, index: int) -> Tensor:
+        """The gathered weight. Raises `JobError` if a parameter has changed since forward."""
+        if self._weights is None:
+            if self._stamp() != self._before:
+                raise changed(self._site)
+            ahead, self._ahead = self._ahead or self._begin(), None
+            self._weights = ahead.finish()
+            if (following := self._next()) is not None:
+                following.drop()
+            if self._previous is not None and not self._has_led:
+                self._has_led = True
+                self._previous.begin_ahead()
+        return self._weights[index]
+
+    def begin_ahead(self) -> None:
+        """Starts the gather, so that it runs beside the backward pass of the next layer."""
+        if self._weights is None and self._ahead is None:
+            self._ahead = self._begin()
+
+    def drop(self) -> None:
+        """Frees the weights."""
+        self._weights = self._ahead = None
+
+
+def changed(site: str) -> JobError:
+    """The error for parameters of the layer `site` that have other values in backward."""
+    return JobError(
+        "MOE0722",
+        f"a parameter of {site} was changed in place after the forward pass, and before its backward",
+        "call `backward()` before `optimizer.step()` and before `load_state_dict`",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A view of a gathered weight, as autograd saves it."""
+
+    again: Again
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Another tensor, as autograd saves it: with hooks it does not look at the version itself."""
+
+    tensor: Tensor
+    version: int
+
+
+class Handles:
+    """The gathered weights that autograd must not save. Each has a storage of its own."""
+
+    def __init__(self) -> None:
+        # A weak reference to a storage keeps its address from being used again.
+        self._known: dict[int, tuple[StorageWeakRef, Again, int]] = {}
+
+    def add(self, again: Again, weights: Sequence[Tensor], indices: Sequence[int]) -> None:
+        """Adds the `weights` at `indices`."""
+        for index in indices:
+            storage = weights[index].untyped_storage()
+            self._known[storage._cdata] = (StorageWeakRef(storage), again, index)  # type: ignore[no-untyped-call]
+
+    def in_place(self) -> AbstractContextManager[Any]:
+        """Inside the block autograd saves handles of these weights.
+
+        Where hooks are active already, such as those of `torch.utils.checkpoint`, they decide what is kept.
+        """
+        if not self._known or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Handle:
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return _Kept(tensor, tensor._version)
+        _, again, index = found
+        again.is_saved = True
+        return _Handle(again, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: _Kept | _Handle) -> Tensor:
+    if isinstance(saved, _Kept):
+        if saved.tensor._version != saved.version:
+            shape = f"{saved.tensor.dtype} {list(saved.tensor.shape)}"
+            raise RuntimeError(
+                f"a tensor that backward needs, {shape}, has been modified by an inplace operation since the forward "
+                "pass: call `backward()` before, or change a copy of it"
+            )
+        return saved.tensor
+    return saved.again.weight(saved.index).as_strided(saved.size, saved.stride, saved.offset)

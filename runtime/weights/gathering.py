@@ -1,0 +1,94 @@
+"""Gathers the weights of a layer from the parts of ranks, in the compute dtype: one all_gather per group (ZeRO)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.masters import local_part
+from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
+
+# Renamed in torch 2.13, where the old names warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Stamp = tuple[tuple[int, int, int], ...]
+"""Of each parameter: the address of this rank's part, its version, and the parameter's.
+
+An in-place change gives another stamp. A change of a DTensor, as by `load_state_dict`, gives it alone a new version; a
+change of its part, as by `job.load`, the part alone. `.data` gives none, nor do fused optimizers, nor those with
+`foreach` on DTensors; optimizers of a job count their steps themselves (`optimizer.py`).
+"""
+
+
+def stamp_of(parameters: Sequence[Tensor]) -> Stamp:
+    """The stamp of parameters."""
+    return tuple(
+        (local.data_ptr(), version_of(local), version_of(parameter))
+        for parameter, local in ((p, local_part(p)) for p in parameters)
+    )
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes that autograd has counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Parts that one all_gather sends: their indices, the flat result `[ranks, elements]`, and the running work."""
+
+    members: Sequence[int]
+    flat: Tensor
+    work: dist.Work | None
+    group: str
+    site: str
+
+
+class Gathering:
+    """The weights of a layer while their all_gathers run. `parts` are in the compute dtype, one per spec."""
+
+    def __init__(self, specs: Sequence[WeightSpec], parts: Sequence[Tensor], stamp: Stamp = ()) -> None:
+        self.stamp = stamp
+        self._specs, self._parts = specs, parts
+        members: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index, spec in enumerate(specs):
+            if spec.zero is not None:
+                members.setdefault((spec.zero.group, parts[index].dtype), []).append(index)
+        self._buckets = [self._begin(group, indices) for (group, _), indices in members.items()]
+
+    def _begin(self, group: str, members: list[int]) -> _Bucket:
+        first = self._specs[members[0]]
+        assert first.zero is not None
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        site = f"weight {first.name}{more}, {first.site}"
+        sent = torch.cat([self._parts[index].reshape(-1) for index in members])
+        flat = sent.new_empty((first.zero.ranks, sent.numel()))
+        with collective("all_gather", group, site) as peers:
+            work = all_gather_single(flat.view(-1), sent, group=peers, async_op=True)
+        return _Bucket(members, flat, work, group, site)
+
+    def finish(self) -> list[Tensor]:
+        """Waits; gives each weight, contiguous. A weight that was not gathered is its part."""
+        weights = list(self._parts)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                with collective("all_gather", bucket.group, bucket.site, begins=False):
+                    bucket.work.wait()
+            sizes = [self._parts[index].numel() for index in bucket.members]
+            for index, pieces in zip(bucket.members, torch.split(bucket.flat, sizes, 1), strict=True):
+                zero = self._specs[index].zero
+                assert zero is not None
+                weights[index] = _joined(pieces, self._parts[index].shape, zero)
+        return weights
+
+
+def _joined(pieces: Tensor, shape: torch.Size, zero: ZeroPart) -> Tensor:
+    """The whole weight of the flat pieces `[ranks, elements]`, each of `shape`."""
+    shaped = pieces.reshape(zero.ranks, *shape)
+    return shaped.flatten(0, 1).contiguous() if zero.dim == 0 else torch.cat(shaped.unbind(0), zero.dim)

@@ -1,0 +1,129 @@
+"""Parameters by their dotted names: `attention.q.weight` is the parameter `weight` of a module that is never called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from moec.runtime.errors import JobError
+from moec.runtime.script import warn
+from moec.runtime.weights.parameter_shapes import own_tensors
+
+NEVER_CALLED = (
+    "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
+    "call it; hooks of the model, of `layers[i]` and of parameters do run"
+)
+
+
+class NamePart(nn.Module):
+    """A module on a parameter's dotted path. It is never called, so its hooks never run; registering one warns."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_backward_hook(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return own_tensors(self)
+
+    def _get_name(self) -> str:
+        return "Parameters"
+
+    def _warn(self) -> None:
+        warn(NEVER_CALLED.format(path=self._path))
+
+
+def split_name(path: str) -> tuple[tuple[str, ...], str]:
+    """The modules on a parameter's path, and its name in the last module."""
+    *steps, name = path.split(".")
+    return tuple(steps), name
+
+
+def add_parameter(root: nn.Module, path: str, make: Callable[[], nn.Parameter]) -> None:
+    """Makes a parameter at a dotted path under `root`, with a `NamePart` for each missing module of the path."""
+    steps, name = split_name(path)
+    part = _part(root, steps)
+    if name not in part._parameters:
+        part.register_parameter(name, make())
+
+
+def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
+    """The module at this path, with a `NamePart` for each step that is not there yet."""
+    for i, step in enumerate(steps):
+        if step not in root._modules:
+            root.add_module(step, NamePart(".".join(steps[: i + 1])))
+        root = root.get_submodule(step)
+    return root
+
+
+def add_buffer(root: nn.Module, path: str, buffer: Tensor) -> None:
+    """Registers a buffer at a dotted path under `root`, as `add_parameter` does a parameter. `state_dict` has it."""
+    steps, name = split_name(path)
+    _part(root, steps).register_buffer(name, buffer)
+
+
+def read_buffer(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
+    """The buffer under `root`. Raises `JobError` where it is gone, or a module of another kind is on its path."""
+    module = root
+    for step in steps:
+        module = module._modules.get(step)  # type: ignore[assignment]
+    buffer = module._buffers.get(name) if isinstance(module, NamePart) else None
+    if buffer is None:
+        raise _replaced((*steps, name), f"{name} is no longer a buffer")
+    return buffer
+
+
+def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
+    """The current value of a parameter under `root`, with parametrizations and `torch.func.functional_call` applied.
+
+    Raises `JobError` for replacements that would never run: a module on the path, or a tensor that a hook computes.
+    """
+    parameter = registered_parameter(root, steps, name)
+    if parameter is not None:
+        return parameter
+    module = root.get_submodule(".".join(steps))
+    if parametrize.is_parametrized(module, name):
+        return getattr(module, name)  # type: ignore[no-any-return]
+    raise _replaced((*steps, name), f"{name} is no longer a parameter, and a hook that computes it would never run")
+
+
+def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor | None:
+    """The registered parameter, or None. Raises `JobError` if a module on the path was replaced."""
+    module = root
+    for step in steps:
+        module = module._modules[step]  # type: ignore[assignment]
+        if not isinstance(module, NamePart):
+            kind = type(module).__name__
+            raise _replaced((*steps, name), f"{step} is now of class {kind}, whose forward would never run")
+    return module._parameters.get(name)
+
+
+def _replaced(path: Sequence[str], how: str) -> JobError:
+    return JobError(
+        "MOE0710",
+        f"{'.'.join(path)} was replaced: {how}",
+        "put another `nn.Parameter` in its place, or parametrize it (`torch.nn.utils.parametrize`), rather than use "
+        "`weight_norm`, `prune` or an adapter's module; a whole layer may be any module",
+    )

@@ -1,0 +1,148 @@
+"""The home of a rank's modules: its parts of the parameters, and the groups that sum their gradients."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from moec.codegen.emit import DTYPES
+from moec.codegen.plan import Plan, PlanParameter, ZeroCut
+from moec.passes.ir import Block, Op, State, local_slices
+from moec.runtime.backends.triton.triton_tiles import ways_on
+from moec.runtime.ranks.checks import Checks
+from moec.runtime.ranks.groups import ALL_RANKS, ended, is_open
+from moec.runtime.weights.shards import (
+    dtensor_placements,
+    initial_shard,
+    initial_state,
+    require_executable,
+    require_gathered,
+)
+from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
+
+
+class RankHome:
+    """The home of the modules of one `build`: on `device`, initialised from `seed`.
+
+    `count_from` is called when a script sets the step of its model, `attend` for each training pass.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        job: str,
+        meshes: Mapping[str, DeviceMesh],
+        checks: Checks,
+        *,
+        device: torch.device,
+        seed: int,
+        count_from: Callable[[int], None] = lambda step: None,
+        attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
+    ) -> None:
+        require_executable(plan.parameters)
+        require_gathered(plan)
+        self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
+        self._meshes, self._device, self.seed = meshes, device, seed
+        self.count_from, self.attend = count_from, attend
+        self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
+        self.shares_batch = plan.data_size < plan.world_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankHome:
+        return self
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's part, newly drawn: a DTensor if there are several ranks."""
+        data = self.plan.parameters[name]
+        mesh = self.plan.meshes[data.mesh]
+        dtype = self.stored_dtype(data)
+        part = initial_shard(name, data, mesh, self.rank, seed=self.seed, dtype=dtype, device=self._device)
+        if data.mesh not in self._meshes:
+            return nn.Parameter(part, requires_grad=not data.frozen)
+        whole = DTensor.from_local(part, *self._layout(data), run_check=False)
+        return nn.Parameter(whole, requires_grad=not data.frozen)
+
+    def stored_dtype(self, data: PlanParameter) -> torch.dtype:
+        """The dtype of a parameter between steps: fp32 for the optimizer, the compute dtype where it is frozen."""
+        return DTYPES[data.dtype] if data.frozen else torch.float32
+
+    def state(self, state: State) -> Tensor:
+        """The whole state: every rank has the same."""
+        return initial_state(state, device=self._device)
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        data = self.plan.parameters[name]
+        index = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+        cut = data.zero_cut
+        return WeightSpec(
+            name=name,
+            shape=tuple(part.stop - part.start for part in index),
+            dtype=DTYPES[data.dtype],
+            groups=tuple(self.groups + group for group in self._sum_over(data)),
+            site=site,
+            master=self.stored_dtype(data),
+            frozen=data.frozen,
+            zero=None if cut is None else self._zero_part(data, cut),
+        )
+
+    def _zero_part(self, data: PlanParameter, cut: ZeroCut) -> ZeroPart:
+        return ZeroPart(
+            group=self.groups + cut.group,
+            dim=cut.dim,
+            ranks=self.plan.meshes[data.mesh].size(cut.axis),
+            per_use=data.zero_stage == 3,
+            per_pass=data.zero_stage >= 2,
+        )
+
+    def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
+        """The groups that sum its gradient; the group of all ranks if they span the mesh."""
+        if data.zero_cut is not None:  # its group sums first, by a reduce_scatter
+            return tuple(group for group in data.sum_over if group != data.zero_cut.group)
+        if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
+            return (ALL_RANKS,)
+        return data.sum_over
+
+    def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        mesh = self._meshes[data.mesh]
+        return mesh, dtensor_placements(data.master, mesh)
+
+    def ways(self, block: Block, op: Op) -> str | None:
+        return ways_on(self.plan, block, op, self._device)
+
+    def require_running(self) -> None:
+        if self.plan.world_size > 1 and not is_open(self.groups):
+            raise ended()
+
+    def signature(self) -> dict[str, Any]:
+        return {"ranks": self.plan.world_size, "rank": self.rank, "parts": self._parts_digest}
+
+    @cached_property
+    def _parts_digest(self) -> str:
+        """A digest that is equal for plans that shard every parameter the same way."""
+        meshes = {name: mesh.axes for name, mesh in self.plan.meshes.items()}
+        cut = sorted((name, p.shape, str(p.master), meshes[p.mesh]) for name, p in self.plan.parameters.items())
+        return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
+
+    def complaint_of(self, signature: dict[str, Any]) -> str | None:
+        """None for states of ranks with the same parts of every parameter."""
+        ranks, rank = signature["ranks"], signature["rank"]
+        if ranks == 1:
+            return None  # unsharded tensors
+        if ranks != self.plan.world_size:
+            return f"its plan is for {ranks} ranks, but this plan is for {self.plan.world_size}"
+        if signature.get("parts", self._parts_digest) != self._parts_digest:
+            return "its plan shards parameters differently"
+        for name, data in self.plan.parameters.items():
+            mesh, layout = self.plan.meshes[data.mesh], data.master
+            theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
+            if theirs != ours:
+                return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"
+        return None

@@ -1,0 +1,135 @@
+"""The autograd nodes between a layer's parameters and its weights (`weights.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.refused_derivatives import once
+from moec.runtime.weights.gathered_again import Again, changed
+from moec.runtime.weights.gathering import version_of
+from moec.runtime.weights.gradients import Bucket
+from moec.runtime.weights.masters import local_part
+from moec.runtime.weights.weight_spec import WeightSpec
+
+if TYPE_CHECKING:
+    from moec.runtime.weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The parameters of a forward pass, and their local parts.
+
+    Without a `one_pass` no gradient is wanted; `is_ready`: the graphs take the parameters as they are.
+    """
+
+    parameters: list[Tensor]
+    local: Sequence[Tensor]
+    one_pass: Pass | None = None
+    is_ready: bool = False
+
+
+class Pass:
+    """One forward pass: its parameters, and the sums that its backward has started.
+
+    `hooked`: whether a parameter has hooks, which need its gradient. `again`: the weights that backward gathers again.
+    `versions`: of the DTensors whose parts the graphs use as they are. Autograd sees changes of a part, but not those
+    of its DTensor.
+    """
+
+    __slots__ = ("again", "buckets", "hooked", "needed", "parameters", "versions", "weights")
+
+    def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
+        self.weights = weights
+        self.needed = tuple(parameter.requires_grad for parameter in parameters)
+        self.hooked = any(map(has_hooks, parameters))
+        # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
+        self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
+        self.buckets: list[Bucket] = []
+        self.again: Again | None = None
+        self.versions = [
+            (ref(parameter), version_of(parameter))
+            for parameter, spec in zip(parameters, weights.specs, strict=True)
+            if isinstance(parameter, DTensor) and spec.zero is None and spec.dtype == parameter.dtype
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raises `JobError` if such a DTensor has changed since forward: autograd's weights have changed with it."""
+        for each, version in self.versions:
+            if (parameter := each()) is not None and version_of(parameter) != version:
+                raise changed(self.weights.specs[0].site)
+
+
+class Unwrap(torch.autograd.Function):
+    """DTensors to this rank's parts; backward waits for the gradients' sums and wraps them as DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, one_pass: Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.one_pass = one_pass
+        ctx.set_materialize_grads(False)
+        local = tuple(local_part(parameter) for parameter in parameters)
+        ctx.mark_non_differentiable(*(p for p, needed in zip(local, one_pass.needed, strict=True) if not needed))
+        return local
+
+    @staticmethod
+    @once("the gradient of a parameter that is cast, or summed over ranks,")
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        one_pass: Pass = ctx.one_pass
+        results = list(gradients)
+        buckets, one_pass.buckets = one_pass.buckets, []
+        one_pass.weights.finish_sums(results, buckets)
+        return (None, *map(wrapped, results, one_pass.weights.specs, one_pass.parameters))
+
+
+class Narrow(torch.autograd.Function):
+    """This rank's parts to weights in the compute dtype; backward widens gradients and starts their sums."""
+
+    @staticmethod
+    def forward(ctx: Any, one_pass: Pass, taken: Taken, *local: Tensor) -> tuple[Tensor, ...]:
+        ctx.one_pass, ctx.device = one_pass, local[0].device
+        ctx.dtypes = [torch.promote_types(part.dtype, torch.float32) for part in local]
+        ctx.set_materialize_grads(False)
+        narrow = tuple(weight.detach() for weight in one_pass.weights.weights(taken))
+        ctx.mark_non_differentiable(*(p for p, needed in zip(narrow, one_pass.needed, strict=True) if not needed))
+        return narrow
+
+    @staticmethod
+    @once("the gradient of a parameter that is cast, or summed over ranks,")
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        one_pass: Pass = ctx.one_pass
+        one_pass.require_unchanged()
+        if one_pass.again is not None:
+            one_pass.again.drop()
+        wide = [
+            gradient.to(dtype) if gradient is not None and needed else None
+            for gradient, dtype, needed in zip(gradients, ctx.dtypes, one_pass.needed, strict=True)
+        ]
+        results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass, ctx.device)
+        return None, None, *results
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether backward calls a user's function with the parameter's gradient."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | None) -> Tensor | None:
+    """The gradient of this rank's part, scaled, as a DTensor where its parameter is one."""
+    if gradient is None:
+        return None
+    if spec.scale != 1.0:
+        gradient = gradient * spec.scale
+    return gradient if mesh is None else DTensor.from_local(gradient, *mesh, run_check=False)
+
+
+def finish(results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
+    """Waits for the sums and writes them to `results`."""
+    for bucket in buckets:
+        for member, total in zip(bucket.members, bucket.finish(), strict=True):
+            results[member.index] = total
