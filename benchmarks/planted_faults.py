@@ -18,7 +18,7 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Edit, Severity
 from moec.grammar.supported import unsupported
 from moec.grammar.syntax.tokens import Token, lex
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("dropped", "doubled", "swapped", "misspelt")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import AdamW, Spec
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 MAX_NORM = 1.0
 

@@ -10,7 +10,7 @@ from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.totals import tally
-from moec.passes.place.degrees import Degrees, choose_degrees
+from moec.passes.degrees.degrees import Degrees, choose_degrees
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
@@ -57,7 +57,7 @@ def subject_line(spec: Spec) -> str:
 
 def degrees_lines(degrees: Degrees) -> list[str]:
     """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes."""
-    dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
+    dense = f"dp {degrees.dp}{_default('dp' in degrees.stated)}"
     if degrees.tp > 1:
         dense += f", tp {degrees.tp}"
     spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]

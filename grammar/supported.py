@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError
 from moec.grammar.group_gate_rules import ONE_TEXT
 from moec.grammar.marks import elsewhere, marked, refused
 from moec.grammar.spec import (
@@ -41,6 +41,12 @@ def unsupported(spec: Spec) -> list[Diagnostic]:
     every = (*marked(spec, None, set()), *_of_layers(spec), *_of_images(spec))
     every += (*_of_experts(spec), *_of_heads(spec), *_of_devices(spec))
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
+
+
+def require_supported(spec: Spec) -> None:
+    """Raises `DiagnosticError` for what has no backend."""
+    if found := unsupported(spec):
+        raise DiagnosticError(found)
 
 
 def _of_devices(spec: Spec) -> Iterator[Diagnostic]:

@@ -283,7 +283,7 @@ def check_text(data: bytes | str, name: str, folder: Path, lets: Mapping[str, fl
 
 def check_loaded(loaded: Loaded) -> tuple[Diagnostic, ...]:
     """Every error in a loaded file, including those of its degrees. Needs no torch."""
-    from moec.passes.place.degrees import choose_degrees
+    from moec.passes.degrees.degrees import choose_degrees
 
     if loaded.spec is None:
         return loaded.diagnostics

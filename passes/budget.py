@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
 from moec.grammar.spec import Spec, Train
 from moec.passes.cost.memory import Moment, memory_of
+from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import Program
-from moec.passes.remedies import ROOM, Change, first_that_fits, has_room, what_could_help
+from moec.passes.remedies import ROOM, Change, Placing, first_that_fits, has_room, what_could_help
 
 LARGEST_KINDS = 3
 """Tenants that the message names."""
@@ -21,12 +21,13 @@ NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {
 class Budget:
     """Compares the peak of a step of `spec.train` with the memory of `spec.cluster.device`. Changes nothing.
 
-    `place` compiles a Spec without this check: the search for a remedy compiles others. A file without `train`, or of a
-    `layer`, does not say what a step is, and is not checked.
+    `place` compiles other Specs and degrees without this check, for the search of a remedy. A file without `train`, or
+    of a `layer`, does not say what a step is, and is not checked.
     """
 
     spec: Spec
-    place: Callable[[Spec], Program]
+    degrees: Degrees
+    place: Placing
 
     def apply(self, program: Program) -> Program:
         """Returns `program`. Raises `DiagnosticError` (MOE0501) if its step does not fit the device."""
@@ -45,7 +46,7 @@ class Budget:
             (device.span("memory"), f"{device.name} has {gigabytes(device.memory)}"),
             (train.span("batch"), f"{train.batch} sequences over all ranks"),
         )
-        found = first_that_fits(self.spec, self.place)
+        found = first_that_fits(self.spec, self.degrees, self.place)
         return diagnose(
             "MOE0501",
             place,
@@ -56,7 +57,7 @@ class Budget:
 
     def _other_advice(self) -> str:
         """What to do where no change that was tried fits."""
-        helps = "".join(f"{change}, " for change in what_could_help(self.spec, self.place))
+        helps = "".join(f"{change}, " for change in what_could_help(self.spec, self.degrees, self.place))
         return NOTHING_FITS.format(helps=helps)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moec.grammar.spec import Spec
+from moec.grammar.supported import require_supported
 from moec.passes.budget import Budget
+from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
@@ -18,7 +20,6 @@ from moec.passes.place.communicate import Communicate
 from moec.passes.place.partition import Partition
 from moec.passes.place.place import Place
 from moec.passes.place.shard import ShardLayouts
-from moec.passes.place.stated_degrees import zero_of
 from moec.passes.place.tensor_parallel import TensorParallel
 
 
@@ -60,35 +61,39 @@ class Compilation:
 PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition", "budget")
 
 
-def pipeline(spec: Spec) -> Sequence[PassStep]:
+def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
     """The passes after `lower`, in order."""
     return (
-        PassStep("place", Place(spec).apply, (placed,)),
+        PassStep("place", Place(degrees).apply, (placed,)),
         PassStep("tensor_parallel", TensorParallel().apply, ()),
-        PassStep("shard", ShardLayouts(zero_of(spec)).apply, (laid_out, evenly_cut)),
+        PassStep("shard", ShardLayouts(degrees.zero).apply, (laid_out, evenly_cut)),
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
         PassStep("partition", Partition().apply, (staged, has_interface)),
-        PassStep("budget", Budget(spec, _placed).apply, ()),
+        PassStep("budget", Budget(spec, degrees, _placed).apply, ()),
     )
 
 
-def _placed(spec: Spec) -> Program:
+def _placed(spec: Spec, degrees: Degrees) -> Program:
     """The Program of `spec` before the budget."""
-    return compile_program(spec, "partition").program
+    return compile_program(spec, "partition", degrees).program
 
 
-def compile_program(spec: Spec, stop_after: str | None = None) -> Compilation:
+def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees | None = None) -> Compilation:
     """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
 
+    `degrees`: others than those that `spec` states; they keep the rules of degrees.
     Raises `DiagnosticError` for a user's mistake, `InternalError` for a bug in moec.
     """
     started = time.perf_counter()
-    program = lower(spec)
+    if degrees is None:
+        require_supported(spec)
+        degrees = choose_degrees(spec)
+    program = lower(spec, degrees)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)
-    for step in pipeline(spec):
+    for step in pipeline(spec, degrees):
         if records[-1].name == stop_after:
             break
         started = time.perf_counter()

@@ -20,10 +20,10 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.workload import Workload
+from moec.passes.degrees.degrees import Degrees, choose_degrees
+from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.interface import layers_by_block
-from moec.passes.place.degrees import choose_degrees
-from moec.passes.place.stated_degrees import divisors, microbatches_of, recomputed_of, zero_of
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)
@@ -36,43 +36,8 @@ ROOM = 0.1
 """Part of a device's memory: predicted peaks were at most 9.3 % off the measured ones (benchmarks/bench_memory.py), and
 what a driver and communicators take is not in them."""
 
-Place = Callable[[Spec], Program]
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Words of `parallel` that change the memory of a step. `ep` is None where the file has several, or no experts."""
-
-    ep: int | None
-    zero: int
-    recompute: Recompute
-    microbatches: int
-
-    @classmethod
-    def of(cls, spec: Spec) -> Words:
-        """The words that `spec` states, or their defaults."""
-        degrees = {experts.ep for experts in choose_degrees(spec).experts}
-        stated_by_layers = any(layers.ep is not None for layers in spec.parallel.layers)
-        ep = degrees.pop() if len(degrees) == 1 and not stated_by_layers else None
-        recompute = spec.parallel.recompute
-        assert recompute != "auto", "rejected earlier"
-        return cls(ep, zero_of(spec), recompute, microbatches_of(spec))
-
-    def spec(self, spec: Spec) -> Spec:
-        """`spec` with the words that differ from its words."""
-        return spec.replace(parallel=spec.parallel.replace(**self._differing(Words.of(spec))))
-
-    def written(self, other: Words) -> str:
-        """The words that differ from `other`, as one writes them."""
-        return ", ".join(f"`{word} = {value}`" for word, value in self._differing(other).items())
-
-    def num_differing(self, other: Words) -> int:
-        """The number of words that differ from `other`."""
-        return len(self._differing(other))
-
-    def _differing(self, other: Words) -> dict[str, object]:
-        pairs = ((word, getattr(self, word), getattr(other, word)) for word in self.__slots__)
-        return {word: mine for word, mine, theirs in pairs if mine != theirs}
+Placing = Callable[[Spec, Degrees], Program]
+"""Compiles a Spec with these degrees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +49,24 @@ class Change:
     peak: float
 
 
-def first_that_fits(spec: Spec, place: Place) -> Change | None:
+def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | None:
     """The first change with which a step fits the device; None if none does.
 
-    Changes of words come in the order of `step_seconds`; then more ranks, with the file's own words; then the fewest
-    ranks that fit with a change of words. `place` compiles a Spec.
+    Changes of degrees come in the order of `step_seconds`; then more ranks, with the file's own words; then the fewest
+    ranks that fit with a change of degrees.
     """
-    if found := _words_that_fit(_Search(spec, place)):
+    if found := _degrees_that_fit(_Search(spec, degrees, place)):
         return Change(f"set {found.text}", found.num_words, found.peak)
-    larger = [more for times in MORE_RANKS if _has_degrees(more := _with_ranks(spec, times))]
-    peaks = {more.cluster.ranks: peak for more in larger if (peak := _peak(more, place))}
+    larger = [(more, own) for times in MORE_RANKS if (own := _degrees_of(more := _with_ranks(spec, times)))]
+    peaks = {own.ranks: peak for more, own in larger if (peak := _peak(more, own, place))}
     if peaks:
         memory = spec.cluster.device.memory
         ranks = next((ranks for ranks, peak in peaks.items() if has_room(peak, memory)), min(peaks))
         return Change(f"use {ranks} ranks", 1, peaks[ranks])
-    for more in larger:
-        search = _Search(more, place)
-        if search.is_promising() and (found := _words_that_fit(search)):
-            return Change(f"use {more.cluster.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
+    for more, own in larger:
+        search = _Search(more, own, place)
+        if search.is_promising() and (found := _degrees_that_fit(search)):
+            return Change(f"use {own.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
     return None
 
 
@@ -110,85 +75,84 @@ def has_room(peak: float, memory: float) -> bool:
     return peak <= (1 - ROOM) * memory
 
 
-def what_could_help(spec: Spec, place: Place) -> list[str]:
+def what_could_help(spec: Spec, degrees: Degrees, place: Placing) -> list[str]:
     """Changes of `train` that may make a step fit where `first_that_fits` gives None.
 
-    More ranks with as many times the batch are named if some words fit there, and the file's batch does not divide over
-    them; a smaller batch if one sequence for each rank fits; shorter sequences if parameters, gradients and optimizer
-    states fit. A part of a step has a single sequence already with the most micro-batches, so that a smaller batch only
-    saves what micro-batches keep.
+    More ranks with as many times the batch are named if some degrees fit there, and the file's batch does not divide
+    over them; a smaller batch if one sequence for each rank fits; shorter sequences if parameters, gradients and
+    optimizer states fit. A part of a step has a single sequence already with the most micro-batches, so that a smaller
+    batch only saves what micro-batches keep.
     """
     assert spec.train is not None
     helps = []
     for times in MORE_RANKS:
         more, batch = _with_ranks(spec, times), spec.train.batch * times
         larger = more.replace(train=spec.train.replace(batch=batch))
-        if not _has_degrees(more) and _has_degrees(larger) and _Search(larger, place).is_promising():
+        own = None if _degrees_of(more) else _degrees_of(larger)
+        if own is not None and _Search(larger, own, place).is_promising():
             helps.append(f"{more.cluster.ranks} ranks with `batch = {batch}`")
             break
-    smallest = spec.replace(train=spec.train.replace(batch=choose_degrees(spec).dp))
-    if smallest.train != spec.train and _Search(smallest, place).is_promising():
+    smallest = spec.replace(train=spec.train.replace(batch=degrees.dp))
+    own = degrees._replace(microbatches=1)
+    if smallest.train != spec.train and _Search(smallest, own, place).is_promising():
         helps.append("a smaller batch")
-    return [*helps, "shorter sequences"] if _Search(spec, place).holds_states() else helps
+    return [*helps, "shorter sequences"] if _Search(spec, degrees, place).holds_states() else helps
 
 
-def _words_that_fit(search: _Search) -> Change | None:
-    """The combination of words that fits in the least time, as one writes it: with room, or else without."""
+def _degrees_that_fit(search: _Search) -> Change | None:
+    """The degrees that fit in the least time, as one writes them: with room, or else without."""
     for search.room in (ROOM, 0.0):
-        for words in search.fitting():
-            if peak := _peak(words.spec(search.spec), search.place):
-                return Change(words.written(search.stated), words.num_differing(search.stated), peak)
+        for degrees in search.fitting():
+            if peak := _peak(search.spec, degrees, search.place):
+                changes = degrees.changes_from(search.stated)
+                return Change(", ".join(f"`{word} = {value}`" for word, value in changes.items()), len(changes), peak)
     return None
 
 
 @dataclass
 class _Search:
-    """Combinations of words as a queue by time. It compiles once for each `ep` and `zero`: other words keep the ops.
+    """Combinations of degrees as a queue by time. It compiles once for each `ep` and `zero`: the others keep the ops.
 
     A combination is queued with one micro-batch. From 2 on, more micro-batches take less memory and more time, so the
     fewest that fit are found by halving, and queued again with their time.
     """
 
     spec: Spec
-    place: Place
+    stated: Degrees
+    place: Placing
     programs: dict[tuple[int | None, int], Program | None] = field(default_factory=dict)
-    """None: another rule forbids it."""
+    """By `ep` and `zero`. None: another rule forbids it."""
     costs: dict[tuple[int | None, int, int], dict[str, BlockCost]] = field(default_factory=dict)
     too_small: set[tuple[int | None, int]] = field(default_factory=set)
     """The `ep` and `zero` whose parameters and optimizer states alone do not fit."""
     room: float = 0.0
     """The part of the device's memory that stays free."""
 
-    @cached_property
-    def stated(self) -> Words:
-        """The words of the file."""
-        return Words.of(self.spec)
-
-    def fitting(self) -> Iterator[Words]:
-        """The words that fit, the least time first."""
+    def fitting(self) -> Iterator[Degrees]:
+        """The degrees that fit, the least time first."""
         parts = self._parts()
-        queue: list[tuple[tuple[float, ...], tuple[int, int], Words, bool]] = []
-        combinations = itertools.product(_degrees(self.spec, self.stated), STAGES)
+        queue: list[tuple[tuple[float, ...], tuple[int, int], Degrees, bool]] = []
+        combinations = itertools.product(self._eps, STAGES)
         for order, (ep, zero) in enumerate(c for c in combinations if self._compiled(*c)):
             for more, recompute in enumerate(RECOMPUTED):
-                words = Words(ep, zero, recompute, parts[0])
-                queue.append((self._time(words), (order, more), words, False))
+                degrees = self._with(ep, zero).recomputing(recompute)._replace(microbatches=parts[0])
+                queue.append((self._time(degrees), (order, more), degrees, False))
         heapq.heapify(queue)
         while queue:
-            _, place, words, fits = heapq.heappop(queue)
-            if fits or self._fits(words):
-                yield words
-            elif found := self._with_more_parts(words, parts[1:]):
+            _, place, degrees, fits = heapq.heappop(queue)
+            if fits or self._fits(degrees):
+                yield degrees
+            elif found := self._with_more_parts(degrees, parts[1:]):
                 heapq.heappush(queue, (self._time(found), place, found, True))
 
     def is_promising(self) -> bool:
         """Whether a combination fits that saves most: ZeRO 1 to 3, `recompute = layer`, one micro-batch or the most."""
         parts = self._parts()
-        for ep in _degrees(self.spec, self.stated):
+        for ep in self._eps:
             for zero in reversed(STAGES[1:]):
                 if self._compiled(ep, zero):
-                    words = Words(ep, zero, "layer", parts[0])
-                    if self._fits(words) or self._fits(replace(words, microbatches=parts[-1])):
+                    degrees = self._with(ep, zero).recomputing("layer")._replace(microbatches=parts[0])
+                    if self._fits(degrees) or self._fits(degrees._replace(microbatches=parts[-1])):
                         return True
                 if (ep, STAGES[-1]) in self.too_small:  # as for every stage
                     break
@@ -196,85 +160,93 @@ class _Search:
 
     def holds_states(self) -> bool:
         """Whether parameters, gradients and optimizer states fit under ZeRO 3, with some `ep`."""
-        for ep in _degrees(self.spec, self.stated):
+        for ep in self._eps:
             if program := self._compiled(ep, STAGES[-1]):
-                words = replace(self.stated, ep=ep, zero=STAGES[-1])
-                last = memory_of(program, words.spec(self.spec)).moments[-1].bytes.of
+                last = memory_of(program, self.spec).moments[-1].bytes.of
                 if sum(last.get(t, 0.0) for t in (*ALWAYS, "gradients")) <= self.spec.cluster.device.memory:
                     return True
         return False
 
+    @cached_property
+    def _eps(self) -> list[int | None]:
+        """The `ep` that divide ranks and every layer's experts; that of the file first. None where it has several."""
+        if len(self.stated.experts) != 1 or "layers.ep" in self.stated.stated:
+            return [None]
+        counts = [count for moe in self.spec.subject.mixtures if moe is not None for count in moe.counts]
+        fitting = [d for d in divisors(self.stated.ranks) if all(count % d == 0 for count in counts)]
+        return sorted(fitting, key=lambda d: (d != self.stated.experts[0].ep, d))
+
+    def _ep_of(self, degrees: Degrees) -> int | None:
+        return None if self._eps == [None] else degrees.experts[0].ep
+
     def _parts(self) -> list[int]:
         """The numbers of micro-batches that divide a rank's sequences."""
         assert self.spec.train is not None
-        return divisors(max(1, self.spec.train.batch // choose_degrees(self.spec).dp))
+        return divisors(max(1, self.spec.train.batch // self.stated.dp))
+
+    def _with(self, ep: int | None, zero: int) -> Degrees:
+        degrees = self.stated if ep is None else self.stated.with_ep(ep)
+        return degrees._replace(zero=zero)
 
     def _compiled(self, ep: int | None, zero: int) -> Program | None:
         if (ep, zero) not in self.programs:
+            degrees = self._with(ep, zero)
             try:
-                words = replace(self.stated, ep=ep, zero=zero)
-                self.programs[ep, zero] = self.place(words.spec(self.spec))
+                degrees.require_near(self.spec)
+                self.programs[ep, zero] = self.place(self.spec, degrees)
             except DiagnosticError:
                 self.programs[ep, zero] = None
         return self.programs[ep, zero]
 
-    def _program(self, words: Words) -> Program:
-        """The Program of these words. Layers of one block recompute the same, unless `layers` says otherwise."""
-        program, recomputed = self._compiled(words.ep, words.zero), recomputed_of(words.spec(self.spec))
+    def _program(self, degrees: Degrees) -> Program:
+        """The Program of these degrees. Layers of one block recompute the same, unless `layers` says otherwise."""
+        program = self._compiled(self._ep_of(degrees), degrees.zero)
         assert program is not None
-        found: dict[str, set[Recompute]] = {
-            name: {recomputed[number] for number in numbers}
+        found = {
+            name: {degrees.recompute[number] for number in numbers}
             for name, numbers in layers_by_block(program).items()
             if numbers
         }
         if any(len(of) > 1 for of in found.values()):
-            return self.place(words.spec(self.spec))
+            return self.place(self.spec, degrees)
         blocks = (replace(b, recompute=next(iter(found.get(b.name, {b.recompute})))) for b in program.blocks)
-        return replace(program, blocks=tuple(blocks), microbatches=words.microbatches)
+        return replace(program, blocks=tuple(blocks), microbatches=degrees.microbatches)
 
-    def _time(self, words: Words) -> tuple[float, ...]:
+    def _time(self, degrees: Degrees) -> tuple[float, ...]:
         """The estimated time in steps of `SAME_TIME`, the number of changed words, and the time."""
-        program, key = self._program(words), (words.ep, words.zero, words.microbatches)
+        program, key = self._program(degrees), (self._ep_of(degrees), degrees.zero, degrees.microbatches)
         costs = self.costs.get(key)
         if costs is None or costs.keys() != {block.name for block in program.blocks}:
             workload = Workload.of(self.spec, program)
-            costs = costs_of(program, replace(workload, batch=-(-workload.batch // words.microbatches)))
+            costs = costs_of(program, replace(workload, batch=-(-workload.batch // degrees.microbatches)))
             self.costs[key] = costs
         seconds = step_seconds(_with_blocks(costs, program), program, self.spec)
-        return round(math.log(seconds) / math.log1p(SAME_TIME)), words.num_differing(self.stated), seconds
+        return round(math.log(seconds) / math.log1p(SAME_TIME)), len(degrees.changes_from(self.stated)), seconds
 
-    def _fits(self, words: Words) -> bool:
-        if (words.ep, words.zero) in self.too_small:
+    def _fits(self, degrees: Degrees) -> bool:
+        key = self._ep_of(degrees), degrees.zero
+        if key in self.too_small:
             return False
         capacity = self.spec.cluster.device.memory
-        peak = memory_of(self._program(words), words.spec(self.spec)).peak.bytes
+        peak = memory_of(self._program(degrees), self.spec).peak.bytes
         if sum(peak.of.get(kind, 0.0) for kind in ALWAYS) > capacity:
-            self.too_small.add((words.ep, words.zero))
+            self.too_small.add(key)
         return peak.total <= (1 - self.room) * capacity
 
-    def _with_more_parts(self, words: Words, parts: list[int]) -> Words | None:
-        """`words` with the fewest of these micro-batches that fit."""
-        if not parts or not self._fits(replace(words, microbatches=parts[-1])):
+    def _with_more_parts(self, degrees: Degrees, parts: list[int]) -> Degrees | None:
+        """`degrees` with the fewest of these micro-batches that fit."""
+        if not parts or not self._fits(degrees._replace(microbatches=parts[-1])):
             return None
         low, high = 0, len(parts) - 1
         while low < high:
             middle = (low + high) // 2
-            fits = self._fits(replace(words, microbatches=parts[middle]))
+            fits = self._fits(degrees._replace(microbatches=parts[middle]))
             low, high = (low, middle) if fits else (middle + 1, high)
-        return replace(words, microbatches=parts[low])
+        return degrees._replace(microbatches=parts[low])
 
 
 def _with_blocks(costs: Mapping[str, BlockCost], program: Program) -> dict[str, BlockCost]:
     return {block.name: replace(costs[block.name], block=block) for block in program.blocks}
-
-
-def _degrees(spec: Spec, stated: Words) -> list[int | None]:
-    """The `ep` that divide ranks and every layer's experts; that of the file first."""
-    if stated.ep is None:
-        return [None]
-    counts = [count for moe in spec.subject.mixtures if moe is not None for count in moe.counts]
-    fitting = [d for d in divisors(spec.cluster.ranks) if all(count % d == 0 for count in counts)]
-    return sorted(fitting, key=lambda d: (d != stated.ep, d))
 
 
 def _with_ranks(spec: Spec, times: int) -> Spec:
@@ -284,19 +256,18 @@ def _with_ranks(spec: Spec, times: int) -> Spec:
     return spec.replace(cluster=spec.cluster.replace(levels=levels), parallel=parallel)
 
 
-def _has_degrees(spec: Spec) -> bool:
-    """Whether its ranks divide the batch, and its degrees the ranks."""
+def _degrees_of(spec: Spec) -> Degrees | None:
+    """The degrees of a Spec; None where its ranks do not divide the batch, or its degrees the ranks."""
     try:
-        choose_degrees(spec)
+        return choose_degrees(spec)
     except DiagnosticError:
-        return False
-    return True
+        return None
 
 
-def _peak(spec: Spec, place: Place) -> float | None:
-    """The peak in bytes if `spec` compiles and fits its device."""
+def _peak(spec: Spec, degrees: Degrees, place: Placing) -> float | None:
+    """The peak in bytes if a step with these degrees compiles and fits its device."""
     try:
-        peak = memory_of(place(spec), spec).peak.bytes.total
+        peak = memory_of(place(spec, degrees), spec).peak.bytes.total
     except DiagnosticError:
         return None
     return peak if peak <= spec.cluster.device.memory else None

@@ -9,10 +9,9 @@ from moec.codegen.plan import Plan
 from moec.commands.output import document
 from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import tally
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
-from moec.passes.place.degrees import choose_degrees
-from moec.passes.place.stated_degrees import zero_of
 
 Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
 """The forms that `--emit` prints."""
@@ -143,14 +142,14 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
         cluster=spec.cluster.name,
         degrees=DegreesDocument(
             dp=degrees.dp,
-            dp_stated=degrees.dp_stated,
+            dp_stated="dp" in degrees.stated,
             tp=degrees.tp,
             experts=[
                 ExpertDegrees(layers=list(each.layers), ep=each.ep, ep_stated=each.stated, edp=each.edp)
                 for each in degrees.experts
             ],
         ),
-        zero=zero_of(spec),
+        zero=degrees.zero,
         recompute=recompute,
         microbatches=program.microbatches,
         sequences=round(counts.sequences),

@@ -16,7 +16,7 @@ from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.printer import selector
 from moec.grammar.spec import Spec
 from moec.passes.cost.parameter_counts import Elements, ParameterCounts, count_parameters
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 HEAD = ("part", "total", "active per token", "per rank")
 

@@ -15,10 +15,10 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Bytes
 from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
+from moec.passes.degrees.degrees import choose_degrees
+from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
-from moec.passes.place.degrees import choose_degrees
-from moec.passes.place.stated_degrees import zero_of
 
 LARGEST_PARTS = 4
 """Parts of the peak that are named."""

@@ -1,53 +1,47 @@
-"""place: gives the Program its meshes, micro-batches and recomputation, from stated or default degrees."""
+"""place: gives the Program its meshes, micro-batches and recomputation, as the degrees say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moec.grammar.spec import Spec
+from moec.passes.degrees.degrees import Degrees, ExpertDegrees
 from moec.passes.ir import Block, Mesh, Meshes, Program, Recompute
 from moec.passes.ir.ops import Call
 from moec.passes.layer_names import layer_set_name
-from moec.passes.place.degrees import ExpertDegrees, choose_degrees
-from moec.passes.place.stated_degrees import microbatches_of, recomputed_of
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Gives the Program its meshes. Stated degrees are kept; the others take the defaults of the language.
+    """Gives the Program its meshes.
 
     Layers with the same expert degrees use one expert mesh, and so its groups. A block lies on one mesh and recomputes
     one part of itself: identical layers with different degrees, or a different `recompute`, get separate blocks.
 
-    Defaults: `ep` is the largest degree that divides the ranks and the experts of every MoE layer without a stated one;
-    `tp = 1`; `dp = ranks / tp`; `edp = ranks / ep`. Raises `DiagnosticError` with every rule that a degree breaks.
     """
 
-    spec: Spec
+    degrees: Degrees
 
     def apply(self, program: Program) -> Program:
         """The Program with its dense mesh, and an expert mesh for each degree of its MoE layers."""
-        degrees = choose_degrees(self.spec)
-        dense = Mesh("dense", (("pp", 1), ("dp", degrees.dp), ("cp", 1), ("tp", degrees.tp)))
+        degrees = self.degrees
+        dense = Mesh("dense", (("pp", degrees.pp), ("dp", degrees.dp), ("cp", degrees.cp), ("tp", degrees.tp)))
         meshes = [_expert_mesh(experts) for experts in degrees.experts]
         mesh_of = {
             layer: mesh.name for mesh, experts in zip(meshes, degrees.experts, strict=True) for layer in experts.layers
         }
-        variants = {
-            layer: _Variant(mesh_of.get(layer), recompute) for layer, recompute in enumerate(recomputed_of(self.spec))
-        }
+        variants = {layer: _Variant(mesh_of.get(layer), again) for layer, again in enumerate(degrees.recompute)}
         own = Meshes(dense).own_tokens
         return replace(
             _varied(program, variants),
             meshes=(dense, *meshes),
-            tokens=own if self.spec.parallel.sequence_parallel else own.replace("tp", None),
-            microbatches=microbatches_of(self.spec),
+            tokens=own if degrees.sequence_parallel else own.replace("tp", None),
+            microbatches=degrees.microbatches,
         )
 
 
 def _expert_mesh(experts: ExpertDegrees) -> Mesh:
-    axes = (("pp", 1), ("edp", experts.edp), ("ep", experts.ep), ("etp", 1))
+    axes = (("pp", 1), ("edp", experts.edp), ("ep", experts.ep), ("etp", experts.etp))
     return Mesh(f"experts{layer_set_name(experts.layers)}", axes)
 
 

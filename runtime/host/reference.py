@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moec.codegen.plan import parameters_of
 from moec.grammar.spec import Spec
+from moec.passes.degrees.stated_degrees import data_parallel_size
 from moec.passes.ir import Program
 from moec.passes.lower.lower_model import lower
-from moec.passes.place.stated_degrees import data_parallel_size
 from moec.runtime.errors import wrong_argument
 from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import first_of_parts

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moec.grammar.spec import Patches, Spec
+from moec.passes.degrees.stated_degrees import data_parallel_size
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
-from moec.passes.place.stated_degrees import data_parallel_size
 
 LARGER = (
     "compile it again with a larger one; weights of Hugging Face get their rows before "

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.codegen.unknown_names import KnownNames
 from moec.grammar.spec import AdamW as AdamWSpec
+from moec.passes.degrees.sequence_cuts import sequence_pieces
 from moec.passes.ir import Shard
-from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime import other_names
 from moec.runtime.backends import select
 from moec.runtime.calls import called

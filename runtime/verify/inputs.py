@@ -11,10 +11,10 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Patches
+from moec.passes.degrees.sequence_cuts import sequence_pieces
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
-from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime.host.reference import reference_program
 from moec.runtime.inputs.beside import Takes
 

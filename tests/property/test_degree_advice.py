@@ -11,7 +11,7 @@ from support.examples import examples
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 DEGREES = st.integers(1, 12)
 ADVICE = re.compile(r"`(\w+) = (\d+)( \* …)?`")

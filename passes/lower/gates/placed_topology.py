@@ -5,7 +5,7 @@
 from typing import Any
 
 from moec.grammar.spec import Layer, Moe, Spec, Topology
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import Degrees, choose_degrees
 
 
 class PlacedTopology(Topology):
@@ -23,16 +23,16 @@ class PlacedTopology(Topology):
         return {"levels": self.levels, "parts": self.parts, "tp": self.tp, "ep": self.ep}
 
 
-def with_places(spec: Spec) -> Spec:
+def with_places(spec: Spec, degrees: Degrees | None) -> Spec:
     """The Spec whose gates `topology` are all placed: layers with another `ep` become layers of their own.
 
-    Where data-parallel ranks and experts are is what this gate means, so the reference has it, too. Raises
-    `DiagnosticError` for degrees that do not fit.
+    Where data-parallel ranks and experts are is what this gate means, so the reference has it, too. Without `degrees`
+    they are the file's. Raises `DiagnosticError` for those of a file that do not fit.
     """
     if not any(moe is not None and isinstance(moe.gate, Topology) for moe in spec.subject.mixtures):
         return spec
-    degrees = choose_degrees(spec)
-    ep_of = {number: of.ep for of in degrees.experts for number in of.layers}
+    degrees = choose_degrees(spec) if degrees is None else degrees
+    ep_of = degrees.ep_of
     if not spec.has_model:
         subject = spec.layer
         return spec.replace(layers=(subject.replace(moe=_placed(spec, subject.moe, degrees.tp, ep_of[0])),))

@@ -9,7 +9,7 @@ from support.verified import require_equal
 
 import moec
 from moec.grammar.spec import Spec
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "deepspeed"

@@ -11,13 +11,13 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.source import Span
 from moec.grammar.spec import ParallelLayers
 from moec.passes.cost.totals import tally
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Program
 from moec.passes.ir.ops import Call
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.layer_names import layer_set_name
 from moec.passes.pipeline import compile_program
-from moec.passes.place.degrees import choose_degrees
 
 TEXT = """\
 model "m" {{

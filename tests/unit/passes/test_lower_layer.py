@@ -10,9 +10,9 @@ from moec.driver import run_passes
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.totals import tally
 from moec.passes.cost.workload import NOMINAL_SEQUENCE
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Layout, Output, Program, Shard
 from moec.passes.lower.lower_model import lower
-from moec.passes.place.degrees import choose_degrees
 from moec.passes.place.ranks import for_ranks
 
 

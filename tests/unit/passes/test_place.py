@@ -6,7 +6,7 @@ from support.tables import each_row
 
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.passes.place.degrees import choose_degrees
+from moec.passes.degrees.degrees import choose_degrees
 
 
 def problems(**options: object) -> list[Diagnostic]:
@@ -22,14 +22,14 @@ def test_ep_defaults_to_the_largest_divisor_of_ranks_and_experts(ranks: int, exp
     assert (of_experts.ep, of_experts.edp, degrees.dp) == (ep, ranks // ep, ranks)
     assert of_experts.layers == (1, 2)
     assert not of_experts.stated
-    assert not degrees.dp_stated
+    assert "dp" not in degrees.stated
 
 
 def test_stated_degrees_are_kept():
     degrees = choose_degrees(moe_spec(ranks=4, ep=2, dp=4))
     (of_experts,) = degrees.experts
     assert (degrees.dp, of_experts.ep, of_experts.edp) == (4, 2, 2)
-    assert degrees.dp_stated
+    assert "dp" in degrees.stated
     assert of_experts.stated
 
 

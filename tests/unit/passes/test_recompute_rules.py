@@ -13,10 +13,10 @@ from moec.commands.summary import summary
 from moec.grammar import check, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.diagnostics.diagnostic import Severity
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import IrError
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
-from moec.passes.place.degrees import choose_degrees
 
 
 def found(text: str) -> list[Diagnostic]:

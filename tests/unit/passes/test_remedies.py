@@ -17,9 +17,10 @@ from moec.passes.cost.memory import memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import costs_of
 from moec.passes.cost.workload import Workload
+from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.pipeline import compile_program
-from moec.passes.remedies import Change, first_that_fits, has_room, what_could_help
+from moec.passes.remedies import Change, Placing, first_that_fits, has_room, what_could_help
 
 Words = tuple[int | None, int, str, int]
 """`ep`, `zero`, `recompute`, `microbatches`."""
@@ -38,8 +39,12 @@ LITTLE = 1.0005
 
 
 @cache
-def placed(spec: Spec) -> Program:
-    return compile_program(spec, "partition").program
+def placed(spec: Spec, degrees: Degrees | None = None) -> Program:
+    return compile_program(spec, "partition", degrees).program
+
+
+def first_change(spec: Spec, place: Placing = placed) -> Change | None:
+    return first_that_fits(spec, choose_degrees(spec), place)
 
 
 def peak_of(spec: Spec) -> float:
@@ -101,7 +106,7 @@ def test_the_only_combination_that_fits_is_found_though_another_word_than_the_fi
     place = ("ep", "zero", "recompute", "microbatches").index(word)
     fitting = [words for words, peak in every.items() if peak <= spec.cluster.device.memory]
     assert all(words[place] < before[place] for words in fitting)  # less of a word that the file states
-    found = first_that_fits(spec, placed)
+    found = first_change(spec, placed)
     assert found is not None
     assert proposed(found.text, spec) in fitting
     assert found.peak == pytest.approx(every[proposed(found.text, spec)])
@@ -115,7 +120,7 @@ def test_of_all_that_fit_none_takes_five_per_cent_less_time() -> None:
     ordered = sorted(every.values())
     for share in (0.1, 0.4, 0.7):
         spec = on_device(text, ordered[int(share * len(ordered))])
-        found = first_that_fits(spec, placed)
+        found = first_change(spec, placed)
         assert found is not None
         memory = spec.cluster.device.memory
         with_room = [words for words, peak in every.items() if has_room(peak, memory)]
@@ -132,7 +137,7 @@ def test_what_no_combination_fits_gets_the_fewest_ranks_that_fit_with_the_files_
     peak = {ranks: peak_of(load_text(of_mostly_weights(ranks)).unwrap()) for ranks in (4, 8)}
     memory = LITTLE * peak[8]
     assert memory < peak[4]
-    found = first_that_fits(on_device(of_mostly_weights(2), memory), placed)
+    found = first_change(on_device(of_mostly_weights(2), memory), placed)
     assert found == Change("use 8 ranks", 1, peak[8])
 
 
@@ -152,7 +157,7 @@ def test_where_neither_words_nor_ranks_fit_alone_both_are_proposed_with_the_fewe
     assert memory < min(peaks(of_mostly_weights(2), 2).values())  # of every combination of words
     assert memory < min(peak_of(load_text(of_whole_copies(ranks)).unwrap()) for ranks in (4, 8))
     spec = on_device(of_whole_copies(2), memory)
-    found = first_that_fits(spec, placed)
+    found = first_change(spec, placed)
     assert found is not None
     assert re.match("use 4 ranks and set `", found.text)
     assert found.num_words == 1 + found.text.count("`") // 2
@@ -172,7 +177,7 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_only_where_they_could_he
     assert memory < min(peaks(text, 2).values())
 
     def helps(memory: float) -> list[str]:
-        named = what_could_help(on_device(text, memory), placed)
+        named = what_could_help(little := on_device(text, memory), choose_degrees(little), placed)
         return [each for each in named if "ranks" not in each]
 
     assert helps(0.999 * kept) == []
@@ -183,37 +188,37 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_only_where_they_could_he
 def test_more_ranks_over_which_the_batch_does_not_divide_are_named_with_a_batch_that_does() -> None:
     text = of_whole_copies(8)
     spec = on_device(text, LITTLE * least_peak(of_whole_copies(16).replace("batch = 8", "batch = 16")))
-    assert first_that_fits(spec, placed) is None
-    assert what_could_help(spec, placed)[0] == "16 ranks with `batch = 16`"
+    assert first_change(spec, placed) is None
+    assert what_could_help(spec, choose_degrees(spec), placed)[0] == "16 ranks with `batch = 16`"
 
 
 def test_what_more_ranks_do_not_fit_either_gets_nothing() -> None:
     """The batch does not divide over 16 ranks."""
     for memory in (0.9 * least_peak(of_mostly_weights(8)), 1000):
-        assert first_that_fits(on_device(of_mostly_weights(2), memory), placed) is None
+        assert first_change(on_device(of_mostly_weights(2), memory), placed) is None
 
 
 def test_each_ep_and_zero_is_compiled_once_and_the_answer_once_more() -> None:
     text, ranks, _ = FILES["a load so uneven that ep = 4 does not fit"]
     calls = []
 
-    def counted(spec: Spec) -> Program:
-        calls.append(spec)
-        return placed(spec)
+    def counted(spec: Spec, degrees: Degrees) -> Program:
+        calls.append(degrees)
+        return placed(spec, degrees)
 
-    assert first_that_fits(on_device(text, LITTLE * min(peaks(text, ranks).values())), counted)
+    assert first_change(on_device(text, LITTLE * min(peaks(text, ranks).values())), counted)
     assert len(calls) == 3 * 4 + 1
 
 
 def test_a_combination_that_another_rule_forbids_is_passed_over() -> None:
     text, ranks, _ = FILES["weights that micro-batches of zero 1 keep"]
 
-    def only_zero_one(spec: Spec) -> Program:
-        if spec.parallel.zero != 1:
+    def only_zero_one(spec: Spec, degrees: Degrees) -> Program:
+        if degrees.zero != 1:
             raise DiagnosticError([])
-        return placed(spec)
+        return placed(spec, degrees)
 
     memory = LITTLE * min(peak for words, peak in peaks(text, ranks).items() if words[1] == 1)
-    found = first_that_fits(on_device(text, memory), only_zero_one)
+    found = first_change(on_device(text, memory), only_zero_one)
     assert found is not None
     assert "zero" not in found.text

@@ -12,9 +12,9 @@ from moec.driver import compile as compile_source
 from moec.driver import verify
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.degrees.sequence_cuts import sequence_pieces
 from moec.passes.ir import Program, Shard
 from moec.passes.pipeline import compile_program
-from moec.passes.place.sequence_cuts import sequence_pieces
 
 MODELS = {
     "dense": {},

@@ -6,10 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Moe, Spec
+from moec.grammar.spec import Moe, Parallel, Spec
 
 if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute
+
+
+WORDS = ("dp", "tp", "ep", "zero", "recompute", "microbatches", "sequence_parallel")
+"""The words of `parallel` that are degrees."""
 
 
 class Stated(NamedTuple):
@@ -42,6 +46,15 @@ def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
     given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
     return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
+
+
+def stated_names(spec: Spec) -> frozenset[str]:
+    """The words of `parallel` that the file has; `layers.ep` and `recompute.3` are those of a block of `layers`."""
+    parallel, defaults, every = spec.parallel, Parallel(), range(spec.subject.depth)
+    names = {name for name in WORDS if parallel.given(name) or getattr(parallel, name) != getattr(defaults, name)}
+    names |= {"layers.ep" for block in parallel.layers if block.ep is not None}
+    blocks = [block for block in parallel.layers if block.recompute is not None]
+    return frozenset(names | {f"recompute.{number}" for block in blocks for number in block.layers or every})
 
 
 def microbatches_of(spec: Spec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moec.grammar.spec import Layer, Moa, Spec
-from moec.passes.place.stated_degrees import number_of
+from moec.passes.degrees.stated_degrees import number_of
 
 
 def sequence_pieces(spec: Spec) -> int:

@@ -13,9 +13,9 @@ from moec.grammar.rules import attention
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Experts, Moe, Spec
 from moec.grammar.spec.base import Node
-from moec.passes.place.fitting_degrees import Changes, dense_changes, divided, fitting_ep, is_divided, written
-from moec.passes.place.sequence_cuts import sequence_pieces
-from moec.passes.place.stated_degrees import Mixtures, Stated, number_of, stated_eps, zero_of
+from moec.passes.degrees.fitting_degrees import Changes, dense_changes, divided, fitting_ep, is_divided, written
+from moec.passes.degrees.sequence_cuts import sequence_pieces
+from moec.passes.degrees.stated_degrees import Mixtures, Stated, number_of, stated_eps, zero_of
 
 
 def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:

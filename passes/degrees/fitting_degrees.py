@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from moec.grammar.spec import Conv, Layer, Moe, Soft, Spec, Topology
 from moec.grammar.spec.base import Node
-from moec.passes.place.near_rules import near_parts, ranks_of_node
-from moec.passes.place.sequence_cuts import sequence_pieces
-from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of
+from moec.passes.degrees.near_rules import near_parts, ranks_of_node
+from moec.passes.degrees.sequence_cuts import sequence_pieces
+from moec.passes.degrees.stated_degrees import Mixtures, Stated, divisors, number_of
 
 Changes = Mapping[str, int]
 """New values of `tp`, `dp`, `microbatches`, `batch` and `sequence`, by name."""
