@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
@@ -9,9 +11,12 @@ from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.folder_kinds import PLAN
 
+USE = re.compile(r'\buse\s+"([^"\n]+)"')
+
 
 def stale(path: Path, plan: Plan) -> Diagnostic | None:
-    """MOE0605 where `first.moe`, beside the plan `first.plan`, is newer and does not say what the plan has.
+    """MOE0605 where `first.moe`, beside the plan `first.plan`, or a file that it uses has changed since, and no longer
+    says what the plan has.
 
     Other comments say nothing else. The values of `--let` are not kept in a plan: after those, any newer file differs.
     """
@@ -22,8 +27,9 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
         return None
     file = path.with_suffix(".moe")
     try:
-        is_newer = file.stat().st_mtime_ns > (path / PLAN).stat().st_mtime_ns
-    except OSError:
+        changed = max(map(_changed, _with_used(file, set())))
+        is_newer = changed > (path / PLAN).stat().st_mtime_ns
+    except (OSError, ValueError):
         return None
     if not is_newer or load_file(file).spec == plan.spec:
         return None
@@ -31,3 +37,21 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     again = f"`moec compile {quote(str(file))}` compiles it again"
     help = f"{again}; nothing to do if the older plan, or its `--let`, is meant"
     return diagnose("MOE0605", None, message, help=help, severity=Severity.WARNING)
+
+
+def _changed(file: Path) -> int:
+    """When the file was written or put there, in ns: an older one that is moved or copied there keeps its time."""
+    stat = file.stat()
+    return max(stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _with_used(file: Path, seen: set[Path]) -> Iterator[Path]:
+    """The file and those of its folder that it uses, and so on; names of the library are no files."""
+    if file in seen:
+        return
+    seen.add(file)
+    yield file
+    for name in USE.findall(file.read_text(encoding="utf-8")):
+        for used in (file.parent / name, file.parent / f"{name}.moe"):
+            if used.is_file():
+                yield from _with_used(used, seen)

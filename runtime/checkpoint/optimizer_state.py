@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,8 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
                     tree = encode(value, f"optimizer.state[{name}][{key!r}]", inside)
                     _require_no_tensors(key, name, inside)
                     numbers.setdefault(name, {})[key] = tree
-    made = encode(scalars_of(optimizer.defaults), "optimizer.defaults", [])
+    begun_with = {**optimizer.defaults, **_begun_with.get(optimizer, {})}
+    made = encode(scalars_of(begun_with), "optimizer.defaults", [])
     entry = {"kind": kind_of(optimizer), "made": made, "groups": groups, "numbers": numbers}
     return OptimizerContent(entry, tensors)
 
@@ -247,6 +249,10 @@ def _empty_factor(shape: tuple[int, ...], parameter: DTensor, dtype: torch.dtype
     return empty(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
+_begun_with = WeakKeyDictionary[Optimizer, Mapping[str, Any]]()
+"""`Plain.made` of optimizers that were loaded."""
+
+
 def _other(message: str, help: str = "make the optimizer as the run that saved did, or load without it") -> JobError:
     return JobError("MOE0806", message, help)
 
@@ -256,7 +262,7 @@ class Plain:
     """The plain data of a checkpoint's optimizer: `options` of each of its groups, `numbers` by parameter.
 
     `groups`: for each group of the optimizer here, the number of the checkpoint's group with the same parameters.
-    `made`: the options that it was made with; none in a checkpoint of format 1.
+    `made`: the options with which the run's first optimizer was made; none in a checkpoint of format 1.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -316,8 +322,10 @@ def put_back(
 ) -> None:
     """Gives `optimizer` the groups' options and the states of a checkpoint; drops states that it does not have.
 
-    `states`: by parameter and key, filled already.
+    `states`: by parameter and key, filled already. Its later checkpoints say what the run was begun with, not this
+    script: they go on with those options.
     """
+    _begun_with[optimizer] = plain.made
     names = {id(parameter): name for name, parameter in named.items()}
     for group, number in zip(optimizer.param_groups, plain.groups, strict=True):
         members = [names[id(parameter)] for parameter in group["params"]]

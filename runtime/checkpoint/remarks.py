@@ -66,12 +66,20 @@ def remarks(
 def changed_options(optimizer: Optimizer, stored: Plain) -> list[str]:
     """The options in which a script's optimizer differs from the checkpoint's, before those are put back.
 
-    Of options that a scheduler changes, the values with which both optimizers were made are compared.
+    Of options that a scheduler changes, the values with which both optimizers were made are compared, unless the
+    checkpoint's groups have those of the script already.
     """
     made, defaults = stored.made, scalars_of(optimizer.defaults)
-    found = {key: (made[key], defaults[key]) for key in made.keys() & defaults.keys() if made[key] != defaults[key]}
-    for number, group in zip(stored.groups, optimizer.param_groups, strict=True):
-        there, here = scalars_of(stored.options[number]), scalars_of(group)
+    groups = [
+        (scalars_of(stored.options[number]), scalars_of(group))
+        for number, group in zip(stored.groups, optimizer.param_groups, strict=True)
+    ]
+    found = {
+        key: (made[key], defaults[key])
+        for key in made.keys() & defaults.keys()
+        if made[key] != defaults[key] and any(there.get(key) != here.get(key) for there, here in groups)
+    }
+    for there, here in groups:
         for key in (there.keys() & here.keys()) - SCHEDULED - found.keys():
             if there[key] != here[key]:
                 found["lr" if key == "initial_lr" else key] = there[key], here[key]

@@ -18,15 +18,15 @@ from moec.runtime.errors import JobError
 
 
 def _hosts(experts: nn.Module) -> tuple[object, ...]:
-    """The active DDP module, whether FSDP is around, and the module that last got a composable state (`fully_shard`):
-    a later wrap changes it.
+    """The active DDP module and whether it is in `join()`, whether FSDP is around, and the module that last got a
+    composable state (`fully_shard`): a later wrap changes it.
 
     Weak references: after garbage collection an id can be reused and a count can fall, at different times on different
     ranks. A rank that skips the check would not raise, and the others would hang.
     """
     ddp, states = _active_ddp(), sys.modules.get("torch.distributed._composable_state")
     sharded: Any = states._module_state_mapping.keyrefs() if states is not None else ()
-    return (None if ddp is None else weakref.ref(ddp), _is_in_fsdp(experts), *sharded[-1:])
+    return (None if ddp is None else weakref.ref(ddp), _joins(ddp), _is_in_fsdp(experts), *sharded[-1:])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -57,6 +57,12 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
                 f"{host} spans the ranks {sorted(span)}, but a layer in it spans {sorted(ranks)}",
                 "make the layer without `group`, and set `parallel { ep = … }` in its file",
             )
+    if _joins(ddp):
+        raise JobError(
+            "MOE0711",
+            "DistributedDataParallel's `join()` lets a rank end before the others, which would wait for its rows",
+            "leave it out, and give every rank as many batches",
+        )
     reduced = {} if ddp is None else _reduced_by(ddp)
     if names := [reduced[id(parameter)] for parameter in experts.parameters() if id(parameter) in reduced]:
         raise JobError(
@@ -97,6 +103,11 @@ def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None
 def _active_ddp() -> Any:
     """The DistributedDataParallel module whose forward pass is running, if one is."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def _joins(ddp: Any) -> bool:
+    """Whether the module runs in its context manager for uneven inputs."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def _reduced_by(ddp: Any) -> dict[int, str]:

@@ -26,6 +26,7 @@ from moec.runtime.host import hosts
 from moec.runtime.host.captured_layer import Captured, Results, refused
 from moec.runtime.host.layer_biases import LayerBiases
 from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
+from moec.runtime.host.states_of_experts import give_whole_states
 from moec.runtime.inputs.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.inputs.settings import require_seed, setting_values
 from moec.runtime.optimizers.torch_clipping import count_experts
@@ -231,6 +232,7 @@ class MoeLayer(nn.Module):
             experts = self.get_submodule("experts")
             if self._hosts is None:  # the first pass of this layer, or of its copy
                 count_experts(experts, self._home.expert_group)
+                give_whole_states(experts, self._home)
             self._hosts = hosts.check_hosts(experts, self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
         complaint = self.biases.complaint if self.training else None

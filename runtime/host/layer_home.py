@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.host.experts_of_rank import ExpertsOfRank, refused
 from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import EXPERTS, first_of_parts
+from moec.runtime.host.states_of_experts import give_whole_states
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.checks import JobChecks
@@ -68,6 +68,7 @@ class LayerHome(RankHome):
         rank = self.ranks.index(dist.get_rank()) if size > 1 else 0
         checks = JobChecks("first", job, rank, size, (rank,), lambda: f"rank {rank}" if size > 1 else "")
         super().__init__(plan, rank, job, {}, checks, device=device, seed=seed)
+        self._meshes_of_experts: dict[str, DeviceMesh] = {}
         self.hosts_divisor = size if reduction == "mean" else 1
         self._open_groups(job, f"{plan.spec_text}{seed}{reduction}")
 
@@ -99,17 +100,21 @@ class LayerHome(RankHome):
         """The group whose ranks have different experts; empty if every rank has all experts."""
         return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
 
-    @cached_property
-    def experts_mesh(self) -> DeviceMesh:
-        """The mesh of the experts, over the layer's groups."""
+    def experts_mesh(self, device: str) -> DeviceMesh:
+        """The mesh of the experts, over the layer's groups, for tensors on devices of this type: a layer may move."""
+        if device not in self._meshes_of_experts:
+            self._meshes_of_experts[device] = self._new_experts_mesh(device)
+        return self._meshes_of_experts[device]
+
+    def _new_experts_mesh(self, device: str) -> DeviceMesh:
         name = self.plan.parameters[f"{EXPERTS}up.weight"].mesh
         mesh = self.plan.meshes[name]
         axes = mesh.wide_axes()
         named = [self._named[group_name(axis, name if name != "dense" else None)] for axis in axes]
         if len(axes) == 1:
-            return DeviceMesh.from_group(named[0], self._device.type, mesh_dim_names=axes)
-        ranks = torch.tensor(self.ranks).reshape([mesh.size(axis) for axis in axes])
-        return DeviceMesh.from_group(named, self._device.type, mesh=ranks, mesh_dim_names=axes)
+            return DeviceMesh.from_group(named[0], device, mesh_dim_names=axes)
+        ranks = torch.tensor(self.ranks, device="cpu").reshape([mesh.size(axis) for axis in axes])
+        return DeviceMesh.from_group(named, device, mesh=ranks, mesh_dim_names=axes)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """This rank's part of a parameter as a DTensor, which knows the whole; a replica as it is."""
@@ -117,8 +122,9 @@ class LayerHome(RankHome):
         layout = data.master
         if not layout.axes:
             return part
-        placements = dtensor_placements(layout, self.experts_mesh)
-        return ExpertsOfRank.of(DTensor.from_local(part, self.experts_mesh, placements, run_check=False))
+        mesh = self.experts_mesh(part.device.type)
+        placements = dtensor_placements(layout, mesh)
+        return ExpertsOfRank.of(DTensor.from_local(part, mesh, placements, run_check=False))
 
     @property
     def local_experts(self) -> Sequence[int]:
@@ -196,6 +202,7 @@ def make_layer(
     layer = MoeLayer(plan.program, plan.spec, home)
     if home.expert_group:
         refuse_replica_optimizers(layer.get_submodule("experts"))
+        give_whole_states(layer.get_submodule("experts"), home)
     return layer
 
 
@@ -232,8 +239,8 @@ def _is_alive(group: ProcessGroup) -> bool:
 def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[int]:
     """A hash of each rank's file, seed and reduction. A collective."""
     local_digest = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
-    digests = [torch.zeros((), dtype=torch.int64) for _ in ranks]
-    dist.all_gather(digests, torch.tensor(local_digest), group=group)
+    digests = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in ranks]
+    dist.all_gather(digests, torch.tensor(local_digest, device="cpu"), group=group)
     return [int(digest) for digest in digests]
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import local_slices
 from moec.runtime.errors import JobError
+from moec.runtime.host.experts_of_rank import ExpertsOfRank
 from moec.runtime.weights.home import home_of
 from moec.runtime.weights.rank import RankHome
 from moec.runtime.weights.state_dict_signing import HOW_TO_LOAD, KEY, refuse_foreign_state, require_own, sign_state
@@ -54,24 +55,27 @@ def load_own_parts(
 ) -> None:
     """Replaces each whole tensor (of an unsharded layer or an unsigned `state_dict`) by this rank's part.
 
-    Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`.
+    Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`, but for copies of this
+    rank's own in a dict of the script's: no file has `ExpertsOfRank`.
     """
     home, signed = home_of(module), local_metadata.get(KEY)
     module.__dict__["biases"].drop()  # the rows that were counted belong to other biases
     if signed is not None and signed["ranks"] != 1:
         require_own(module, signed, "this state_dict")
+    own = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, DTensor) and not isinstance(parameter, DTensor):
-            if signed is None and tensor.device_mesh is not getattr(home, "experts_mesh", None):
+            if signed is None and not _is_own(home, tensor):
                 raise JobError("MOE0712", f"{name} has some rank's experts, but that rank is unknown", HOW_TO_LOAD)
             state_dict[prefix + name] = tensor.to_local()
+            own.add(name)
     if not isinstance(home, RankHome) or (signed is not None and signed["ranks"] != 1):
         refuse_foreign_state(module, state_dict, prefix, local_metadata, *others)
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor, data = state_dict.get(prefix + name), home.plan.parameters[PREFIX + name]
-        if not isinstance(tensor, Tensor) or parameter.shape == data.shape:
+        if not isinstance(tensor, Tensor) or parameter.shape == data.shape or name in own:
             continue
         if tensor.shape == parameter.shape:
             message = f"{name} is a plain tensor {list(tensor.shape)}, and the parameter is {list(data.shape)}"
@@ -79,3 +83,10 @@ def load_own_parts(
         if tensor.shape == data.shape:
             mesh = home.plan.meshes[data.mesh]
             state_dict[prefix + name] = tensor[local_slices(data.shape, data.master, mesh, home.rank)]
+
+
+def _is_own(home: Any, tensor: DTensor) -> bool:
+    """Whether these are this rank's experts, or a copy of them that the script has made."""
+    if not isinstance(tensor, ExpertsOfRank) or not hasattr(home, "experts_mesh"):
+        return False
+    return bool(tensor.device_mesh == home.experts_mesh(tensor.device.type))

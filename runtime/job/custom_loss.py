@@ -111,7 +111,7 @@ def custom_count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[st
     words = f"the count gave {counted!r}, and must give a number from 0 on"
     help = "count them: `(labels != -100).sum()`" if is_bool else ""
     job.checks.require("a custom count", Complaint("MOE0713", words, help) if wrong else None)
-    total = torch.tensor(number, dtype=torch.float64)
+    total = torch.tensor(number, dtype=torch.float64, device="cpu")
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a custom count") as peers:
             dist.all_reduce(total, group=peers)

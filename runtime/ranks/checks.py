@@ -147,7 +147,7 @@ class JobChecks(Checks):
         products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
         assert len(counts) <= MOST_COUNTS, f"{report.site} sends {len(counts)} counts"
         room = [0] * (MOST_COUNTS - len(counts))  # every site sends tensors of the same size
-        sums = torch.tensor([report.complaint is not None, *products, *counts, *room], dtype=torch.int64)
+        sums = torch.tensor([report.complaint is not None, *products, *counts, *room], dtype=torch.int64, device="cpu")
         with collective("all_reduce", self._job + HOST, report.site) as peers:
             dist.all_reduce(sums, group=peers)
         complaints, ranks_differ, group_differs, *totals = sums.tolist()
@@ -163,7 +163,7 @@ class JobChecks(Checks):
     def _explain(self, report: _Report) -> JobError:
         """The complaint of the lowest rank that has one, else a difference between ranks. A collective."""
         encoded = replace(report, line=script_line()[-MAX_LINE:]).encode()
-        buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
+        buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8, device="cpu")
         buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         buffers = [torch.empty_like(buffer) for _ in range(self._world_size)]
         with collective("all_gather", self._job + HOST, "an error") as peers:

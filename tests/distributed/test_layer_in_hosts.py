@@ -141,6 +141,17 @@ def optimizers_of_replicas() -> list[str]:
     return said
 
 
+def joining() -> str:
+    host, _ = in_ddp(Transformer(lambda number: moec.layer(layer_text(ranks=2, ep=2), seed=number)))
+    with pytest.raises(JobError) as raised, host.join():
+        host(batch(2)[0])
+    return str(raised.value)
+
+
+def test_uneven_batches_are_refused_before_a_rank_waits_for_another(gloo: GlooPool) -> None:
+    assert all(re.search(r"MOE0711.*`join\(\)` lets a rank end", said) for said in gloo.run(2, joining))
+
+
 def test_optimizers_that_send_experts_between_ranks_are_refused(gloo: GlooPool) -> None:
     for zero, lbfgs, averager in gloo.run(2, optimizers_of_replicas):
         assert re.search("MOE0711.*LBFGS takes dot products over all parameters", lbfgs)

@@ -31,7 +31,7 @@ def refusal(act: Any, *arguments: Any) -> str:
     return f"{caught.value}\n{caught.value.diagnostics[0].help}"
 
 
-def own_part(layer: moec.MoeLayer, name: str, whole: Tensor) -> Tensor:
+def own_part(layer: moec.moec.MoeLayer, name: str, whole: Tensor) -> Tensor:
     plan = layer._home.plan
     data = plan.parameters[f"layers.0.moe.{name}"]
     return whole[local_slices(data.shape, data.layout, plan.meshes[data.mesh], layer._home.rank)]
@@ -198,6 +198,10 @@ def states() -> dict[str, Any]:
     layer.load_state_dict(unsigned)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank))
     own = layer.state_dict()
+    with torch.device("meta"):
+        moved = moec.layer(text)
+    moved.to_empty(device="cpu").load_state_dict(whole.state_dict())
+    parts = {name: local_part(tensor) for name, tensor in own.items()}
     copied = copy.deepcopy(layer)
     copied.load_state_dict(copy.deepcopy(own))
     foreign = layer.state_dict()
@@ -205,7 +209,9 @@ def states() -> dict[str, Any]:
     return {
         "right": torch.allclose(copied(x), whole(x), atol=1e-6),
         "foreign": refusal(layer.load_state_dict, foreign),
-        "parts": refusal(layer.load_state_dict, dict(own)),
+        "parts": refusal(layer.load_state_dict, parts),
+        "moved": all(torch.equal(local_part(tensor), parts[name]) for name, tensor in moved.state_dict().items()),
+        "cloned": str(layer.load_state_dict({name: tensor.clone() for name, tensor in own.items()})),
     }
 
 
@@ -308,6 +314,8 @@ def test_of_whole_tensors_a_rank_takes_its_part_and_of_parts_only_its_own(gloo: 
         assert found["right"]
         assert "MOE0712" in found["foreign"]
         assert "could be any rank's part" in found["parts"]
+        assert found["moved"]
+        assert found["cloned"] == "<All keys matched successfully>"
 
 
 def test_after_its_process_group_it_says_so(gloo: GlooPool) -> None:
@@ -329,6 +337,58 @@ def checkpointed(folder: str) -> list[bool]:
 
 def test_torchs_checkpoint_keeps_the_experts_of_every_rank(gloo: GlooPool, tmp_path: Path) -> None:
     assert all(all(found) for found in gloo.run(4, checkpointed, str(tmp_path / "checkpoint")))
+
+
+def resumed(folder: str, whole: bool) -> bool:
+    """Whether steps after torch's own checkpoint of layer and optimizer are those without it, on this rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    def made(seed: int) -> tuple[moec.MoeLayer, torch.optim.Optimizer]:
+        layer = moec.layer(layer_text(ranks=None, ep=2), seed=seed)
+        return layer, torch.optim.AdamW(layer.expert_parameters(), lr=0.1)
+
+    def step(layer: moec.MoeLayer, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        layer(torch.randn(5, 16, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+        optimizer.step()
+
+    options = StateDictOptions(full_state_dict=whole)
+    trained, other = made(1), made(2)
+    step(*trained)
+    states = get_state_dict(*trained, options=options)
+    if whole:
+        states = copy.deepcopy(states)
+    else:
+        dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=folder)
+        states = get_state_dict(*other)
+        dcp.load(dict(zip("mo", states, strict=True)), checkpoint_id=folder)
+    model, optimizer = states
+    set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    step(*trained)
+    step(*other)
+    return all(torch.equal(a, b) for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_torchs_checkpoint_keeps_the_optimizers_state_of_every_ranks_experts(
+    gloo: GlooPool, tmp_path: Path, whole: bool
+) -> None:
+    assert all(gloo.run(4, resumed, str(tmp_path / "checkpoint"), whole))
+
+
+def factored() -> str:
+    """What is said of a state that has another shape than its experts."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    layer = moec.layer(layer_text(ranks=None))
+    optimizer = torch.optim.Adafactor(layer.expert_parameters())
+    return refusal(get_optimizer_state_dict, layer, optimizer)
+
+
+def test_a_state_of_another_shape_than_its_experts_is_not_saved_as_if_it_were_all(gloo: GlooPool) -> None:
+    for said in gloo.run(2, factored):
+        assert re.search(r"MOE0746.*`row_var` .* of this rank's experts", said)
 
 
 def wrapped_late(host: str) -> str:

@@ -39,6 +39,20 @@ def test_a_changed_file_warns_and_the_plan_is_used(moec: Run, compiled: Path) ->
         assert moec(*command, "model.plan").err.startswith(SAID), command
 
 
+def test_a_file_that_it_uses_counts_and_so_does_an_older_one_put_in_its_place(moec: Run, compiled: Path) -> None:
+    text, used, older = compiled.read_text(), compiled.with_name("part.moe"), compiled.with_name("older")
+    used.write_text('device "spare" { kind = cpu; memory = 4GB; bandwidth = 10GB/s }\n')
+    compiled.write_text(f'use "./part"\n{text}')
+    older.write_text(text.replace("topk(2", "topk(1"))
+    os.utime(older, (1, 1))
+    assert moec("compile", "model.moe").status == 0
+    used.write_text(used.read_text() + "model {")
+    newer(used)
+    assert moec("load", "model.plan").err.startswith(SAID)
+    older.rename(compiled)
+    assert moec("load", "model.plan").err.startswith(SAID)
+
+
 def test_a_script_is_told_on_rank_0(moec: Run, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compiled.parent / "model.plan"
     newer(compiled)
@@ -79,9 +93,6 @@ def test_a_plan_without_a_name_of_its_own_is_not_compared(
     assert (moec("launch", ".", "train.py").status, moec("launch", ".", "train.py").err) == (0, "")
 
 
-def test_an_older_file_or_none_does_not(moec: Run, compiled: Path) -> None:
-    compiled.write_text(compiled.read_text().replace("topk(2", "topk(1"))
-    os.utime(compiled, (1, 1))
-    assert moec("launch", "model.plan", "train.py").err == ""
+def test_none_does_not(moec: Run, compiled: Path) -> None:
     compiled.unlink()
     assert moec("launch", "model.plan", "train.py").err == ""

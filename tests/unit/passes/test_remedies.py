@@ -183,6 +183,9 @@ def test_a_smaller_batch_or_shorter_sequences_are_named_only_where_they_could_he
     assert helps(0.999 * kept) == []
     assert helps(LITTLE * kept) == ["shorter sequences"]
     assert helps(memory) == ["a smaller batch", "shorter sequences"]
+    text = text.replace("parallel {", "parallel { microbatches = 4;")  # one sequence a rank is not cut into four
+    assert "microbatches" in text
+    assert helps(memory) == ["a smaller batch", "shorter sequences"]
 
 
 def test_more_ranks_over_which_the_batch_does_not_divide_are_named_with_a_batch_that_does() -> None:

@@ -1,0 +1,116 @@
+"""The optimizer's state of experts, for `torch.distributed.checkpoint`: each rank has other experts under one name.
+
+`get_state_dict`, `set_state_dict` and the like of `torch.distributed.checkpoint.state_dict` ask optimizers for their
+state, which is of plain tensors, as the experts are for their hosts. Saved so, one rank's would stand for all. From the
+first layer over several ranks on they see DTensors there, as in the layer's own `state_dict`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_states
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moec.runtime.errors import JobError
+from moec.runtime.host.layer_state import EXPERTS
+
+
+class _Home(Protocol):
+    @property
+    def expert_group(self) -> str: ...
+    def whole(self, name: str, part: Tensor) -> Tensor: ...
+
+
+_sharded: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
+"""Modules of experts, and their homes, which make a rank's part of a parameter a DTensor."""
+
+
+def give_whole_states(experts: nn.Module, home: _Home) -> None:
+    """From now on the optimizer's state of `experts` is saved and loaded whole, if ranks have different ones."""
+    if home.expert_group:
+        _install()
+        _sharded[experts] = home
+
+
+@functools.cache
+def _install() -> None:
+    torch_states._state_dict_fn = _of_all_ranks(torch_states._state_dict_fn)  # type: ignore[assignment]
+
+
+def _of_all_ranks(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[Any, str], Callable[..., Any]]:
+    """Torch's function that finds a method of a model or an optimizer (torch 2.13, checkpoint/state_dict.py)."""
+
+    @functools.wraps(inner)
+    def method_of(owner: Any, name: str) -> Callable[..., Any]:
+        method = inner(owner, name)
+        wholes = _wholes_of(owner) if isinstance(owner, Optimizer) else {}
+        if not wholes:
+            return method
+        if name == "state_dict":
+            return lambda: _with_wholes(method(), owner, wholes)
+        return lambda state_dict: method(_with_parts(state_dict, owner, wholes))
+
+    return method_of
+
+
+def _wholes_of(optimizer: Optimizer) -> dict[int, Callable[[Tensor], Tensor]]:
+    """What makes a state whole, by the `id` of the parameter."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        id(parameter): functools.partial(home.whole, EXPERTS + name)
+        for experts, home in _sharded.items()
+        for name, parameter in experts.named_parameters()
+        if id(parameter) in trained
+    }
+
+
+def _with_wholes(found: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
+    """The state of an optimizer with DTensors for the experts. Raises `JobError` for states of other shapes."""
+
+    def whole(parameter: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.shape != parameter.shape:
+            raise JobError(
+                "MOE0746",
+                f"the state `{key}` {list(value.shape)} of this rank's experts {list(parameter.shape)} would be saved "
+                "as if it were of all",
+                "save `optimizer.state_dict()` in a file for each rank, and load it with as many ranks",
+            )
+        return wholes[id(parameter)](value)
+
+    return _mapped(found, optimizer, wholes, whole)
+
+
+def _with_parts(found: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
+    """The state to load with this rank's part of each DTensor of the experts."""
+
+    def part(parameter: Tensor, key: str, value: Any) -> Any:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    return _mapped(found, optimizer, wholes, part)
+
+
+def _mapped(
+    found: dict[str, Any],
+    optimizer: Optimizer,
+    wholes: Mapping[int, Any],
+    function: Callable[[Tensor, str, Any], Any],
+) -> dict[str, Any]:
+    state = dict(found["state"])
+    for parameter, key in _keys(found, optimizer):
+        if id(parameter) in wholes and key in state:
+            state[key] = {name: function(parameter, name, value) for name, value in state[key].items()}
+    return {**found, "state": state}
+
+
+def _keys(found: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter with its key in `state`: a number, or a name where torch has replaced it."""
+    for group, there in zip(optimizer.param_groups, found["param_groups"], strict=True):
+        yield from zip(group["params"], there["params"], strict=True)
