@@ -24,11 +24,12 @@ $(READY): pyproject.toml constraints.txt
 	@for f in moec/*; do case $$f in *__pycache__) ;; *) ln -s ../../$$f .types/moec/ ;; esac; done
 	@for d in grammar passes codegen runtime; do ln -s ../../$$d .types/moec/$$d; done
 
-check: $(READY) .types ## ruff, format, types, import rules
+check: $(READY) .types ## ruff, format, types, import rules, rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd .types && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
+	$(BIN)/python tests/rooms.py
 
 test: $(READY) ## the suite, 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n auto --maxprocesses 4

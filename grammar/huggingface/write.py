@@ -130,8 +130,10 @@ def differences(one: Node, other: Node, path: str = "") -> Iterator[str]:
             continue
         if isinstance(here, Node) and isinstance(there, Node):
             yield from differences(here, there, inside)
-        elif isinstance(here, tuple) and isinstance(there, tuple) and len(here) == len(there):
-            for number, (left, right) in enumerate(zip(here, there, strict=True)):
+        elif _is_of_nodes(here) and _is_of_nodes(there):
+            if len(here) != len(there) and inside != "layers":  # `depth` says it
+                yield f"`{inside}` is a list of {len(here)}, and would be read as a list of {len(there)}"
+            for number, (left, right) in enumerate(zip(here, there, strict=False)):
                 if isinstance(left, Node) and isinstance(right, Node):
                     yield from differences(left, right, f"{inside}.{number}")
                 elif left != right:
@@ -142,6 +144,10 @@ def differences(one: Node, other: Node, path: str = "") -> Iterator[str]:
             yield f"`{inside}` is {_shown(here)}, and would be read as {_shown(there)}"
 
 
+def _is_of_nodes(value: object) -> bool:
+    return isinstance(value, tuple) and not all(isinstance(each, str) for each in value)
+
+
 def _shown(value: object) -> str:
     if isinstance(value, Experts):
         return f"{value.count} experts"
@@ -150,5 +156,5 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         return f"[{', '.join(value)}]"
     if isinstance(value, Mapping | tuple):
-        return "another list"
+        return f"a list of {len(value)}"
     return "none" if value is None else value.word if isinstance(value, Node) else str(value)

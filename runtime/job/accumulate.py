@@ -49,7 +49,7 @@ def accumulating(
     ids = (ids == 0).to(torch.int64) if marks and model.takes.padding else ids
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
-    counts = model.count_labels(flat), model.count_tokens_of(flat, ids)
+    counts = model.counters.labels(flat), model.counters.tokens_of(flat, ids)
     # The script may change parameters between its forward passes: each gathers weights again.
     with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
         yield

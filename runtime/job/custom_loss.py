@@ -17,7 +17,8 @@ from moec.runtime.guards.guard import LossComputed
 from moec.runtime.inputs.beside import Beside
 from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
 from moec.runtime.job.logprobs import label_log_probabilities
-from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.model.model_output import ModelOutput
+from moec.runtime.model.module import PlanModule
 from moec.runtime.ops.dense_collectives import all_reduce
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import HOST

@@ -34,7 +34,8 @@ from moec.runtime.job.kernels_ahead import compile_kernels_ahead
 from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.progress import Progress
 from moec.runtime.job.step import Counter, Loss, Step, run_step
-from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.model.model_output import ModelOutput
+from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.ops.dense_collectives import all_gather_alike
 from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, watch_steps

@@ -12,6 +12,7 @@ from moec.runtime.guards.every_guard import look_at, with_number
 from moec.runtime.guards.guard import BatchAgreed
 from moec.runtime.inputs.batches import device_of
 from moec.runtime.inputs.forward_checks import batch_complaint
+from moec.runtime.model.forward_agreement import claims, hooks_of_parameters
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import Complaint, TpInputs
 
@@ -40,7 +41,7 @@ def agree(job: Job, model: PlanModule, step: Step) -> Agreed:
     """
     device = device_of(step.tokens)
     look = job.checks.looks(model.seen, ("step", model.training, step.has_custom_loss), device)
-    complaint, matching = model.claims(step.tokens, step.labels, step.beside, look=look)
+    complaint, matching = claims(model, step.tokens, step.labels, step.beside, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
@@ -49,10 +50,10 @@ def agree(job: Job, model: PlanModule, step: Step) -> Agreed:
             complaint = batch_complaint(words)
     inputs = TpInputs((step.tokens, step.labels, *step.beside.given().values(), *step.inputs.values()), look)
     on_host = device.type == "cpu"
-    counts = model.local_counts(step.tokens, step.labels, step.beside) if on_host and complaint is None else (0, 0)
+    counts = model.counters.local(step.tokens, step.labels, step.beside) if on_host and complaint is None else (0, 0)
     matching = (*matching, step.must_match())
     if complaint is None and step.microbatches > 1:
-        matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
+        matching = (*matching, hooks_of_parameters(model))  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
     given = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
     event = BatchAgreed(
@@ -73,6 +74,6 @@ def agree(job: Job, model: PlanModule, step: Step) -> Agreed:
         num_labels, num_tokens = torch.tensor(totals[2:]) // tp
     else:
         counted = model.takes.real(step.beside, step.tokens) if model.takes.padding else step.tokens
-        num_labels, num_tokens = model.count_labels(step.labels), model.count_tokens(counted)
+        num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)
     look_at(replace(event, num_labels=num_labels, sums=(numbers, squares)))
     return Agreed(totals[0] == 0, look, num_labels, num_tokens)

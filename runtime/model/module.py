@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
-from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
@@ -23,58 +21,36 @@ from moec.runtime import (
 from moec.runtime.calls import called
 from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import look_at
-from moec.runtime.guards.finite_logits import NOT_FINITE, unscored_complaint
+from moec.runtime.guards.finite_logits import unscored_complaint
 from moec.runtime.guards.guard import LogitsGiven
 from moec.runtime.guards.leftover_gradients import STEP_RAISED
 from moec.runtime.guards.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
-from moec.runtime.inputs.beside import NOTHING, Beside, Takes
+from moec.runtime.inputs.beside import Beside, Takes
 from moec.runtime.inputs.forward_checks import (
-    HOOKS,
-    Claims,
-    batch_complaint,
     counts_own_tokens,
-    same_inputs,
-    same_mode,
     same_shape,
 )
 from moec.runtime.inputs.settings import complaint_about, initial_values, same_on_ranks
+from moec.runtime.model.counters import Counters
+from moec.runtime.model.forward_agreement import require_batch
 from moec.runtime.model.generation.decoder import DecodingGraphs
 from moec.runtime.model.generation.generate import Generated, generate
 from moec.runtime.model.generation.sampling import Sampling
+from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.model.run import Run
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, of_step
 from moec.runtime.model.top_level import TopLevel
-from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.ranks.checks import Complaint
 from moec.runtime.refused_derivatives import in_vmap, outlasting
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
 from moec.runtime.weights.microbatches import Microbatches
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.weights.weights import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
-    """`logits` `[batch, sequence, vocab]` of this rank's tokens, or `[batch, classes]` of its images; `loss`, a scalar,
-    where labels were given; `aux_loss`.
-
-    With tensor parallelism a rank has the logits of `vocab / tp` ids, or of `sequence / tp` tokens if `tp` does not
-    divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
-    cross-entropy over the global number of valid labels, and in training plus `aux_loss`. `aux_loss` is the sum of the
-    weighted balance terms, a scalar, None if the model has none. In `Job.step` and `Job.accumulate` both are a
-    micro-batch's share: those of all micro-batches add up to the step's. `routes`, of a plan with `replay`: the experts
-    of this rank's tokens before a capacity drops any, int64 `[batch, sequence, mixtures, k]`; −1 for padding and for
-    places beyond a layer's k.
-    """
-
-    logits: Tensor
-    loss: Tensor | None = None
-    aux_loss: Tensor | None = None
-    routes: Tensor | None = None
 
 
 class PlanModule(nn.Module):
@@ -116,11 +92,12 @@ class PlanModule(nn.Module):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
+        self.takes = Takes.of(program)
+        self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
         self._given = taken_role(program)
         self._draws = program.block(FORWARD).input("sequences") is not None
-        self.takes = Takes.of(program)
         self._places_by_shape = counts_own_tokens(program)
         self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
         self.num_tokens: int | Tensor = 0
@@ -159,8 +136,8 @@ class PlanModule(nn.Module):
         refuse_autocast(device_of(tokens).type)
         refuse_data_parallel(self)
         beside = Beside(routes, segments, padding)
-        look = self._require_batch(tokens, labels, beside)
-        self.num_tokens = self.real_tokens(tokens, beside)
+        look = require_batch(self, tokens, labels, beside)
+        self.num_tokens = self.counters.real_tokens(tokens, beside)
         given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
         if self._draws:
             given["sequences"] = self._number_sequences(tokens, labels)
@@ -258,13 +235,13 @@ class PlanModule(nn.Module):
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         step_labels, _ = self._counts.divisors(self.training)
-        valid = step_labels if step_labels is not None else self.count_labels(labels)
+        valid = step_labels if step_labels is not None else self.counters.labels(labels)
         loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return loss
 
     def _aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
         _, step_tokens = self._counts.divisors(self.training)
-        count = step_tokens if step_tokens is not None else self.count_tokens(counted)
+        count = step_tokens if step_tokens is not None else self.counters.tokens(counted)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
@@ -309,35 +286,6 @@ class PlanModule(nn.Module):
         return self._origin.program
 
     # ---- for jobs ----------------------------------------------------------------------------------
-
-    def count_labels(self, labels: Tensor) -> Tensor:
-        """The number of valid labels of all ranks: 0-d int64. A collective."""
-        count: Tensor = self._scalars["valid_labels"].module(labels)
-        return count
-
-    def count_tokens(self, counted: Tensor) -> Tensor | None:
-        """The number of tokens of all ranks, 0-d int64; None for a model without balance terms. A collective.
-
-        `counted`: ids, or of a model that takes padding the marks of tokens that are none (`Takes.real`).
-        """
-        count: Tensor | None = self._scalars["num_tokens"].module(counted) if "num_tokens" in self._scalars else None
-        return count
-
-    def count_tokens_of(self, labels: Tensor, tokens: Tensor) -> Tensor | None:
-        """`count_tokens` by labels where these have several tokens each, as those of images; else by `tokens`."""
-        if self.limits.tokens_per_label == 1 or "num_tokens" not in self._scalars:
-            return self.count_tokens(tokens)
-        return self.count_labels(torch.zeros_like(labels)) * self.limits.tokens_per_label
-
-    def real_tokens(self, tokens: Tensor, beside: Beside) -> int | Tensor:
-        """Tokens of this rank that are no padding: an int where there is none, else a tensor on the tokens' device."""
-        if beside.padding is not None:
-            return self.takes.real(beside, tokens).sum()
-        return self.limits.real_tokens(tokens)
-
-    def local_counts(self, tokens: Tensor, labels: Tensor, beside: Beside) -> tuple[int, int]:
-        """This rank's addends of `count_labels` and `count_tokens`. Waits for the device."""
-        return int((labels != IGNORED_LABEL).sum()), int(self.real_tokens(tokens, beside))
 
     @property
     def draws(self) -> bool:
@@ -425,6 +373,10 @@ class PlanModule(nn.Module):
         """Adds 1 to the setting `step`."""
         self.settings[STEP.name] += 1
 
+    def agreed(self, tokens: Tensor, look: bool) -> None:
+        """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""
+        self._agreed = tokens, look
+
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
         """Collects gradients of micro-batches inside the block; drops those left at its end."""
@@ -456,63 +408,6 @@ class PlanModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Raises `JobError`: DistributedDataParallel reads this attribute of the module that it wraps."""
         raise data_parallel_error("DistributedDataParallel")
-
-    # ---- checks ------------------------------------------------------------------------------------
-
-    def _require_batch(self, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
-        """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
-        agreed, self._agreed = self._agreed, None
-        if agreed is not None and agreed[0] is tokens:
-            return agreed[1]
-        checks = self._home.checks
-        kind = ("forward", self.training, labels is not None)
-        look = not in_vmap() and checks.looks(self.seen, kind, device_of(tokens))
-        complaint, matching = self.claims(tokens, labels, beside, look=look)
-        # The labels that `job.accumulate` counts: those of `StepCounts.add`.
-        counts = self._counts.labels is not None and labels is not None and of_step(self.training)
-        given = self.limits.labels_of(tokens) if counts and complaint is None else 0
-        inputs = TpInputs((tokens, labels, *beside.given().values()), look)
-        (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
-        self._counts.given_of_all += of_all
-        return look
-
-    def claims(self, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
-        """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
-
-        Without `look` it reads no tensor's values.
-        """
-        words = self._device_complaint(tokens) or self.limits.complaint(tokens, labels, look=look)
-        complaint = batch_complaint(words) if words else self.takes.complaint(beside, tokens, look=look)
-        if look and complaint is None and (name := self._updates.not_finite(self.layers)):
-            complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", NOT_FINITE)
-        needed: list[bool] = []
-        try:
-            if self._home.checks.compares:
-                needed = [each for weights in self.all_weights() for each in weights.needed()]
-                needed += [weights.is_kept for weights in self.all_weights(wrapped=True)]
-        except JobError as error:
-            complaint = complaint or Complaint.of(error)
-        one_shape = self._places_by_shape or (self._draws and self.training)
-        shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-        alike = *same_inputs(labels, beside), *same_mode(self.training, needed)
-        settings = same_on_ranks(self.settings if self._draws else {})
-        return Claims(complaint, (MustMatch("MOE0702", self._one_shape, shape), *alike, settings))
-
-    def _device_complaint(self, tokens: object) -> str | None:
-        """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
-        device = next(self.parameters()).device
-        if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
-            return None
-        return f"tokens are on {tokens.device}, and the model on {device}: `tokens.to({str(device)!r})`"
-
-    def hooks_of_parameters(self) -> MustMatch:
-        """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
-        hooked = tuple(weights.is_hooked for weights in self.all_weights(wrapped=True))
-        return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))
-
-    def agreed(self, tokens: Tensor, look: bool) -> None:
-        """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""
-        self._agreed = tokens, look
 
 
 def _drop_loads(module: nn.Module, incompatible: object) -> None:

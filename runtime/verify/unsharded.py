@@ -13,7 +13,8 @@ from moec.passes.ir import Role
 from moec.passes.ir.interface import COUNTS
 from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.reference import layer_reference, reference
-from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.model.model_output import ModelOutput
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 

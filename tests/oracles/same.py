@@ -12,7 +12,8 @@ from torch import Generator, Tensor
 
 from moec.grammar.spec import Spec
 from moec.runtime.host.reference import reference
-from moec.runtime.model.module import ModelOutput, PlanModule
+from moec.runtime.model.model_output import ModelOutput
+from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.unsharded import training_loss
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -1,0 +1,75 @@
+"""How the ranks agree on a forward pass before any of them computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from moec.runtime.errors import JobError
+from moec.runtime.guards.finite_logits import NOT_FINITE
+from moec.runtime.inputs.batches import device_of
+from moec.runtime.inputs.beside import NOTHING, Beside
+from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
+from moec.runtime.inputs.settings import same_on_ranks
+from moec.runtime.model.step_counts import of_step
+from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.refused_derivatives import in_vmap
+
+if TYPE_CHECKING:
+    from moec.runtime.model.module import PlanModule
+
+
+def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
+    """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
+    agreed, model._agreed = model._agreed, None
+    if agreed is not None and agreed[0] is tokens:
+        return agreed[1]
+    checks = model._home.checks
+    kind = ("forward", model.training, labels is not None)
+    look = not in_vmap() and checks.looks(model.seen, kind, device_of(tokens))
+    complaint, matching = claims(model, tokens, labels, beside, look=look)
+    # The labels that `job.accumulate` counts: those of `StepCounts.add`.
+    counts = model._counts.labels is not None and labels is not None and of_step(model.training)
+    given = model.limits.labels_of(tokens) if counts and complaint is None else 0
+    inputs = TpInputs((tokens, labels, *beside.given().values()), look)
+    (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
+    model._counts.given_of_all += of_all
+    return look
+
+
+def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
+    """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
+
+    Without `look` it reads no tensor's values.
+    """
+    words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
+    complaint = batch_complaint(words) if words else model.takes.complaint(beside, tokens, look=look)
+    if look and complaint is None and (name := model._updates.not_finite(model.layers)):
+        complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", NOT_FINITE)
+    needed: list[bool] = []
+    try:
+        if model._home.checks.compares:
+            needed = [each for weights in model.all_weights() for each in weights.needed()]
+            needed += [weights.is_kept for weights in model.all_weights(wrapped=True)]
+    except JobError as error:
+        complaint = complaint or Complaint.of(error)
+    one_shape = model._places_by_shape or (model._draws and model.training)
+    shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
+    alike = *same_inputs(labels, beside), *same_mode(model.training, needed)
+    settings = same_on_ranks(model.settings if model._draws else {})
+    return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *alike, settings))
+
+
+def _device_complaint(model: PlanModule, tokens: object) -> str | None:
+    """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
+    device = next(model.parameters()).device
+    if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
+        return None
+    return f"tokens are on {tokens.device}, and the model on {device}: `tokens.to({str(device)!r})`"
+
+
+def hooks_of_parameters(model: PlanModule) -> MustMatch:
+    """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
+    hooked = tuple(weights.is_hooked for weights in model.all_weights(wrapped=True))
+    return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))

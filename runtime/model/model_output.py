@@ -1,0 +1,27 @@
+"""What a model returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """`logits` `[batch, sequence, vocab]` of this rank's tokens, or `[batch, classes]` of its images; `loss`, a scalar,
+    where labels were given; `aux_loss`.
+
+    With tensor parallelism a rank has the logits of `vocab / tp` ids, or of `sequence / tp` tokens if `tp` does not
+    divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
+    cross-entropy over the global number of valid labels, and in training plus `aux_loss`. `aux_loss` is the sum of the
+    weighted balance terms, a scalar, None if the model has none. In `Job.step` and `Job.accumulate` both are a
+    micro-batch's share: those of all micro-batches add up to the step's. `routes`, of a plan with `replay`: the experts
+    of this rank's tokens before a capacity drops any, int64 `[batch, sequence, mixtures, k]`; −1 for padding and for
+    places beyond a layer's k.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    routes: Tensor | None = None
