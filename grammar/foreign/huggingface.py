@@ -28,7 +28,7 @@ _OF_FAMILIES = (
     ("in ERNIE-4.5", "gate = topk({}, normalize = true, bias = online(1e-3))"),
     ("in Phi-3.5-MoE", "gate = sparsemixer({})"),
 )
-_TRAINERS = "under `Trainer` WEIGHT is {} * k / L times the accumulated micro-batches and processes: the whole loss is multiplied by the number of processes, and not divided by that of micro-batches"
+_TRAINERS = "under `Trainer` WEIGHT is {} * k times the accumulated micro-batches and processes: the whole loss is multiplied by the number of processes, and not divided by that of micro-batches"
 _POOLED = "the tokens of all layers together, as there; with biases or groups `fractions = scores` too, as transformers takes the fractions of plain top-k"
 _JITTER = "it multiplies what the experts get, too, and here what the router gets alone"
 _IMPORT = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"
