@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from moec.grammar.accepted import not_accepted
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Label, Severity
 from moec.grammar.resolve.files import checked_source, read_source, source_of
@@ -77,20 +77,8 @@ def _load(
             spec, errors, overridden = resolve(statements, lets, Span(source, 0, 0), complete=complete)
             errors = list(_of_meaning(errors, diagnostics))
             diagnostics += [_led_to(found, files.used_at) for found in (*files.diagnostics, *errors)]
-    diagnostics = [found for found in diagnostics if not _accepted(found)]
+    diagnostics = not_accepted(diagnostics)
     return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
-
-
-ACCEPTED = re.compile(r"#(?:[^\"]*;)? *accept:((?: *,? *MOE[0-9]{4})+)[^\"]*\Z")
-"""A comment that accepts warnings by their codes."""
-
-
-def _accepted(found: Diagnostic) -> bool:
-    """Whether it is a warning, and the line where it begins accepts it: `group = rank  # accept: MOE0315`."""
-    if found.span is None or found.severity is Severity.ERROR:
-        return False
-    comment = ACCEPTED.search(found.span.source.line(found.span.line))
-    return comment is not None and found.code in comment[1]
 
 
 SHORT_SPAN = 32

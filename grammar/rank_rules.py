@@ -13,6 +13,7 @@ from moec.grammar.spec import Base, Dynamic, ExpertChoice, Factor, Moe, Sequence
 
 DEFAULT_CLUSTER = "clusters/one_rank"
 """The library's cluster of a file that states none."""
+_ACCEPT = "`# accept: MOE0315` behind it says that it is meant"
 
 
 def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
@@ -33,10 +34,10 @@ def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
         if moe.group == "rank" and (found := _of_a_rank(moe)):
             what, place = found
             labels = [Label(span=place, message=what)] if place else []
-            help = "`group = sequence` gives the same result on any number of ranks"
+            help = f"`group = sequence` gives the same result on any number of ranks; {_ACCEPT}"
             yield diagnose("MOE0315", moe.span("group"), labels=labels, help=help, severity=Severity.WARNING)
         elif _prefers_near(moe):
-            help = "`topk` gives the same result on any number of ranks"
+            help = f"`topk` gives the same result on any number of ranks; {_ACCEPT}"
             yield diagnose("MOE0315", moe.gate.span(), help=help, severity=Severity.WARNING)
 
 

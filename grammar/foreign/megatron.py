@@ -40,7 +40,7 @@ _RANK = "counted over the tokens of a rank's micro-batch: `group = rank` is a fu
 _PRE, _SIGMOID = "with `--moe-router-pre-softmax`", "with `--moe-router-score-function sigmoid` and k above 1"
 _OF_SIGMOID = "gate = topk(8, score = sigmoid, normalize = true"
 _RANKED = "a group is ranked by the sum of its k / keep_groups best: the default here where that is 2, `group_score = max` where it is 1, else there is no equal"
-_PLAIN = "fractions there are of plain top-k, without expert biases and groups: with these there is no equal but `sequence_loss`"
+_PLAIN = "fractions there are of plain top-k: with expert biases or groups write `switch_loss(WEIGHT, fractions = scores)`"
 _BY_WEIGHT = "each expert keeps the choices that it weighs most"
 _BY_TOPK = "`torch.topk` of equal numbers says who keeps a place, in no order that torch promises: no equal for any k, and nearest is the default order"
 _SEVERAL = f"{_BY_WEIGHT}, in both. With `position` {_BY_TOPK}"
@@ -132,7 +132,7 @@ _OF_GATES = (
     Row("--moe-token-drop-policy", f"{CAPACITY}.order", "capacity = factor(1.25, order = weight)", "", _SEVERAL, _DROPS, "for `probs`, their default", renames=False, but={"probs": f"write `capacity = factor(1.25, order = weight)`: {_BY_WEIGHT}", "position": f"{_BY_TOPK}, `capacity = factor(1.25)`"}),
     Row("--moe-pad-expert-input-to-capacity", f"{MOE}.overflow", "overflow = pad", "", "beside `capacity = factor(…)`; with `--moe-router-enable-expert-bias` Megatron counts the padding, and its biases stay as they are", _DROPS, but=off()),
     Row("moe_token_dropping", "", "", "", "leave it out: Megatron does not support it; `--moe-expert-capacity-factor` is what drops", "core/transformer/transformer_config.py, TransformerConfig.moe_token_dropping"),
-    Row("--moe-router-load-balancing-type", f"{MOE}.balance", "balance = [switch_loss(0.01)]", "", f"{_RANK}, for `global_aux_loss` `group = batch` where a step has one micro-batch; {_PLAIN}", _AUX, "for `aux_loss`, their default", (("for `seq_aux_loss`", "balance = [sequence_loss(0.01)]"),), but=off("leave it out: there is no term by default") | {"seq_aux_loss": "write `balance = [sequence_loss(WEIGHT)]`", "global_aux_loss": "write `balance = [switch_loss(WEIGHT)]` and `group = batch`: the same where a step has one micro-batch and the gate neither biases nor groups", **dict.fromkeys(("sinkhorn", "quantile_balancing"), _NEVER)}),
+    Row("--moe-router-load-balancing-type", f"{MOE}.balance", "balance = [switch_loss(0.01)]", "", f"{_RANK}, for `global_aux_loss` `group = batch` where a step has one micro-batch; {_PLAIN}", _AUX, "for `aux_loss`, their default", (("for `seq_aux_loss`", "balance = [sequence_loss(0.01)]"),), but=off("leave it out: there is no term by default") | {"seq_aux_loss": "write `balance = [sequence_loss(WEIGHT)]`", "global_aux_loss": "write `balance = [switch_loss(WEIGHT)]` and `group = batch`: the same where a step has one micro-batch, and with expert biases or groups `switch_loss(WEIGHT, fractions = scores)`", **dict.fromkeys(("sinkhorn", "quantile_balancing"), _NEVER)}),
     Row("--moe-aux-loss-coeff", SWITCH_LOSS, "balance = [switch_loss({})]", "0.01", f"the same value, {_RANK}; {_PLAIN}", _AUX, cases=(("with `--moe-router-load-balancing-type seq_aux_loss`", "balance = [sequence_loss({})]"),), renames=False, but=off()),
     Row("--moe-z-loss-coeff", f"{MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", "the same value", "core/transformer/moe/moe_utils.py, z_loss_func", but=off()),
 )

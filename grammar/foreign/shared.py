@@ -6,7 +6,7 @@ Each name has `:` and the keys of its systems behind it.
 from __future__ import annotations
 
 from moec.grammar.foreign.row import ADAMW, ATTENTION, GQA, MOE, ROPE, SWITCH_LOSS, Row, off
-from moec.grammar.foreign.values import ADAMW_DEFAULTS
+from moec.grammar.foreign.values import ADAMW_DEFAULTS, HUGGING_FACE_AUX_LOSS
 
 # A row is a line: the table is read by its columns.
 # fmt: off
@@ -15,7 +15,7 @@ from moec.grammar.foreign.values import ADAMW_DEFAULTS
 _RANKS = 'leave it out: the ranks are declared, `cluster "mine" { device = h100; level "node" { size = 8 } }`, the product of its levels; without a `cluster` there is one rank'
 _SCHEDULE = "a schedule is in the training script, by a scheduler of `torch.optim.lr_scheduler`; `optimizer = adamw(lr = …)` has the rate it begins with"
 _CLIPPING = "leave it out: gradients are clipped in the training script, by `job.clip_grad_norm_(model, {})` between `job.step` and `optimizer.step()`; what Adafactor bounds is `adafactor(clip = …)`. Megatron, torchtitan and `Trainer` clip at 1.0 unless told"
-_AUX_LOSS = "that is Megatron's and Switch's term. Where a token has two experts, DeepSpeed's and Tutel's count the first alone: `gshard_loss({})`; Hugging Face's weight is multiplied by k and divided by the number of layers with experts (docs/from)"
+_AUX_LOSS = f"that is Megatron's and Switch's term. Where a token has two experts, DeepSpeed's and Tutel's count the first alone: `gshard_loss({{}})`; {HUGGING_FACE_AUX_LOSS}"
 _FP16 = "moec does not train in fp16 yet: write `dtype = bf16` in `model`"
 _FP32 = "write `dtype = fp32` in `model`: bf16 is the default"
 
@@ -87,7 +87,7 @@ ROWS: tuple[Row, ...] = (
     Row("num_gpus:ds world_size:fm,mg n_gpu:hf n_gpus:ot gpus:pl devices:pl num_devices:pl", "", "", "", _RANKS),
     # ---- elsewhere, or not at all ----------------------------------------------------------------------
     Row("warmup_steps:hf,tt lr_warmup_iters:mg lr_decay_style:mg lr_scheduler:hf,tt lr_scheduler_type:hf num_warmup_steps:hf warmup_ratio:hf warmup:ot min_lr:mg lr_decay_iters:mg scheduler:ds lr_schedule:ot schedule_type:ot", "", "", "", _SCHEDULE),
-    Row("manual_seed:pt data_seed:hf random_seed:ot", "", "", "", "leave it out: the seed is the script's, `job.build(seed={})`, with the same weights on any number of ranks"),
+    Row("manual_seed:pt seed:hf,mg data_seed:hf random_seed:ot", "", "", "", "leave it out: the seed is the script's, `job.build(seed={})`, with the same weights on any number of ranks"),
     Row("use_fp16:ot", "", "", "", "leave it out: moec does not train in fp16 yet, and `dtype = bf16` in `model` is the default", but=off("leave it out: `dtype = bf16` in `model` is the default")),
     Row("use_fp32:ot", "", "", "", "write `dtype = fp32` in `model`", but=off("leave it out: `dtype = bf16` in `model` is the default")),
     Row("device_memory:ot", "", "", "", 'a device of your own has it: `device "mine" { kind = cpu; memory = {}; bandwidth = 20GB/s }` outside, and `device = mine` in `cluster`'),

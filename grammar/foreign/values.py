@@ -41,10 +41,8 @@ OPTIMIZERS = (
     "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
     "(docs/optimizers.md)"
 )
-_AUX_LOSS = (
-    "the term is `switch_loss`; for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first "
-    "choices alone, and Hugging Face's weight is multiplied by k and divided by the number of layers with experts (docs/from)"
-)
+HUGGING_FACE_AUX_LOSS = "Hugging Face's is `switch_loss(WEIGHT, over = model)` with WEIGHT its coefficient times k, and `group = batch` (docs/from)"
+_AUX_LOSS = f"the term is `switch_loss`; for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first choices alone; {HUGGING_FACE_AUX_LOSS}"
 _FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
 
 NEAR: dict[str, str] = {
@@ -65,7 +63,7 @@ NEAR: dict[str, str] = {
     "multi_latent_attention": "Megatron's turns neighbours always: `mla(…, rope = rope(interleaved = true))`",
     "capacity_factor": "write `factor(1.25)`; what a system's number means: `moec explain capacity_factor`",
     "cv_loss": "the squared coefficient of variation of the experts' importance is `importance_loss`; its variance divides by the number of experts, elsewhere often by one less",
-    "global_aux_loss": "Megatron's is `switch_loss` with `group = batch`, where a step has one micro-batch and the gate neither biases nor groups",
+    "global_aux_loss": "Megatron's is `switch_loss` with `group = batch`, where a step has one micro-batch; with expert biases or groups `fractions = scores` too",
     "sinkhorn": "no gate here balances by Sinkhorn's iteration: `topk(1)` with `balance = [switch_loss(0.01)]` is nearest",
     "quantile_balancing": "no gate here balances by quantiles: `topk(K, score = sigmoid, bias = online(1e-3))` is nearest",
     "sqrtsoftplus": "no equal: `score` is `softmax` or `sigmoid`",
@@ -78,7 +76,7 @@ NEAR: dict[str, str] = {
 }
 """Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""
 
-OURS = frozenset(("bf16", "capacity", "gate", "k", "lr", "sequence_parallel", "swiglu", "weight_decay"))
+OURS = frozenset(("bf16", "capacity", "gate", "k", "lr", "seed", "sequence_parallel", "swiglu", "weight_decay"))
 """Names of the table that are words of this language too: a message about one is not about another system's."""
 
 IN_BLOCKS: dict[tuple[str, str], str] = {

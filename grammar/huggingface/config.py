@@ -157,7 +157,7 @@ class Config:
         """Reads a key that acts in training alone: a value that is none of `without_effect` is a warning."""
         value = self.raw(key)
         if value is not None and value not in without_effect:
-            said = _in_the_table(key, value) or "moec has no word for it"
+            said = _in_the_table(key, value) or "moec has none"
             self.note(key, f"it acts in training alone, and is not imported: {said}")
 
     def refuse(self, key: str, why: str) -> None:
@@ -268,9 +268,10 @@ def _shown(value: Any) -> str:
 
 
 def _in_the_table(key: str, value: Any) -> str:
-    """What the table of other systems' names says of transformers' `key`, for a value of it; empty for none."""
+    """The form that the table of other systems' names has for transformers' `key` and a value of it; empty for none."""
     from moec.grammar.foreign.lookup import elsewhere  # most configs do without it
 
     known = elsewhere(key)
     meanings = known.meanings if known is not None else ()
-    return next((meaning.said(str(value)) for meaning in meanings if "hf" in meaning.systems), "")
+    of_transformers = (meaning for meaning in meanings if "hf" in meaning.systems and meaning.path)
+    return next((meaning.said(str(value), brief=True) for meaning in of_transformers), "")

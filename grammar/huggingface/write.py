@@ -79,7 +79,7 @@ def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
 
 
 def as_inferred(model: Model) -> Model:
-    """The model without what acts in training alone, and without its name."""
+    """The model without what acts in training alone, what no config states (`router_dtype`), and its name."""
     layers = {}
     for layer in model.layers:
         if id(layer) not in layers:

@@ -39,8 +39,8 @@ _KEPT = Doc(
 
 
 _ROUTERS = Doc(
-    "of routers' logits and of the weights of choices: `model`, `dtype`, as where a router is a layer like others "
-    "(Tutel, Megatron unless told; transformers); scores are computed in fp32"
+    "of routers' logits and of the weights of choices: `fp32`, or `model`: the model's `dtype` (Megatron and Tutel "
+    "unless told, FastMoE, most classes of transformers); scores are computed in fp32"
 )
 
 

@@ -72,7 +72,8 @@ def _of_word(asked: str) -> Explanation:
     known = words()
     other = elsewhere(asked)
     written = asked if asked in known else _plain(asked)  # `--weight-decay` is `weight_decay`
-    if written in known:
+    leads_here = not asked.startswith("-") or (other is not None and other.heads)  # a flag is another system's
+    if written in known and leads_here:
         text = page(written) + (f"\n# `{written}` in other systems\n\n{_meanings(other)}" if other else "")
         return Explanation(asked=asked, subject=written, kind="word", markdown=text)
     if (file := _of_library(asked, written)) is not None:

@@ -92,7 +92,7 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     placed = with_places(b, moe, routed, beside)
     if placed.gated.w == gated.w:
         return placed
-    return replace(placed, gated=placed.gated.rounded(b, subject, moe.gate.span()))  # other weights
+    return replace(placed, gated=placed.gated.rounded(b, subject, moe.gate.span()))  # renormalised: new weights
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:

@@ -101,8 +101,9 @@ class JobCheckpoints(RunningJob):
         says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
         rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
         default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
-        `save`: it removes checkpoints of this run with numbers as names, and no others. The first call warns of other
-        runs in the folder, and raises MOE0803 if the first save would have a name that is taken.
+        `save`: it removes checkpoints of this run with numbers as names, and no others. The first call, and the first
+        after a load, warns of other runs in the folder, and raises MOE0803 if the first save would have a name that is
+        taken.
         """
         require_path("job.checkpoint", "folder", folder, ", model, optimizer")
         require_extras("job.checkpoint", extras, (*SCHEDULE, "keep"), optimizer)

@@ -56,13 +56,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ADDED_TOKENS = (
+    "for added tokens export the checkpoint (`moec weights export`), make their rows in transformers, and import that "
+    "(docs/huggingface.md#added-tokens)"
+)
+
 
 @dataclass(slots=True)
 class Loading:
     """What one rank reads of a checkpoint. `targets`: where tensors go, by name; `boxes`: the part of each.
 
-    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name. `ranks_draw_alike`: before it,
-    all ranks have the same random state.
+    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name. `ranks_draw_alike`: before
+    the load, all ranks have the same random state.
     """
 
     checkpoint: Checkpoint
@@ -278,17 +283,19 @@ def _require_same_model(
     and what is narrow in the checkpoint is widened exactly.
     """
     there = {key.removeprefix(MODEL): entry for key, entry in stored.items() if key.startswith(MODEL)}
-    unlike = []
+    unlike: dict[str, str] = {}
     for key in [*there, *(key for key in here if key not in there)]:
         said = _described(there.get(key)), _described(here.get(key))
         if said[0] != said[1] and not _is_frozen_on_one_side(there.get(key), here.get(key), plan.parameters.get(key)):
-            unlike.append(f"{key} is {said[0]} in the checkpoint, {said[1]} here")
+            unlike[key] = f"{key} is {said[0]} in the checkpoint, {said[1]} here"
     if not unlike:
         return
     raise JobError(
         "MOE0805",
-        f"{path} is of {model}, and this model is {plan.name}: {first_of(unlike)}",
-        "load a checkpoint of the same model; its plan, its degrees and the world size may differ",
+        f"{path} is of {model}, and this model is {plan.name}: {first_of([*unlike.values()])}",
+        ADDED_TOKENS
+        if unlike.keys() <= {"embedding.weight", "head.weight", "head.bias"}
+        else "load a checkpoint of the same model; its plan, its degrees and the world size may differ",
     )
 
 

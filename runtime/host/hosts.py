@@ -70,7 +70,9 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
             f"DistributedDataParallel manages this rank's experts ({names[0]}): it has replaced them by copies of rank "
             "0's, or averages their gradients",
             "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
-            "model, moec.expert_parameters(model))`, with each name of a parameter that has several",
+            "model, moec.expert_parameters(model))`; where a parameter has several names, all of them are "
+            "`{n for n, p in model.named_parameters(remove_duplicate=False) if any(p is e for e in "
+            "moec.expert_parameters(model).values())}`",
         )
     if _is_in_fsdp(experts) and any(not isinstance(each, nn.Parameter) for each in experts.parameters()):
         raise JobError(

@@ -36,8 +36,9 @@ from moec.runtime.weights.home import Home, own_weights
 from moec.runtime.weights.microbatches import Microbatches
 
 KEEP = (
-    "a layer narrows its weights itself: `layer.float()` after the model's `.bfloat16()`; `fully_shard(layer)` without "
-    "`MixedPrecisionPolicy(param_dtype=…)`; or leave out `keep_in_fp32`"
+    "a layer narrows its weights itself: convert the rest of the model before the layer is put in; or call "
+    "`layer.float()` and load its weights again; `fully_shard(layer)` without `MixedPrecisionPolicy(param_dtype=…)`; "
+    "or leave out `keep_in_fp32`"
 )
 
 

@@ -22,8 +22,9 @@ from moec.runtime.errors import JobError
 OVERWRITTEN = "parameters over ranks, as if they were replicas: experts would be overwritten by other ranks'"
 
 BESIDE = "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their own"
+ELEMENTWISE = f"{BESIDE} that works element by element, such as AdamW"
 SHARDED = f"{BESIDE}; a job's model has `zero = 1` in `parallel {{ … }}` and `job.optimizer`"
-"""What a user can do; the second for those who want an optimizer's state divided, or parameters sent."""
+"""What a user can do; the last for those who want an optimizer's state divided, or parameters sent."""
 
 _sharded = WeakSet[nn.Module]()
 """Modules over several ranks: models of jobs, and the experts of layers."""
@@ -44,8 +45,10 @@ def _install() -> None:
 
 def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
+        # DTensors alone are right, and torch itself refuses them beside plain tensors.
         plain = (p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, DTensor))
-        _require_replicas(plain, "LBFGS takes dot products over all parameters: ranks would take other steps", BESIDE)
+        words = "LBFGS takes dot products over all parameters: each rank would take its own step"
+        _require_replicas(plain, words, ELEMENTWISE)
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)

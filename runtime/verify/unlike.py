@@ -63,7 +63,7 @@ def _unlike_in(block: Block, other: Block) -> Unlike:
 
 
 def first_unlike_attribute(program: Program, compiled: Program) -> Unlike | None:
-    """The first op whose attributes differ from those of its counterpart in `compiled`, or another number of parts.
+    """The first op whose attributes differ from its counterpart's in `compiled`, or another number of micro-batches.
 
     A plan may compute the same function by other ops, in another order, on other degrees. So an op's counterpart is of
     the same kind, in the block of the same layer: the op that gives the same name; for names that only one of the

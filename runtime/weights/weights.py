@@ -87,10 +87,7 @@ class Weights:
         return [parameter.requires_grad for parameter in self._parameters()]
 
     def rounded(self, dtype: torch.dtype) -> str:
-        """The first parameter that is narrower than it is taken, of those that are taken wider than `dtype`; or none.
-
-        They are to be exact. Others are narrowed here or before, which is the same.
-        """
+        """The first parameter that the host narrowed though the file keeps it wider than `dtype`; empty if none."""
         for parameter, spec in zip(self._parameters(), self.specs, strict=True):
             if parameter.dtype.itemsize < spec.dtype.itemsize > dtype.itemsize:
                 return spec.name

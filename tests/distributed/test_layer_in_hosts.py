@@ -111,8 +111,8 @@ class _Lbfgs(torch.optim.LBFGS):
         super().step(lambda: 0.0)
 
 
-def optimizers_of_replicas() -> list[str]:
-    """What optimizers say that send parameters between ranks; one over all but the experts trains."""
+def optimizers_over_experts() -> list[str]:
+    """What optimizers say that take experts for replicas; one over all but the experts trains."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses `torch.jit.script`
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -152,8 +152,8 @@ def test_uneven_batches_are_refused_before_a_rank_waits_for_another(gloo: GlooPo
     assert all(re.search(r"MOE0711.*`join\(\)` lets a rank end", said) for said in gloo.run(2, joining))
 
 
-def test_optimizers_that_send_experts_between_ranks_are_refused(gloo: GlooPool) -> None:
-    for zero, lbfgs, averager in gloo.run(2, optimizers_of_replicas):
+def test_optimizers_over_experts_that_take_them_for_replicas_are_refused(gloo: GlooPool) -> None:
+    for zero, lbfgs, averager in gloo.run(2, optimizers_over_experts):
         assert re.search("MOE0711.*LBFGS takes dot products over all parameters", lbfgs)
         assert re.search("MOE0711.*ZeroRedundancyOptimizer broadcasts parameters over ranks", zero)
         assert re.search("MOE0711.*model_averaging averages parameters over ranks", averager)

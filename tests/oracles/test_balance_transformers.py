@@ -6,14 +6,17 @@ of a forward pass; tokens that the attention mask leaves out do not count.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from oracles.specs import SEQUENCE, VOCAB, small_spec
 from oracles.test_mixtral_transformers import MODELS, our_name, ours_with_weights_of, shifted, text
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from moec.driver import compile as compile_source
+from moec.grammar.foreign.lookup import elsewhere
 from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.virtual import VirtualCluster
 
@@ -77,6 +80,23 @@ def test_masked_tokens_do_not_count(name: str) -> None:
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
     whole = theirs(tokens, labels=tokens).aux_loss
     assert abs(whole / expected.aux_loss - 1) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_trainer_the_weight_is_theirs_times_k_and_the_accumulated_parts(name: str, tmp_path: Path) -> None:
+    said, parts = elsewhere("router_aux_loss_coef").said(str(COEFFICIENT)), 2
+    assert f"under `Trainer` WEIGHT is {COEFFICIENT} * k times the accumulated micro-batches" in said
+    theirs, layers = balanced(name)
+    ours = ours_with_weights_of(theirs, layers.replace(f"({K * COEFFICIENT}", f"({K * COEFFICIENT * parts}"))
+    options = TrainingArguments(str(tmp_path), gradient_accumulation_steps=parts, use_cpu=True, report_to=[])
+    trainer = Trainer(theirs, options)
+    batches = [{"input_ids": tokens, "labels": tokens} for tokens in (text(), text().flip(0, 1))]
+    batches, labels = trainer.get_batch_samples(iter(batches), parts, torch.device("cpu"))
+    expected = torch.stack([trainer.training_step(theirs, batch, labels) for batch in batches]).sum()
+    loss = torch.stack([ours(batch["input_ids"], shifted(batch["labels"])).loss for batch in batches]).mean()
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+    require_gradients_of(theirs, ours)
 
 
 @pytest.mark.parametrize(("parts", "group"), [(1, "batch"), (2, "batch"), (1, "rank")])

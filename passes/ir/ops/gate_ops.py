@@ -105,8 +105,7 @@ class EveryExpert(Op):
 class RoundWeights(Op):
     """Weights of choices rounded to `dtype`, and wide again: `[batch, sequence, k]` → the same shape and dtype.
 
-    So have they where the scores of a router are of the model's dtype (Megatron, transformers). Inductor computes
-    across such a rounding.
+    Megatron and transformers round so. Under `torch.compile` Inductor may drop the round trip.
     """
 
     mnemonic: ClassVar[str] = "round_weights"

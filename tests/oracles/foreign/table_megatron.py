@@ -150,6 +150,11 @@ MEGATRON = [
         "gate = topk(2, order = after); group = batch; balance = [switch_loss(1)]",
     ),
     Row(
+        "megatron global_aux_loss, groups",
+        options(4, **GROUPS, **PRE, **ALL),
+        f"gate = topk(4, {KEEP}); {SCORES.replace('rank', 'batch')}",
+    ),
+    Row(
         "megatron global_aux_loss, later micro-batches",
         lambda g: Routing(
             megatron.route(g.flat, 2).weights, megatron.global_aux_loss(g.flat, [2 * g.flat.roll(1, 1)], 2)

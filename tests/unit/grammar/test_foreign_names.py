@@ -220,11 +220,17 @@ def test_an_order_of_another_system_is_not_replaced(order: str, nearest: str) ->
     assert not said.fix
 
 
-@each_row("name", ["--rotary-scaling-divisor", "moe_jitter", "num_experts_per_group", "routed_scaling"])
+@each_row("name", ["--rotary-scaling-divisor", "moe_jitter", "num_experts_per_group", "routed_scaling", "--window"])
 def test_a_name_that_is_merely_near_has_no_page(name: str) -> None:
     with pytest.raises(DiagnosticError) as raised:
         explain(name)
     assert [found.code for found in raised.value.diagnostics] == ["MOE0015"]
+
+
+def test_a_flag_has_no_page_of_a_word_that_means_something_else() -> None:
+    assert "`job.build(seed=…)`" in explain("--seed").markdown
+    assert "`hash`" in explain("seed").markdown
+    assert "`hash`" not in explain("--seed").markdown
 
 
 @each_row(

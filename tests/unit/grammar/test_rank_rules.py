@@ -82,16 +82,3 @@ def test_ep_of_a_model_without_experts_is_warned_of() -> None:
     text = f'model "m" {{ vocab = 32; dim = 16; depth = 2; context = 8; {layers} }}\n'
     (found,) = load_text(text + "parallel { ep = 1 }").diagnostics
     assert (found.code, found.message) == ("MOE0375", "it concerns no layer: layers 0..1 have no experts")
-
-
-def test_a_line_of_the_file_accepts_its_warnings_by_code_and_no_error() -> None:
-    text = moe_text(**DEPENDENT["switch_loss"], ranks=4)
-    for comment, warns in {
-        "# accept: MOE0315": False,
-        "# as the paper's runs; accept: MOE0321, MOE0315, which counts so": False,
-        "# accept: MOE0321": True,
-        "# do not accept: MOE0315": True,
-    }.items():
-        assert warned(text.replace("group = rank", f"group = rank  {comment}\n")) == warns
-    assert warned(f"# accept: MOE0315\n{text}")
-    assert not load_text(text.replace("group = rank", "group = ranks  # accept: MOE0202\n")).spec

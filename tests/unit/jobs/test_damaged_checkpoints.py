@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.plans import moe_plan
+from support.plans import moe_plan, moe_text
 
 import moec
+from moec.driver import compile as compile_source
 from moec.runtime.checkpoint.index import HEAD, INDEX, shard_name
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
@@ -126,8 +127,13 @@ def test_a_newer_format_another_model_and_another_optimizer_are_raised(folder: P
             job.resume(folder, model, job.optimizer(model), progress={})
     with moec.launch(moe_plan(ranks=1, ep=1, experts=4), device="cpu") as job:
         model = job.build(seed=2)
-        with pytest.raises(JobError, match="MOE0805"):
+        with pytest.raises(JobError, match="MOE0805") as raised:
             job.resume(folder, model)
+        assert "added-tokens" not in str(raised.value)
+    larger = compile_source(moe_text(ranks=1, ep=1).replace("vocab = 32", "vocab = 40"))
+    with moec.launch(larger, device="cpu") as job, pytest.raises(JobError, match="MOE0805") as raised:
+        job.resume(folder, job.build(seed=2))
+    assert "docs/huggingface.md#added-tokens" in str(raised.value)
     newer_format(folder / "3")
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         model = job.build(seed=2)
