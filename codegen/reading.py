@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
 from moec.codegen.data import Data
-from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, PlanError, canonical, digest, plan_files
-from moec.codegen.kernels.of_plan import products_of
-from moec.codegen.kernels.stored_tiles import FILE as TILES
-from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canonical, digest, plan_files
 from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of, states_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
@@ -23,6 +20,9 @@ from moec.passes.ir.ops import Capacity
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_model import lower
+
+if TYPE_CHECKING:
+    from moec.codegen.kernels.stored_tiles import StoredTiles
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
@@ -55,7 +55,7 @@ def read_plan(path: str | Path) -> Plan:
         raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
     # A tiles.json that plan.json does not list is refused: if it were ignored, a user would think that it is in use.
     has_tiles = TILES in manifest.files or (root / TILES).exists()
-    tiles = _validated(StoredTiles, root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
+    tiles = _tiles(root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
     spec = _text(root / SPEC, _listed(root, SPEC, manifest.files))
     plan = Plan(manifest.moec, spec, program, manifest.groups, tiles)
     _require_consistent(root, plan)
@@ -98,10 +98,23 @@ def _require_consistent(root: Path, plan: Plan) -> None:
     for name in declared | stated:
         if declared.get(name) != stated.get(name):
             raise refuse(root / PROGRAM, f"its {name} is not that of the Spec")
-    stored = plan.tiles.by_key() if plan.tiles is not None else {}
-    foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)})) if stored else []
+    if plan.tiles is not None:
+        _require_known(root / TILES, plan, plan.tiles)
+
+
+def _tiles(path: Path, content: bytes) -> StoredTiles:
+    from moec.codegen.kernels.stored_tiles import StoredTiles
+
+    return _validated(StoredTiles, path, content)
+
+
+def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:
+    """Requires that the plan has the products whose tiles are stored."""
+    from moec.codegen.kernels.of_plan import products_of
+
+    foreign = sorted(map(str, tiles.by_key().keys() - {product.key for product in products_of(plan)}))
     if foreign:
-        raise refuse(root / TILES, f"it has tiles for {foreign[0]}, which the plan does not have")
+        raise refuse(path, f"it has tiles for {foreign[0]}, which the plan does not have")
 
 
 def _declared(program: Program) -> dict[str, tuple[object, ...]]:
