@@ -76,6 +76,12 @@ def test_every_kind_of_layer_shrinks(beside: str, model: str):
     assert report.scaled
 
 
+def test_a_head_whose_width_is_stated_in_parts_stays_as_wide():
+    mla = "mla(heads = 8, kv_rank = 32, nope_dim = 8, rope_dim = 4, value_dim = 8, rope = rope())"
+    report = require_equal(moe_plan(ranks=2, **LARGE | {"attention": mla}), scale=True)
+    assert (widths(report)["heads"], widths(report)["head_dim"]) == ([4, 8], [1024])
+
+
 def test_experts_become_fewer_only_where_memory_wants_it():
     plan = moe_plan(experts=4096, ep=4)
     assert plan.spec.model.layers[1].moe.num_experts == 4096
