@@ -17,13 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moec.codegen.kernels.stored_tiles import FILE
 from moec.codegen.plan import FORMAT, Plan
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import PLAN, PLAN_TEXT
 from moec.passes.ir.text import print_program
 
-MANIFEST, SPEC, PROGRAM = PLAN, PLAN_TEXT, "program.ir"
+MANIFEST, SPEC, PROGRAM, TILES = PLAN, PLAN_TEXT, "program.ir", "tiles.json"
 
 
 class PlanError(DiagnosticError):
@@ -37,7 +36,7 @@ def plan_files(plan: Plan) -> dict[str, bytes]:
     """The files of a plan by their path in its folder. Equal plans give equal bytes."""
     files = {SPEC: plan.spec_text.encode(), PROGRAM: print_program(plan.program).encode()}
     if plan.tiles is not None:
-        files[FILE] = canonical(plan.tiles.model_dump(mode="json"))
+        files[TILES] = canonical(plan.tiles.model_dump(mode="json"))
     manifest = {
         "format": FORMAT,
         "moec": plan.moec,

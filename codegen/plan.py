@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moec.codegen.kernels.stored_tiles import StoredTiles
 from moec.codegen.unknown_names import KnownNames
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
@@ -16,6 +16,9 @@ from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Me
 from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.place.shard_zero import zero_cut, zero_stage
+
+if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
+    from moec.codegen.kernels.stored_tiles import StoredTiles
 
 FORMAT = 4
 """Raised whenever a plan of an older moec would be misread."""

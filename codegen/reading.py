@@ -5,15 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import Field, ValidationError
-
-from moec.codegen.data import Data
-from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, PlanError, canonical, digest, plan_files
-from moec.codegen.kernels.of_plan import products_of
-from moec.codegen.kernels.stored_tiles import FILE as TILES
-from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canonical, digest, plan_files
 from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of, states_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
@@ -24,22 +18,22 @@ from moec.passes.ir.parse import parse_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_model import lower
 
+if TYPE_CHECKING:
+    from moec.codegen.kernels.stored_tiles import StoredTiles
+
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
 
-Text = Annotated[str, Field(max_length=100)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-DataT = TypeVar("DataT", bound=Data)
+MAX_TEXT = 100
+"""Characters of a version of moec."""
 
 
-class Manifest(Data):
-    """The content of `plan.json`."""
+class Manifest(NamedTuple):
+    """The content of `plan.json`, of which digests and groups are compared with what they must be."""
 
-    format: int
-    moec: Text
-    groups: dict[str, tuple[tuple[int, ...], ...]]
-    files: dict[Text, Digest]
-    digest: Digest
+    moec: str
+    groups: object
+    files: Mapping[str, object]
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -51,13 +45,14 @@ def read_plan(path: str | Path) -> Plan:
     root = Path(path)
     manifest = _manifest(root / MANIFEST)
     program = _program(root / PROGRAM, _listed(root, PROGRAM, manifest.files))
-    if manifest.groups != groups_of(program.meshes):
+    groups = groups_of(program.meshes)
+    if manifest.groups != {name: [list(ranks) for ranks in lists] for name, lists in groups.items()}:
         raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
     # A tiles.json that plan.json does not list is refused: if it were ignored, a user would think that it is in use.
     has_tiles = TILES in manifest.files or (root / TILES).exists()
-    tiles = _validated(StoredTiles, root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
+    tiles = _tiles(root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
     spec = _text(root / SPEC, _listed(root, SPEC, manifest.files))
-    plan = Plan(manifest.moec, spec, program, manifest.groups, tiles)
+    plan = Plan(manifest.moec, spec, program, groups, tiles)
     _require_consistent(root, plan)
     for name, expected in plan_files(plan).items():
         if _read(root / name) != expected:
@@ -98,10 +93,33 @@ def _require_consistent(root: Path, plan: Plan) -> None:
     for name in declared | stated:
         if declared.get(name) != stated.get(name):
             raise refuse(root / PROGRAM, f"its {name} is not that of the Spec")
-    stored = plan.tiles.by_key() if plan.tiles is not None else {}
-    foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)})) if stored else []
+    if plan.tiles is not None:
+        _require_known(root / TILES, plan, plan.tiles)
+
+
+def _tiles(path: Path, content: bytes) -> StoredTiles:
+    from pydantic import ValidationError
+
+    from moec.codegen.kernels.stored_tiles import StoredTiles
+
+    _strict_json(path, content)
+    try:
+        return StoredTiles.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise refuse(path, f"{where}: {first['msg']}") from error
+    except RecursionError as error:
+        raise refuse(path, "it is nested too deeply") from error
+
+
+def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:
+    """Requires that the plan has the products whose tiles are stored."""
+    from moec.codegen.kernels.of_plan import products_of
+
+    foreign = sorted(map(str, tiles.by_key().keys() - {product.key for product in products_of(plan)}))
     if foreign:
-        raise refuse(root / TILES, f"it has tiles for {foreign[0]}, which the plan does not have")
+        raise refuse(path, f"it has tiles for {foreign[0]}, which the plan does not have")
 
 
 def _declared(program: Program) -> dict[str, tuple[object, ...]]:
@@ -140,10 +158,15 @@ def _manifest(path: Path) -> Manifest:
     stated = data.pop("digest", None)
     if stated != digest(canonical(data)):
         raise refuse(path, "its digest does not match its content")
-    return _validated(Manifest, path, content)
+    if sorted(data) != ["files", "format", "groups", "moec"]:
+        raise refuse(path, "it does not have the fields of a plan.json")
+    version, files = data["moec"], data["files"]
+    if not isinstance(version, str) or len(version) > MAX_TEXT or not isinstance(files, dict):
+        raise refuse(path, "its `moec` is no version, or its `files` are no files")
+    return Manifest(version, data["groups"], files)
 
 
-def _listed(root: Path, name: str, digests: Mapping[str, str]) -> bytes:
+def _listed(root: Path, name: str, digests: Mapping[str, object]) -> bytes:
     """The content of a file, which must match its digest in plan.json."""
     file = root / name
     if not file.exists():
@@ -182,15 +205,3 @@ def _strict_json(path: Path, content: bytes) -> Any:
         return json.loads(content.decode(), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise refuse(path, f"it is not JSON ({str(error)[:100]})") from error
-
-
-def _validated(model: type[DataT], path: Path, content: bytes) -> DataT:
-    _strict_json(path, content)
-    try:
-        return model.model_validate_json(content)
-    except (ValidationError, RecursionError) as error:
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise refuse(path, f"{where}: {first['msg']}") from error
-        raise refuse(path, "it is nested too deeply") from error

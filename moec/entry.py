@@ -9,6 +9,7 @@ editors run at every keystroke, therefore skips it.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -22,6 +23,8 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A pipe or terminal that is not UTF-8 shows `\\u2192` for →; stderr does so by itself.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if arguments[:1] in (["check"], ["compile"]):
+        gc.disable()  # trees, Specs and Programs have no cycles, and the process ends soon
     try:
         if is_plain_check(arguments):
             sys.exit(check(arguments))
@@ -44,11 +47,8 @@ def is_plain_check(arguments: list[str]) -> bool:
 
 def check(arguments: list[str]) -> int:
     """`moec check FILE…`; returns the exit status."""
-    import gc
-
     from moec.commands.check import run
 
-    gc.disable()  # trees and Specs have no cycles, and the process ends soon
     files = [Path(argument) for argument in arguments[1:] if argument != "--json"]
     return run(files, {}, style_of(arguments))
 

@@ -19,9 +19,6 @@ from moec.codegen.kernels.model_device import FOLDER
 from moec.codegen.kernels.tile_rule import load_of, reason, tiles_for
 from moec.codegen.kernels.tiles import KERNELS, WAY_PATTERN, Ways, parse_way
 
-FILE = "tiles.json"
-"""A plan's own, in its folder."""
-
 MAX_ENTRIES = 10_000
 
 Extent = Annotated[int, Field(ge=1, le=2**31)]

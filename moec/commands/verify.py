@@ -32,6 +32,8 @@ def report_lines(path: Path, report: Report) -> Iterator[str]:
     ranks = count(report.world_size, "rank")
     head = f"{path}: {ranks}, {how} on a virtual cluster: the plan {verdict} the unsharded {report.subject}"
     yield success(head) if report.ok else failure(head)
+    if report.repeats:
+        yield f"  {count(report.repeats, 'layer')} not run: of equal layers two were"
     if report.scaled:
         yield f"  toy widths: {', '.join(map(str, report.widths)) or 'none, its widths were as small already'}"
     yield ""

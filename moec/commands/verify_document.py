@@ -97,6 +97,8 @@ class VerifyDocument:
     """Whether toy widths were used."""
     widths: list[WidthDocument]
     """The widths that were shrunk."""
+    repeats: int
+    """Layers that were not run: of equal layers two were."""
     first_difference: FirstDocument | None
     float64: ErrorsDocument
     rounding: RoundingDocument | None
@@ -115,6 +117,7 @@ def verify_document(path: Path, report: Report) -> VerifyDocument:
         ranks=report.world_size,
         scaled=report.scaled,
         widths=[_copied(WidthDocument, width) for width in report.widths],
+        repeats=report.repeats,
         first_difference=_copied(FirstDocument, first) if first else None,
         float64=_errors(report, BOUND),
         rounding=_copied(RoundingDocument, report.rounding, step_bound=STEP_BOUND) if report.rounding else None,

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moec.passes.ir.ir_error import UnreadableLineError, quoted
 from moec.passes.ir.op import Op
 from moec.passes.ir.value import Attribute
 
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+LARGEST_WHOLE = 2**63
+"""Whole numbers below this stand for floats too."""
+
+Check = Callable[[Any], Any]
+"""Gives a value that has the type, an int as a float where the type is float. Raises `ValueError` for any other."""
 
 
 @cache
-def attribute_types(op: type[Op]) -> Mapping[str, TypeAdapter[Any]]:
+def attribute_types(op: type[Op]) -> Mapping[str, Check]:
     """A strict check for each attribute of `op`, from its annotation."""
     hints = get_type_hints(op, include_extras=True)
-    return {name: _adapter(hints[name]) for name in op.attribute_names()}
+    return {name: _check_of(hints[name]) for name in op.attribute_names()}
 
 
 @cache
@@ -31,8 +35,71 @@ def attributes_of_type(op: type[Op], annotation: Any) -> tuple[str, ...]:
 
 
 @cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation, config=_STRICT)
+def _check_of(annotation: Any) -> Check:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _bounded(_check_of(arguments[0]), annotation.__metadata__)
+    if origin is Literal:
+        return _one_of(arguments)
+    if origin is tuple and arguments[1:] == (...,):
+        return _each(_check_of(arguments[0]))
+    if origin in (Union, UnionType) and len(arguments) == 2 and arguments[1] is NoneType:
+        of_value = _check_of(arguments[0])
+        return lambda value: None if value is None else of_value(value)
+    return _SCALARS[annotation]
+
+
+def _bounded(check: Check, bounds: Iterable[Any]) -> Check:
+    def within(value: Any) -> Any:
+        found = check(value)
+        for bound in bounds:
+            if complaint := bound.complaint(found):
+                raise ValueError(complaint)
+        return found
+
+    return within
+
+
+def _one_of(words: tuple[str, ...]) -> Check:
+    def known(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
+        return value
+
+    return known
+
+
+def _each(check: Check) -> Check:
+    def every(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, tuple):
+            raise ValueError("must be a list")
+        return tuple(map(check, value))
+
+    return every
+
+
+def _is(kind: type, words: str) -> Check:
+    def of_kind(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ValueError(f"must be {words}")
+        return value
+
+    return of_kind
+
+
+def _number(value: Any) -> float:
+    number = float(value) if type(value) is int and abs(value) < LARGEST_WHOLE else value
+    if type(number) is not float or not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+_SCALARS: Mapping[Any, Check] = {
+    int: _is(int, "a whole number"),
+    float: _number,
+    bool: _is(bool, "true or false"),
+    str: _is(str, "a text"),
+}
 
 
 def op_class(mnemonic: str) -> type[Op]:
@@ -59,11 +126,9 @@ def check_attributes(op: type[Op], given: Mapping[str, Attribute]) -> dict[str, 
         if name not in given:
             raise UnreadableLineError(f"{op.mnemonic} wants the attribute {name!r}")
         try:
-            checked[name] = type_.validate_python(given[name])
-        except ValidationError as error:
-            message = error.errors(include_url=False, include_context=False)[0]["msg"]
-            shown = quoted(str(given[name]))
-            raise UnreadableLineError(f"{op.mnemonic} has {name} = {shown}: {_lower(message)}") from None
+            checked[name] = type_(given[name])
+        except ValueError as error:
+            raise UnreadableLineError(f"{op.mnemonic} has {name} = {quoted(str(given[name]))}: it {error}") from None
     return checked
 
 
@@ -71,7 +136,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'route'?`, or nothing where no known word is close."""
     close = get_close_matches(word[:40], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

@@ -16,16 +16,14 @@ from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import Block, Program
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify.toy_spec import ToySpec, Width
-from moec.runtime.verify.unlike import Unlike, first_unlike
 
 
 @dataclass(frozen=True, slots=True)
 class ToyPlan:
-    """A plan at toy widths, its widths before and after, and its first difference from its compiled Spec."""
+    """A plan at toy widths, and its widths before and after."""
 
     plan: Plan
     widths: tuple[Width, ...]
-    unlike: Unlike | None
 
 
 def at_toy_widths(plan: Plan, *, fewer_experts: bool = False) -> ToyPlan:
@@ -38,7 +36,7 @@ def at_toy_widths(plan: Plan, *, fewer_experts: bool = False) -> ToyPlan:
     compiled, toy = (compile_program(s).program for s in (plan.spec, spec))
     _require_same_but_for(compiled, toy, shrink.widths)
     small = replace(plan, spec_text=to_text(spec), program=_resized(plan.program, compiled, toy), tiles=None)
-    return ToyPlan(small, shrink.widths, first_unlike(plan, compiled))
+    return ToyPlan(small, shrink.widths)
 
 
 def _resized(program: Program, compiled: Program, toy: Program) -> Program:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Mla, Model, Moe, Spec, TokenEmbedding
 from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.shard_zero import ZERO_AXES
@@ -168,7 +168,9 @@ class ToySpec:
 
     def _layer(self, layer: Layer) -> Layer:
         heads, kv_heads = self._heads[_head_counts(layer)]
-        small: dict[str, int] = {"head_dim": self._head_dims[_head_dim(self._spec.model, layer)], "heads": heads}
+        small: dict[str, int] = {"heads": heads}
+        if (head_dim := _head_dim(self._spec.model, layer)) is not None:
+            small["head_dim"] = self._head_dims[head_dim]
         if getattr(layer.attention, "kv_heads", None) is not None:
             small["kv_heads"] = kv_heads
         if layer.attention.window is not None:
@@ -214,12 +216,14 @@ def _hidden_widths(spec: Spec) -> Iterator[int]:
 
 
 def _head_dims(spec: Spec) -> Iterator[int]:
-    return (_head_dim(spec.model, layer) for layer in spec.model.layers) if spec.has_model else iter(())
+    layers = spec.model.layers if spec.has_model else ()
+    return (head_dim for layer in layers if (head_dim := _head_dim(spec.model, layer)) is not None)
 
 
-def _head_dim(model: Model, layer: Layer) -> int:
+def _head_dim(model: Model, layer: Layer) -> int | None:
+    """The width of a head; None where it is stated in parts, as `mla` does, and stays."""
     attention: Any = layer.attention
-    return int(attention.head_dim or model.dim // attention.heads)
+    return None if isinstance(attention, Mla) else int(attention.head_dim or model.dim // attention.heads)
 
 
 def _head_counts(layer: Layer) -> tuple[int, int]:

@@ -18,9 +18,10 @@ from moec.runtime.verify.beyond_limits import beyond_limits, limits_of
 from moec.runtime.verify.comparison import compare, larger_errors
 from moec.runtime.verify.inputs import global_batch, microbatches_of
 from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
+from moec.runtime.verify.repeats import without_repeats
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
-from moec.runtime.verify.unlike import Unlike, first_unlike_attribute
+from moec.runtime.verify.unlike import Unlike, first_unlike, first_unlike_attribute
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
 from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
@@ -53,11 +54,20 @@ def verify(
     """
     require_executable(plan.parameters)
     select("cpu")  # otherwise every operator would fail, and the plan would be blamed
+    compiled = compile_program(plan.spec, "partition").program
+    short = without_repeats(plan, compiled)
     if scale is None:
-        scale = weight_bytes(plan) > MAX_BYTES
+        scale = weight_bytes(short.plan) > MAX_BYTES
     if scale:
-        return _verify_scaled(plan, seed, progress)
-    require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
+        report = _verify_scaled(short.plan, first_unlike(plan, compiled), seed, progress)
+    else:
+        require_memory(short.plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
+        unlike = first_unlike_attribute(plan.program, compiled)
+        report = _verify_at_full_widths(short.plan, unlike, seed, float32, progress)
+    return replace(short.with_numbers_of_whole(report), repeats=short.depth - len(short.layers))
+
+
+def _verify_at_full_widths(plan: Plan, unlike: Unlike | None, seed: int, float32: bool, progress: Progress) -> Report:
     informs = float32 and plan.spec.subject.dtype != "fp32"
     steps = Steps(plan, progress)
     steps.expect(informs, 1)
@@ -66,7 +76,6 @@ def verify(
         double = _in_float64(plan, model, seed, steps, "float64")
         if not double.ok:
             return double
-        unlike = first_unlike_attribute(plan.program, compile_program(plan.spec, "partition").program)
         if unlike is not None:
             return replace(double, ok=False, first_difference=_difference(unlike))
         gc.collect(0)
@@ -78,7 +87,7 @@ def verify(
     return replace(double, ok=rounding.ok, rounding=rounding, float32=single)
 
 
-def _verify_scaled(plan: Plan, seed: int, progress: Progress) -> Report:
+def _verify_scaled(plan: Plan, unlike: Unlike | None, seed: int, progress: Progress) -> Report:
     toy = at_toy_widths(plan)
     if weight_bytes(toy.plan) > MAX_BYTES:
         toy = at_toy_widths(plan, fewer_experts=True)
@@ -86,9 +95,9 @@ def _verify_scaled(plan: Plan, seed: int, progress: Progress) -> Report:
     steps = Steps(toy.plan, progress)
     with _one_thread_without_collection(toy.plan):
         model = _model(toy.plan, torch.float64, seed)
-        found = _in_float64(toy.plan, model, seed, steps, "float64, at toy widths", blamed=toy.unlike is None)
-    first = found.first_difference if toy.unlike is None else _difference(toy.unlike)
-    ok = found.ok and toy.unlike is None
+        found = _in_float64(toy.plan, model, seed, steps, "float64, at toy widths", blamed=unlike is None)
+    first = found.first_difference if unlike is None else _difference(unlike)
+    ok = found.ok and unlike is None
     return replace(found, ok=ok, scaled=True, widths=toy.widths, first_difference=first)
 
 

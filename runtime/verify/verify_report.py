@@ -130,6 +130,8 @@ class Report:
     rounding: Rounding | None = None
     subject: str = "model"
     """What the plan's file says: a `model` or a `layer`."""
+    repeats: int = 0
+    """The layers that were not run, because they repeat others."""
 
     @property
     def worst(self) -> str:

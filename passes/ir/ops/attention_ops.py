@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, fused_attention
-from moec.passes.ir.attribute_types import Count, Positive
+from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-DimCount = Annotated[int, Field(ge=0, le=MAX_DIM)]
-NonNegative = Annotated[float, Field(ge=0)]
+DimCount = Annotated[int, Bounds(ge=0, le=MAX_DIM)]
+NonNegative = Annotated[float, Bounds(ge=0)]
 MAX_PAIRS = 4096
 """Frequencies in an attribute."""
 
@@ -68,7 +66,7 @@ class Rope(Op):
     start: DimCount = 0
     width: DimCount = 0
     interleaved: bool = False
-    frequencies: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_PAIRS)] = ()
+    frequencies: Annotated[tuple[NonNegative, ...], Longest(MAX_PAIRS)] = ()
     factor: Positive = 1.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, Positive
+from moec.passes.ir.attribute_types import Bounds, Count, Positive
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
@@ -172,7 +170,7 @@ class HashRoute(Op):
     gives: ClassVar[str] = "weights experts"
     k: Count
     num_experts: Count
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Annotated[int, Bounds(ge=0, lt=2**63)]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (ids,) = operands

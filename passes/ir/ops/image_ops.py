@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost, Work
 from moec.passes.cost.formulas import elementwise, projection
-from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
@@ -20,7 +18,7 @@ from moec.passes.ir.value import Value
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
-Shift = Annotated[int, Field(ge=0, lt=MAX_DIM)]
+Shift = Annotated[int, Bounds(ge=0, lt=MAX_DIM)]
 """Patches by which windows are moved."""
 
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
-from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Positive
+from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Bounds, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
@@ -30,7 +28,7 @@ class Linear(Op):
     mnemonic: ClassVar[str] = "linear"
     takes: ClassVar[str] = "x weight"
     gives: ClassVar[str] = "y"
-    contract: Annotated[int, Field(ge=1, le=MAX_RANK)] = 1
+    contract: Annotated[int, Bounds(ge=1, le=MAX_RANK)] = 1
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight = operands

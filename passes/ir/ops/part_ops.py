@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
-from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
@@ -31,7 +29,7 @@ class SelectExperts(Op):
     mnemonic: ClassVar[str] = "select_experts"
     takes: ClassVar[str] = "experts"
     gives: ClassVar[str] = "selected"
-    first: Annotated[int, Field(ge=0, le=MAX_DIM)]
+    first: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
     count: Count
     num_experts: Count
 

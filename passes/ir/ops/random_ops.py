@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Positive, Stream
+from moec.passes.ir.attribute_types import Bounds, Positive, Stream
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -67,7 +65,7 @@ class Jitter(Op):
     gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "jitter"
     numbered: ClassVar[bool] = True
-    amount: Annotated[float, Field(gt=0, le=1)]
+    amount: Annotated[float, Bounds(gt=0, le=1)]
     stream: Stream
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Bounds
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_scores, require_training
@@ -45,8 +44,8 @@ class SampleExperts(Op):
     scores: ClassVar[str] = "logits"
     chooses: ClassVar[str] = "outside full"
     constants: ClassVar[frozenset[str]] = frozenset({"numbers"})
-    k: Annotated[int, Field(ge=1, le=63)]
-    jitter: Annotated[float, Field(ge=0, le=1)]
+    k: Annotated[int, Bounds(ge=1, le=63)]
+    jitter: Annotated[float, Bounds(ge=0, le=1)]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, numbers, training = operands

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, Positive
+from moec.passes.ir.attribute_types import Bounds, Count, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
@@ -24,7 +22,7 @@ from moec.passes.ir.value import Value
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
-Part = Annotated[int, Field(ge=0, lt=2**32)]
+Part = Annotated[int, Bounds(ge=0, lt=2**32)]
 """A numerator or denominator whose product with a number of choices fits 64 bits."""
 
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, WindowFunction
+from moec.passes.ir.attribute_types import Bounds, Count, WindowFunction
 from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
@@ -34,8 +32,8 @@ class Windows(Op):
     mnemonic: ClassVar[str] = "windows"
     takes: ClassVar[str] = "x segments? real?"
     gives: ClassVar[str] = "window"
-    before: Annotated[int, Field(ge=0, le=MAX_DIM)]
-    after: Annotated[int, Field(ge=0, le=MAX_DIM)]
+    before: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
+    after: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, *of_tokens = operands

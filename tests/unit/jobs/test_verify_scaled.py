@@ -76,11 +76,16 @@ def test_every_kind_of_layer_shrinks(beside: str, model: str):
     assert report.scaled
 
 
+def test_a_head_whose_width_is_stated_in_parts_stays_as_wide():
+    mla = "mla(heads = 8, kv_rank = 32, nope_dim = 8, rope_dim = 4, value_dim = 8, rope = rope())"
+    report = require_equal(moe_plan(ranks=2, **LARGE | {"attention": mla}), scale=True)
+    assert (widths(report)["heads"], widths(report)["head_dim"]) == ([4, 8], [1024])
+
+
 def test_experts_become_fewer_only_where_memory_wants_it():
     plan = moe_plan(experts=4096, ep=4)
     assert plan.spec.model.layers[1].moe.num_experts == 4096
     few = at_toy_widths(plan, fewer_experts=True)
-    assert few.unlike is None
     assert few.plan.spec.model.layers[1].moe.num_experts == 4
     assert few.plan.spec.model.layers[1].moe.gate.k == 2
     require_equal(few.plan)
@@ -95,7 +100,6 @@ def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, gr
     plan = moe_plan(experts=64, ep=2, beside=f"capacity = {capacity}; group = {group}")
     few = at_toy_widths(plan, fewer_experts=True)
     assert "experts 64 → 2" in map(str, few.widths)
-    assert few.unlike is None
     require_equal(few.plan)
 
 
@@ -104,7 +108,6 @@ def test_the_toy_plan_runs_the_ops_that_were_given():
     rope = op_giving(toy.plan, BODY, "q.1")
     assert isinstance(rope, Rope)
     assert rope.theta == 20_000.0
-    assert (toy.unlike.layer, toy.unlike.op, toy.unlike.value) == (BODY, "rope", "q.1")
 
 
 @pytest.mark.parametrize("width", some([16, 17, 4097], [16, 4097]))

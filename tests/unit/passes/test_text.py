@@ -88,14 +88,14 @@ def test_every_attribute_of_every_op_has_a_type_that_refuses_other_types():
             # None stands for an attribute that is left out: no text gives it.
             missing = () if op.attribute_defaults().get(name, 0) is None else (None,)
             for wrong in (*missing, b"", {}, "No Such Word", -(2**70), float("inf")):
-                with pytest.raises(ValueError, match="validation error"):
-                    assert type_.validate_python(wrong), (op, name)
+                with pytest.raises(ValueError, match="must "):
+                    assert type_(wrong), (op, name)
 
 
 def test_activations_of_the_text_are_those_there_are():
     kinds = attribute_types(Activation)["kind"]
     for kind in ACTIVATIONS:
-        assert kinds.validate_python(kind) == kind
+        assert kinds(kind) == kind
 
 
 READ_IN_A_PROCESS = """
@@ -106,7 +106,7 @@ text = open(sys.argv[1]).read()
 started = time.perf_counter()
 check_program(parse_program(text))
 print(time.perf_counter() - started)
-assert not {"torch", "lark", "jinja2"} & sys.modules.keys()
+assert not {"torch", "lark", "jinja2", "pydantic"} & sys.modules.keys()
 """
 
 
