@@ -74,11 +74,11 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
             "`{n for n, p in model.named_parameters(remove_duplicate=False) if any(p is e for e in "
             "moec.expert_parameters(model).values())}`",
         )
-    if _is_in_fsdp(experts) and any(not isinstance(each, nn.Parameter) for each in experts.parameters()):
+    if _is_in_fsdp(experts) and not _spans_of_fsdp(experts):
         raise JobError(
             "MOE0711",
-            "FullyShardedDataParallel has mixed this rank's experts with those of the other ranks",
-            "give it `ignored_states = list(moec.expert_parameters(model).values())`",
+            "FullyShardedDataParallel is around a layer: it mixes the experts of all ranks, or clips without them",
+            "take `fully_shard` with `ignored_params = set(moec.expert_parameters(model).values())`",
         )
     if _is_owned_by_fsdp(experts):
         raise JobError(
@@ -119,7 +119,7 @@ def _reduced_by(ddp: Any) -> dict[int, str]:
 
 
 def _is_in_fsdp(experts: nn.Module) -> bool:
-    """Whether `FullyShardedDataParallel` or `fully_shard` is around; the first has views in place of its parameters."""
+    """Whether `FullyShardedDataParallel` or `fully_shard` is around."""
     return bool(getattr(experts, "_is_fsdp_managed_module", False))
 
 

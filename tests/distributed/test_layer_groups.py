@@ -152,8 +152,8 @@ def in_sharded_data_parallel() -> list[str]:
     return codes
 
 
-def test_the_older_fsdp_is_refused_unless_it_ignores_the_experts(gloo: GlooPool) -> None:
-    assert gloo.run(2, in_sharded_data_parallel) == [["MOE0711", "MOE0711", "none"]] * 2
+def test_the_older_fsdp_is_refused(gloo: GlooPool) -> None:
+    assert gloo.run(2, in_sharded_data_parallel) == [["MOE0711"] * 3] * 2
 
 
 def norms_of_a_copy() -> list[float]:
