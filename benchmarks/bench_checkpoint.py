@@ -21,13 +21,13 @@ import moec
 from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Shard
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
-from moec.runtime.checkpoint.index import INDEX, MODEL, empty_entry, shard_name
+from moec.runtime.checkpoint.format.grid import Box, cell_box, cell_number
+from moec.runtime.checkpoint.format.index import INDEX, MODEL, empty_entry, shard_name
+from moec.runtime.checkpoint.format.parts import host_pieces
+from moec.runtime.checkpoint.format.reading import Checkpoint
+from moec.runtime.checkpoint.format.shards import write_shard
 from moec.runtime.checkpoint.loading import Loading
 from moec.runtime.checkpoint.optimizer_state import PREFIX
-from moec.runtime.checkpoint.parts import host_pieces
-from moec.runtime.checkpoint.reading import Checkpoint
-from moec.runtime.checkpoint.shards import write_shard
 
 MANY = """
 model "many" {{

@@ -25,17 +25,15 @@ LARGER_ROOMS = {
     "passes/ir/ops": 40,
     "codegen/emit": 31,
     "grammar": 29,
-    "runtime/checkpoint": 29,
     "passes/ir": 27,
     "codegen/kernels": 26,
     "runtime/backends/triton": 26,
-    "runtime/verify": 26,
 }
 LONGER_FILES = {
     "runtime/model/module.py": 415,
     "runtime/job/job.py": 392,
     "moec/driver.py": 361,
-    "runtime/verify/lockstep.py": 357,
+    "runtime/verify/cluster/lockstep.py": 357,
     "runtime/weights/weights.py": 351,
 }
 CIRCLES = {("passes/ir", "passes/cost"), ("passes/ir/ops", "passes/cost")}

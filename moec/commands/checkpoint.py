@@ -21,8 +21,8 @@ from moec.commands.table import table
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import command_for, in_words, kind_of
-from moec.runtime.checkpoint.index import Entry
-from moec.runtime.checkpoint.reading import Checkpoint, damages
+from moec.runtime.checkpoint.format.index import Entry
+from moec.runtime.checkpoint.format.reading import Checkpoint, damages
 from moec.subject import require_plan_folder
 
 COLUMNS = "tensor", "dtype", "shape", "pieces", "bytes"

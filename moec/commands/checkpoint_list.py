@@ -12,7 +12,7 @@ from moec.commands.checkpoint_document import ListedCheckpoint
 from moec.commands.table import table
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.runtime.checkpoint.folders import fault_of, heads_in
-from moec.runtime.checkpoint.index import HEAD
+from moec.runtime.checkpoint.format.index import HEAD
 from moec.runtime.checkpoint.runs import of_the_last_run
 
 COLUMNS = "checkpoint", "model", "step", "saved", "size", ""

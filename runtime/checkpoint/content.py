@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
-from moec.runtime.checkpoint.index import MODEL, RNG, canonical
+from moec.runtime.checkpoint.format.index import MODEL, RNG, canonical
+from moec.runtime.checkpoint.format.parts import Part, UnevenError, host_pieces, part_of
+from moec.runtime.checkpoint.format.shards import Piece
+from moec.runtime.checkpoint.format.trees import encode
 from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
-from moec.runtime.checkpoint.parts import Part, UnevenError, host_pieces, part_of
-from moec.runtime.checkpoint.shards import Piece
-from moec.runtime.checkpoint.trees import encode
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name, states_by_name

@@ -16,11 +16,11 @@ import numpy as np
 from moec.codegen.plan import Plan
 from moec.passes.ir import STEP
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.files import give_name, refuse_existing, sync_name, unwritable
-from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
-from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
-from moec.runtime.checkpoint.temporary import Temporary
+from moec.runtime.checkpoint.format.files import give_name, refuse_existing, sync_name, unwritable
+from moec.runtime.checkpoint.format.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
+from moec.runtime.checkpoint.format.reading import Block, Checkpoint
+from moec.runtime.checkpoint.format.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
+from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.errors import JobError
 from moec.runtime.model.run import new_id
 

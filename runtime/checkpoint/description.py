@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moec.codegen.plan import Plan
-from moec.runtime.checkpoint.files import write_file
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, refuse_unreadable
+from moec.runtime.checkpoint.format.files import write_file
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, head_bytes, refuse_unreadable
 from moec.runtime.checkpoint.mathematics import fields_of
 
 

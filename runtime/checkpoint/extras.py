@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moec.grammar.suggest import nearest
-from moec.runtime.checkpoint.index import EXTRAS
-from moec.runtime.checkpoint.trees import decode
+from moec.runtime.checkpoint.format.index import EXTRAS
+from moec.runtime.checkpoint.format.trees import decode
 from moec.runtime.errors import JobError
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.faults import damaged, missing
-from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.index import HEAD, INDEX, Head, shard_name
+from moec.runtime.checkpoint.format.faults import damaged, missing
+from moec.runtime.checkpoint.format.files import shown
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, Head, shard_name
+from moec.runtime.checkpoint.format.reading import read_head
+from moec.runtime.checkpoint.format.temporary import MARK, remove_left_over
 from moec.runtime.checkpoint.options import require_path
-from moec.runtime.checkpoint.reading import read_head
 from moec.runtime.checkpoint.runs import Found, in_order, of_the_last_run
-from moec.runtime.checkpoint.temporary import MARK, remove_left_over
 from moec.runtime.errors import JobError
 
 NUMBER = "[0-9]{1,18}"

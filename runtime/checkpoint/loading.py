@@ -23,10 +23,12 @@ from moec.codegen.plan import Plan, PlanParameter
 from moec.runtime.checkpoint.content import random_states, require_optimizer
 from moec.runtime.checkpoint.description import degrees_of
 from moec.runtime.checkpoint.extras import give, read_extras
-from moec.runtime.checkpoint.faults import unexpected
-from moec.runtime.checkpoint.files import shown
-from moec.runtime.checkpoint.grid import Box
-from moec.runtime.checkpoint.index import MODEL, RNG, Entry
+from moec.runtime.checkpoint.format.faults import unexpected
+from moec.runtime.checkpoint.format.files import shown
+from moec.runtime.checkpoint.format.grid import Box
+from moec.runtime.checkpoint.format.index import MODEL, RNG, Entry
+from moec.runtime.checkpoint.format.parts import DTYPES, UnevenError, part_of
+from moec.runtime.checkpoint.format.reading import Block, Checkpoint
 from moec.runtime.checkpoint.mathematics import other_biases
 from moec.runtime.checkpoint.optimizer_state import (
     OPTIONS,
@@ -37,8 +39,6 @@ from moec.runtime.checkpoint.optimizer_state import (
     require_members,
     targets_of,
 )
-from moec.runtime.checkpoint.parts import DTYPES, UnevenError, part_of
-from moec.runtime.checkpoint.reading import Block, Checkpoint
 from moec.runtime.checkpoint.remarks import changed_options, first_of, remarks
 from moec.runtime.checkpoint.saving import of_words
 from moec.runtime.errors import JobError

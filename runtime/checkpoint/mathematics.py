@@ -15,7 +15,7 @@ from moec.grammar.printer import selector, written_value
 from moec.grammar.schema import fields
 from moec.grammar.spec import Layer, LongRope, Mixture, Model, Moe, Ntk, Spec
 from moec.grammar.spec.base import Node
-from moec.runtime.checkpoint.index import ModelFields
+from moec.runtime.checkpoint.format.index import ModelFields
 
 WITHOUT = frozenset(("name", "vocab", "dim", "depth", "context", "layers"))
 """Fields of a model that are shapes, or bounds of them, or are stored by layer."""

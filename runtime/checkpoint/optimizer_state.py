@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.index import Entry, OptimizerEntry
-from moec.runtime.checkpoint.parts import DTYPE_NAMES, DTYPES
-from moec.runtime.checkpoint.trees import decode, encode
+from moec.runtime.checkpoint.format.index import Entry, OptimizerEntry
+from moec.runtime.checkpoint.format.parts import DTYPE_NAMES, DTYPES
+from moec.runtime.checkpoint.format.trees import decode, encode
 from moec.runtime.errors import JobError
 from moec.runtime.weights.masters import placements_without
 

@@ -15,9 +15,9 @@ from moec.codegen.plan import Plan
 from moec.grammar.folder_kinds import kind_of
 from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
-from moec.runtime.checkpoint.faults import is_of_torch, of_torch
-from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, set_aside, unlisted
+from moec.runtime.checkpoint.format.faults import is_of_torch, of_torch
+from moec.runtime.checkpoint.format.files import shown
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
 from moec.runtime.checkpoint.runs import of_the_last_run

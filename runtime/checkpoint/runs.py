@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moec.runtime.checkpoint.index import Head
+from moec.runtime.checkpoint.format.index import Head
 from moec.runtime.model.run import Run
 
 Found = tuple[Path, Head | None]

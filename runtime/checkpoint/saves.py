@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import Store
 
 from moec.runtime.checkpoint.folders import heads_in
-from moec.runtime.checkpoint.index import Head
+from moec.runtime.checkpoint.format.index import Head
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.signals import SignalNotice, spare_workers
 from moec.runtime.checkpoint.writing import Saving, Task, write

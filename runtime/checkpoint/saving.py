@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from moec.runtime.checkpoint.content import Content, content_of
 from moec.runtime.checkpoint.description import degrees_of
-from moec.runtime.checkpoint.faults import unexpected
-from moec.runtime.checkpoint.files import refuse_existing, shown
+from moec.runtime.checkpoint.format.faults import unexpected
+from moec.runtime.checkpoint.format.files import refuse_existing, shown
+from moec.runtime.checkpoint.format.parts import Part
+from moec.runtime.checkpoint.format.shards import Piece
 from moec.runtime.checkpoint.options import require_keep
-from moec.runtime.checkpoint.parts import Part
-from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.writing import Saving, Task
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule

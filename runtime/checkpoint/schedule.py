@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.folders import NUMBER, heads_in
+from moec.runtime.checkpoint.format.files import shown
 from moec.runtime.checkpoint.options import require_keep, require_schedule
 from moec.runtime.checkpoint.saving import save
 from moec.runtime.checkpoint.writing import Saving

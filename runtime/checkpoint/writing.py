@@ -13,14 +13,14 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.content import Content
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.faults import unexpected
-from moec.runtime.checkpoint.files import shown, unwritable
 from moec.runtime.checkpoint.folders import remove_old
-from moec.runtime.checkpoint.index import EXTRAS, empty_entry, shard_name
-from moec.runtime.checkpoint.parts import Part
+from moec.runtime.checkpoint.format.faults import unexpected
+from moec.runtime.checkpoint.format.files import shown, unwritable
+from moec.runtime.checkpoint.format.index import EXTRAS, empty_entry, shard_name
+from moec.runtime.checkpoint.format.parts import Part
+from moec.runtime.checkpoint.format.shards import Piece, write_shard
+from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.checkpoint.peers import Peers
-from moec.runtime.checkpoint.shards import Piece, write_shard
-from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError, RankError
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.script import warn

@@ -21,12 +21,12 @@ from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
 from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
-from moec.runtime.checkpoint.index import MODEL
+from moec.runtime.checkpoint.format.index import MODEL
+from moec.runtime.checkpoint.format.parts import DTYPES
+from moec.runtime.checkpoint.format.reading import Checkpoint
+from moec.runtime.checkpoint.format.shards import places_of
 from moec.runtime.checkpoint.mathematics import differences
-from moec.runtime.checkpoint.parts import DTYPES
-from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.checkpoint.remarks import first_of
-from moec.runtime.checkpoint.shards import places_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.folder_weights import FolderWeights

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from moec.runtime.checkpoint.files import sync_folder, write_file
-from moec.runtime.checkpoint.shards import LENGTH_BYTES, ShardFile
+from moec.runtime.checkpoint.format.files import sync_folder, write_file
+from moec.runtime.checkpoint.format.shards import LENGTH_BYTES, ShardFile
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.stored import INDEX, SINGLE
 

@@ -20,7 +20,7 @@ from moec.grammar.huggingface.write import as_inferred, config_for, differences
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import DType, Model
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.parts import part_of
+from moec.runtime.checkpoint.format.parts import part_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.moves import Local, pairs

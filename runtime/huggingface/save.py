@@ -17,7 +17,7 @@ from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import config_for
 from moec.passes.lower.lower_model import lower
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.temporary import sweep_left_over
+from moec.runtime.checkpoint.format.temporary import sweep_left_over
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import OF_TOKENS
 from moec.runtime.huggingface.kept import carried

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moec.grammar.huggingface.read import GGUF, NO_GGUF
-from moec.runtime.checkpoint.parts import DTYPES
-from moec.runtime.checkpoint.shards import Place, ShardFile
+from moec.runtime.checkpoint.format.parts import DTYPES
+from moec.runtime.checkpoint.format.shards import Place, ShardFile
 from moec.runtime.errors import JobError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -29,9 +29,9 @@ from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
 from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
-from moec.runtime.checkpoint.index import HEAD, MODEL
+from moec.runtime.checkpoint.format.index import HEAD, MODEL
+from moec.runtime.checkpoint.format.reading import Checkpoint
 from moec.runtime.checkpoint.mathematics import differences
-from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights

@@ -17,9 +17,9 @@ from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.huggingface.read import CONFIG
 from moec.grammar.huggingface.rules import Rule
 from moec.passes.ir import Program
-from moec.runtime.checkpoint.files import shown, write_file
-from moec.runtime.checkpoint.parts import DTYPE_NAMES
-from moec.runtime.checkpoint.temporary import Temporary
+from moec.runtime.checkpoint.format.files import shown, write_file
+from moec.runtime.checkpoint.format.parts import DTYPE_NAMES
+from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.moves import Local, pairs
 from moec.runtime.huggingface.slabs import absent

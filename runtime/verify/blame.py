@@ -16,17 +16,17 @@ from moec.passes.ir import local_slices
 from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
+from moec.runtime.verify.cluster.lockstep import BackwardError, Lockstep, PerRank, RecordedNode, StepError
+from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.uses import ReferenceValue, Uses
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.judge import Judge
-from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, RecordedNode, StepError
-from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.reference_loss import loss_in_parts
 from moec.runtime.verify.reference_rows import WeightedRows, mixtures_of
 from moec.runtime.verify.unsharded import Unsharded, states_of
-from moec.runtime.verify.uses import ReferenceValue, Uses
 from moec.runtime.verify.verify_report import BOUND, Difference
-from moec.runtime.verify.virtual import VirtualCluster
 
 
 def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference | None:

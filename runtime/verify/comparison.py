@@ -17,13 +17,13 @@ from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.blame import first_difference
+from moec.runtime.verify.cluster.lockstep import BackwardError, Lockstep, PerRank, StepError, Watch
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import largest, relative_error
 from moec.runtime.verify.inputs import Inputs, global_batch, microbatches_of
-from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, StepError, Watch
 from moec.runtime.verify.memory import recomputes
 from moec.runtime.verify.unsharded import Outcome, Unsharded, outcome, result_name, states_of, unsharded
 from moec.runtime.verify.verify_report import BOUND, BOUND_FLOAT32, Difference, Kind, LargestDifference, Report
-from moec.runtime.verify.virtual import VirtualCluster
 
 FLOAT32_NOISE = 64 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 """A gradient that is zero consists of rounding only and has no scale. Its difference may be this part of the difference

@@ -14,7 +14,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mixture_values import MixtureValues
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, PermuteWeights
-from moec.runtime.verify.uses import ReferenceValue
+from moec.runtime.verify.cluster.uses import ReferenceValue
 
 Experts = ExpertMlp | ExpertMlpPadded
 

@@ -18,15 +18,15 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.attributes import attributes_of_type
 from moec.runtime.host.reference import reference_program
+from moec.runtime.verify.cluster.lockstep import BackwardError, StepError, Watch
+from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.routes import Routes, shared_out
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import BackwardError, StepError, Watch
-from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_errors import RoundingErrors
 from moec.runtime.verify.rounding_runs import UnshardedRun, confident_logits, loss_alone
-from moec.runtime.verify.routes import Routes, shared_out
 from moec.runtime.verify.unsharded import Unsharded, states_of
 from moec.runtime.verify.verify_report import Rounding
-from moec.runtime.verify.virtual import VirtualCluster
 
 UNSHARDED_RUNS = 3
 """Runs of the unsharded model in a measurement: two in float64, and one in the plan's dtype."""

@@ -14,10 +14,10 @@ from moec.codegen.plan import Plan
 from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer
 from moec.passes.ir import local_slices
 from moec.runtime.optimizers.optimizer import make_optimizer
+from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.distances import Part, distance, distance_of, rms
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.rounding_runs import UnshardedRun
-from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.unsharded import result_name
 from moec.runtime.verify.verify_report import FACTOR, FACTORS, MEAN, MEANS, STEP_BOUND, Rounding
 from moec.runtime.weights.masters import Master

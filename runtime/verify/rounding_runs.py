@@ -10,11 +10,11 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.backends import plain_torch
+from moec.runtime.verify.cluster.lockstep import FAILURES, BackwardError, Lockstep, Watch
+from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.distances import Part
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, Watch
-from moec.runtime.verify.prepared_graphs import Graphs
-from moec.runtime.verify.routes import Routes
 
 MARGIN = 10.0
 """How far a label's logit is above the others' when the loss is run alone, as in a model that has learned. There

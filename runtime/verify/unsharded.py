@@ -15,8 +15,8 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.reference import layer_reference, reference
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
+from moec.runtime.verify.cluster.lockstep import VERIFY_SETTINGS
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 
 
 class LayerModel(nn.Module):

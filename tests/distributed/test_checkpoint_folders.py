@@ -12,7 +12,8 @@ from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
 
 import moec
-from moec.runtime.checkpoint import index, writing
+from moec.runtime.checkpoint import writing
+from moec.runtime.checkpoint.format import index
 from moec.runtime.errors import JobError
 
 ALONE = {"ranks": 1, "ep": 1}

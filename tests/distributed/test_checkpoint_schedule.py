@@ -13,8 +13,9 @@ from support.ranks.checkpoints import plan_of, train
 from support.ranks.gloo_pool import GlooPool
 
 import moec
-from moec.runtime.checkpoint import schedule, temporary
-from moec.runtime.checkpoint.temporary import MARK, Temporary
+from moec.runtime.checkpoint import schedule
+from moec.runtime.checkpoint.format import temporary
+from moec.runtime.checkpoint.format.temporary import MARK, Temporary
 from moec.runtime.errors import JobError
 
 ALONE = {"ranks": 1, "ep": 1}

@@ -21,7 +21,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.ops import dense_collectives, ragged_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
 from moec.runtime.ranks import groups
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 VOCAB = 12
 

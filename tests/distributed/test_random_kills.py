@@ -20,7 +20,7 @@ from support.scripts import SCRIPTS
 from support.scripts.killed_at_random import EVERY, GATE, KEEP, PLANS, RESTARTS, STEPS, Kill, Position, Run
 
 import moec
-from moec.runtime.checkpoint.reading import Checkpoint, damages
+from moec.runtime.checkpoint.format.reading import Checkpoint, damages
 
 SCRIPT = SCRIPTS / "killed_at_random.py"
 SECONDS = 600.0

@@ -19,7 +19,7 @@ from support.scripts import SCRIPTS
 from support.scripts.killed_on_a_slow_disk import SYNCS
 
 import moec
-from moec.runtime.checkpoint.temporary import MARK
+from moec.runtime.checkpoint.format.temporary import MARK
 from moec.runtime.errors import JobError
 
 ALONE = {"ranks": 1, "ep": 1}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from moec.driver import compile as compile_source
 from moec.grammar.foreign.lookup import elsewhere
 from moec.runtime.model.module import PlanModule
-from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 
 ORACLE_OF = {
     "switch_loss": "over",

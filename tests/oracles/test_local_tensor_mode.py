@@ -15,7 +15,7 @@ from moec.codegen.emit import emit_graph, target_name
 from moec.codegen.plan import Plan
 from moec.passes.ir import Op
 from moec.passes.ir.ops import AllGather, AllGatherAlike, CopyTo
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode (2.10 and later do)")
 

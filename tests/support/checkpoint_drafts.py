@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
-from moec.runtime.checkpoint.shards import Piece, write_shard
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
+from moec.runtime.checkpoint.format.shards import Piece, write_shard
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
 COUNT = np.arange(3, dtype=np.int64)

@@ -33,11 +33,11 @@ from moec.runtime.host.reference import reference
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.ranks import groups
+from moec.runtime.verify.cluster.lockstep import VERIFY_SETTINGS
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.inputs import Inputs, global_batch
-from moec.runtime.verify.lockstep import VERIFY_SETTINGS
-from moec.runtime.verify.shuffles import SHUFFLES
 from moec.runtime.verify.unsharded import training_loss
-from moec.runtime.verify.virtual import VirtualCluster
 from moec.runtime.weights.gradients import Bucket, Summed
 
 ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support.checkpoint_drafts import WEIGHT, Draft
 
 from moec.runtime.checkpoint import convert
-from moec.runtime.checkpoint.reading import Checkpoint
+from moec.runtime.checkpoint.format.reading import Checkpoint
 from moec.runtime.errors import JobError
 
 

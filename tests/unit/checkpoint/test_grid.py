@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.runtime.checkpoint.grid import boxes_of_run, cell_box, cell_number, cell_of, cells_over
+from moec.runtime.checkpoint.format.grid import boxes_of_run, cell_box, cell_number, cell_of, cells_over
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.checkpoint import shards
-from moec.runtime.checkpoint.shards import Piece, write_shard
+from moec.runtime.checkpoint.format import shards
+from moec.runtime.checkpoint.format.shards import Piece, write_shard
 
 EXITS = """
 import _thread, sys, threading
 from pathlib import Path
-from moec.runtime.checkpoint import shards
+from moec.runtime.checkpoint.format import shards
 
 begun = threading.Event()
 

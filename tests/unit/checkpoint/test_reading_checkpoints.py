@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 from support.checkpoint_drafts import COUNT, WEIGHT, Draft
 from support.tables import each_row
 
-from moec.runtime.checkpoint import index as index_module
-from moec.runtime.checkpoint import reading
-from moec.runtime.checkpoint.grid import Box
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, shard_name
-from moec.runtime.checkpoint.reading import Block, Checkpoint, damages
-from moec.runtime.checkpoint.shards import ShardFile, header_of
+from moec.runtime.checkpoint.format import index as index_module
+from moec.runtime.checkpoint.format import reading
+from moec.runtime.checkpoint.format.grid import Box
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, shard_name
+from moec.runtime.checkpoint.format.reading import Block, Checkpoint, damages
+from moec.runtime.checkpoint.format.shards import ShardFile, header_of
 from moec.runtime.errors import JobError
 
 
@@ -61,7 +61,7 @@ def test_a_part_is_that_of_the_whole_tensor(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> None:
-    for module in (index_module, reading, sys.modules["moec.runtime.checkpoint.shards"]):
+    for module in (index_module, reading, sys.modules["moec.runtime.checkpoint.format.shards"]):
         monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     checkpoint = Checkpoint(new_draft(tmp_path).write())
     part = read_part(checkpoint, "model/weight", (rows, columns))
@@ -69,7 +69,7 @@ def test_a_part_is_that_of_the_whole_tensor(
 
 
 def test_only_blocks_of_the_part_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (index_module, reading, sys.modules["moec.runtime.checkpoint.shards"]):
+    for module in (index_module, reading, sys.modules["moec.runtime.checkpoint.format.shards"]):
         monkeypatch.setattr(module, "BLOCK_BYTES", 12)  # a row of a half
     checkpoint = Checkpoint(Draft(tmp_path / "100").write())
     blocks = list(checkpoint.blocks("model/weight", ((1, 2), (0, 6))))
@@ -280,7 +280,7 @@ def test_reading_imports_no_torch(draft: Draft) -> None:
     code = (
         "import sys, moec, moec.runtime.checkpoint.convert\n"
         f"path = moec.latest({str(draft.write().parent)!r})\n"
-        "moec.runtime.checkpoint.reading.Checkpoint(path)\n"
+        "moec.runtime.checkpoint.format.reading.Checkpoint(path)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.checkpoint_drafts import COUNT, WEIGHT, Draft
 
+from moec.runtime.checkpoint.format.reading import Block, Checkpoint
 from moec.runtime.checkpoint.loading import Loading
-from moec.runtime.checkpoint.reading import Block, Checkpoint
 from moec.runtime.errors import JobError
 
 

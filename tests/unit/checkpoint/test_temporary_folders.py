@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.checkpoint_drafts import Draft
 
-from moec.runtime.checkpoint import temporary
 from moec.runtime.checkpoint.folders import remove_old
-from moec.runtime.checkpoint.temporary import MARK, Temporary
+from moec.runtime.checkpoint.format import temporary
+from moec.runtime.checkpoint.format.temporary import MARK, Temporary
 
 
 def is_locked(path: str | Path) -> bool:

@@ -18,8 +18,9 @@ from support.plans import moe_plan
 import moec
 from moec import entry
 from moec.commands import checkpoint_list
-from moec.runtime.checkpoint import convert, folders, index, reading
-from moec.runtime.checkpoint.index import Head
+from moec.runtime.checkpoint import convert, folders
+from moec.runtime.checkpoint.format import index, reading
+from moec.runtime.checkpoint.format.index import Head
 
 Outcome = tuple[int, str, str]
 

@@ -21,7 +21,7 @@ from moec.passes.ir import Mesh, Op, Program, Value
 from moec.passes.ir.interface import FORWARD, layers_by_block
 from moec.passes.ir.ops import Conversion
 from moec.runtime.ranks.watch import located
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 COLLECTIVES = SHUFFLES.keys() - {"moec.embed_part.default", "moec.label_logit.default"}
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from moec.codegen.emit import info_of, recomputed
 from moec.runtime.ops import recomputed_experts
-from moec.runtime.verify import lockstep
-from moec.runtime.verify.lockstep import Lockstep
+from moec.runtime.verify.cluster import lockstep
+from moec.runtime.verify.cluster.lockstep import Lockstep
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
 

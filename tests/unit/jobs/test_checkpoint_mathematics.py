@@ -16,7 +16,7 @@ from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
 from moec.passes.ir.text import print_program
 from moec.passes.lower.lower_model import lower
-from moec.runtime.checkpoint.index import ModelFields
+from moec.runtime.checkpoint.format.index import ModelFields
 from moec.runtime.checkpoint.mathematics import differences, fields_of
 
 ROPE = "rope(scaling = {})"

@@ -12,7 +12,7 @@ import torch
 from support.plans import moe_plan
 
 import moec
-from moec.runtime.checkpoint.index import ModelFields
+from moec.runtime.checkpoint.format.index import ModelFields
 from moec.runtime.checkpoint.mathematics import differences, fields_of
 
 TEXT = """

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import moec
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, head_bytes
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule

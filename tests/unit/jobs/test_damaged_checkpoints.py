@@ -15,7 +15,7 @@ from support.plans import moe_plan, moe_text
 
 import moec
 from moec.driver import compile as compile_source
-from moec.runtime.checkpoint.index import HEAD, INDEX, shard_name
+from moec.runtime.checkpoint.format.index import HEAD, INDEX, shard_name
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moec
 from moec.runtime.checkpoint.convert import to_safetensors
-from moec.runtime.checkpoint.reading import Checkpoint
+from moec.runtime.checkpoint.format.reading import Checkpoint
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule

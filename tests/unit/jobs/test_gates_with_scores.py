@@ -23,10 +23,10 @@ from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.runtime import ops
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference_program
+from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.inputs import global_batch
-from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun
-from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.unsharded import unsharded
 
 MODES = list(itertools.product(("softmax", "sigmoid"), ("before", "after"), (False, True)))

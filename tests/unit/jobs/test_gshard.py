@@ -12,10 +12,10 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.lower.lower_model import lower
 from moec.runtime.host.reference import reference, reference_program
+from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.inputs import global_batch
-from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_runs import UnshardedRun
-from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.unsharded import unsharded
 from moec.runtime.verify.verification import verify
 

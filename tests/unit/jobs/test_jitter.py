@@ -28,7 +28,7 @@ from moec.runtime.backends.torch import torch_random
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference
 from moec.runtime.model.module import PlanModule
-from moec.runtime.verify import virtual
+from moec.runtime.verify.cluster import virtual
 from moec.runtime.verify.verification import verify
 
 JITTER = {"gate": "topk(2, jitter = 0.3)"}

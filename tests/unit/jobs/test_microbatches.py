@@ -18,7 +18,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.ops import Route
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
-from moec.runtime.verify.lockstep import Lockstep
+from moec.runtime.verify.cluster.lockstep import Lockstep
 from moec.runtime.verify.verification import verify
 
 ONE = {"ranks": 1, "ep": 1}

@@ -21,7 +21,7 @@ from moec.codegen.emit import recompute as recompute_module
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule
-from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 
 ONE = {"ranks": 1, "ep": 1}
 WORDS = ("none", "experts", "layer")

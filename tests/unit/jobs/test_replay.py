@@ -27,9 +27,9 @@ from moec.passes.ir.verifier import check_program
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.unsharded import states_of
 from moec.runtime.verify.verification import verify
-from moec.runtime.verify.virtual import VirtualCluster
 
 REPLAY = "adamw(lr = 1e-3); replay = true"
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -27,10 +27,10 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.ir import Op, Value
 from moec.passes.ir.ops import LabelLogit, Widen
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.rounding import measure_rounding, smooth
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import FACTOR, STEP_BOUND
-from moec.runtime.verify.virtual import VirtualCluster
 
 SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
 

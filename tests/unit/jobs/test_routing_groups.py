@@ -16,7 +16,7 @@ from moec.passes.ir import Layout, Mesh, local_slices
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference
-from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 
 BATCH, SEQUENCE, CHOICES = 8, 8, 2
 BOUND = 1e-12

@@ -17,8 +17,8 @@ from support.plans import moe_plan
 import moec
 from moec.commands.checkpoint_list import checkpoints_of, lines
 from moec.runtime.checkpoint import resuming
-from moec.runtime.checkpoint.index import HEAD, head_bytes
-from moec.runtime.checkpoint.reading import read_head
+from moec.runtime.checkpoint.format.index import HEAD, head_bytes
+from moec.runtime.checkpoint.format.reading import read_head
 from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule

@@ -21,7 +21,7 @@ from moec.passes.cost.workload import Workload, busiest
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layers_by_block
 from moec.runtime.host.reference import layer_reference, reference, reference_program
-from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 
 BATCH, SEQUENCE, EXPERTS = 8, 32, 8
 SIZES = {"depth": 2, "dim": 32, "batch": BATCH, "sequence": SEQUENCE, "experts": EXPERTS, "expert": "swiglu(48)"}

@@ -8,7 +8,7 @@ from support.plans import moe_plan
 from torch import Tensor
 
 from moec.runtime.host.reference import reference
-from moec.runtime.verify.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual import VirtualCluster
 
 ROWS = ("rows", "rows.1", "y", "y.1", "weighted", "weighted.1")
 """Values of a mixture as large as one token per choice."""

@@ -27,7 +27,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Op
 from moec.passes.ir.ops import AllToAll
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.verify import shuffles
+from moec.runtime.verify.cluster import shuffles
 from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND

@@ -39,7 +39,7 @@ def test_a_conversion_takes_three_source_files(mnemonic: str):
     assert naming(mnemonic, OF_ROWS[mnemonic]) == {
         "passes/ir/ops/ragged_conversions.py",
         "runtime/ops/ragged_collectives.py",
-        "runtime/verify/shuffles.py",
+        "runtime/verify/cluster/shuffles.py",
     }
 
 
@@ -47,7 +47,7 @@ def test_the_pass_that_inserts_conversions_names_none():
     for kind in conversion_classes():
         for path in ("passes/place/communicate.py", "passes/fuse.py", "passes/ir/verifier.py"):
             assert path not in naming(kind.__name__), kind
-        for path in ("runtime/verify/blame.py", "runtime/verify/judge.py", "runtime/verify/lockstep.py"):
+        for path in ("runtime/verify/blame.py", "runtime/verify/judge.py", "runtime/verify/cluster/lockstep.py"):
             assert path not in naming(kind.__name__), kind
 
 

@@ -38,7 +38,7 @@ from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.place.communicate import Communicate
 from moec.runtime.errors import JobError
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 from moec.runtime.weights.shards import dtensor_placements
 
 MESH = Mesh("dense", (("dp", 2), ("cp", 3)))

@@ -15,7 +15,7 @@ from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops.conversion import conversion_classes, matching
 from moec.passes.ir.ops.ragged_conversions import AllGatherRows, AllGatherRowsAlike, ReduceScatterRows, SliceRows
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
 

@@ -13,7 +13,7 @@ from moec.passes.ir.interface import FORWARD
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
 from moec.runtime.ops.embed import embed
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 TOKENS, DIM, VOCAB = 4096, 16, 32
 ONE_ROUNDING = 2**-8

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moec.runtime.checkpoint.faults import damaged, missing
-from moec.runtime.checkpoint.files import no_name
-from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, digest
+from moec.runtime.checkpoint.format.faults import damaged, missing
+from moec.runtime.checkpoint.format.files import no_name
+from moec.runtime.checkpoint.format.index import BLOCK_BYTES, ITEM_BYTES, digest
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moec.grammar.folder_kinds import CHECKPOINT
-from moec.runtime.checkpoint.faults import damaged
+from moec.runtime.checkpoint.format.faults import damaged
 from moec.runtime.errors import JobError
 
 HEAD, INDEX = CHECKPOINT, "index.json"

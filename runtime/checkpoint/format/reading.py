@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from moec.runtime.checkpoint.faults import damaged, missing
-from moec.runtime.checkpoint.grid import Box, boxes_of_run, cell_box, cell_of, cells_over, moved, overlap, whole
-from moec.runtime.checkpoint.index import (
+from moec.runtime.checkpoint.format.faults import damaged, missing
+from moec.runtime.checkpoint.format.grid import Box, boxes_of_run, cell_box, cell_of, cells_over, moved, overlap, whole
+from moec.runtime.checkpoint.format.index import (
     BLOCK_BYTES,
     HEAD,
     INDEX,
@@ -26,7 +26,7 @@ from moec.runtime.checkpoint.index import (
     parse_index,
     shard_name,
 )  # fmt: skip
-from moec.runtime.checkpoint.shards import Place, ShardFile, open_file
+from moec.runtime.checkpoint.format.shards import Place, ShardFile, open_file
 from moec.runtime.errors import JobError
 
 OPEN_SHARDS = 64

@@ -1,7 +1,7 @@
 """Runs a Program for many ranks in one process, in lockstep, node by node of its graphs.
 
 Compute nodes run once per rank. A collective shuffles the ranks' tensors, with the forward and the backward of the real
-operator (`moec.runtime.verify.shuffles`), so a missing or doubled reduction gives the same gradients as on a cluster.
+operator (`shuffles.py`), so a missing or doubled reduction gives the same gradients as on a cluster.
 `tests/distributed` compares each collective with gloo.
 """
 
@@ -22,9 +22,9 @@ from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.step_counts import sequence_numbers
-from moec.runtime.verify.prepared_graphs import Graphs, PreparedGraph
-from moec.runtime.verify.routes import Routes
-from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.prepared_graphs import Graphs, PreparedGraph
+from moec.runtime.verify.cluster.routes import Routes
+from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 VERIFY_SETTINGS: Mapping[str, int] = {SEED.name: 5, STEP.name: 3}
 """The settings under which a plan is verified."""

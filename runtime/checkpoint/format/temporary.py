@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from moec.runtime.checkpoint.files import exists, no_name, refuse_existing, sync_name, unwritable
+from moec.runtime.checkpoint.format.files import exists, no_name, refuse_existing, sync_name, unwritable
 
 MARK = ".moec-save-"
 """A part of the name of every temporary folder."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from moec.runtime.checkpoint.parts import DTYPE_NAMES
+from moec.runtime.checkpoint.format.parts import DTYPE_NAMES
 from moec.runtime.errors import JobError
 
 MAX_DEPTH = 50

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
-from moec.runtime.checkpoint.shards import Piece
+from moec.runtime.checkpoint.format.grid import Box, cell_box, cell_number
+from moec.runtime.checkpoint.format.shards import Piece
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

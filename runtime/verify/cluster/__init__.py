@@ -1,0 +1,1 @@
+"""All ranks of a plan in one process, in lockstep."""
