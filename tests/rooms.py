@@ -24,7 +24,7 @@ LARGER_ROOMS = {
     "moec/commands": 56,
     "passes/ir/ops": 40,
     "codegen/emit": 31,
-    "grammar": 29,
+    "grammar": 30,
     "passes/ir": 27,
     "codegen/kernels": 26,
     "runtime/backends/triton": 26,
