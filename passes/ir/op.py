@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
@@ -198,17 +198,34 @@ def _attribute_defaults(op: type[Op]) -> Mapping[str, Attribute]:
 
 
 T = TypeVar("T", bound=Op)
+Fact = str | bool | tuple[int, int] | set[str] | Mapping[str, str] | None
+"""The value of a class variable of an op; a set becomes a frozen one."""
 
 
 class TypeRuleError(Exception):
     """Operands do not fit an op: a bug in a pass, never a user's mistake."""
 
 
-def register(cls: type[T]) -> type[T]:
-    """Registers an op for the parser of the text form."""
-    assert cls.mnemonic not in Op.registry, cls.mnemonic
-    Op.registry[cls.mnemonic] = cls
-    return cls
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def op(mnemonic: str, signature: str = "", **facts: Fact) -> Callable[[type[T]], type[T]]:
+    """Makes a class an op that the text form can name, and a frozen dataclass of its attributes.
+
+    `signature` is the class's `takes` and `gives`, `"x bias? -> y"`; without one the class inherits both. `facts` are
+    other class variables of `Op` or of a base between.
+    """
+
+    def registered(cls: type[T]) -> type[T]:
+        takes, arrow, gives = signature.partition("->")
+        facts.update({"mnemonic": mnemonic} | ({"takes": takes.strip(), "gives": gives.strip()} if arrow else {}))
+        for name, value in facts.items():
+            assert name in ("mnemonic", "takes", "gives") or hasattr(cls, name), f"{cls.__name__} has no {name}"
+            setattr(cls, name, frozenset(value) if isinstance(value, set) else value)
+        assert mnemonic not in Op.registry, mnemonic
+        made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        Op.registry[mnemonic] = made
+        return made
+
+    return registered
 
 
 def require(condition: bool, op: Op, complaint: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value, promoted
 
@@ -47,8 +46,7 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
     return Placing(tuple(map(wanted, operands)), (layout,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("rope", "x positions? -> y", operator="rope")
 class Rope(Op):
     """Rotary positions on `[batch, sequence, heads, head_dim]` (Su et al. 2021).
 
@@ -58,10 +56,6 @@ class Rope(Op):
     are multiplied by `factor`.
     """
 
-    mnemonic: ClassVar[str] = "rope"
-    takes: ClassVar[str] = "x positions?"
-    gives: ClassVar[str] = "y"
-    operator: ClassVar[str | None] = "rope"
     theta: Positive
     start: DimCount = 0
     width: DimCount = 0
@@ -93,14 +87,10 @@ def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
     require(fits, op, "wants a whole number for each token")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("clip", "x -> y")
 class Clip(Op):
     """Clamps x `[batch, sequence, heads, head_dim]` to ± `limit` (`clip_qkv` of DBRX, Databricks 2024)."""
 
-    mnemonic: ClassVar[str] = "clip"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     limit: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -128,8 +118,7 @@ class Reach(NamedTuple):
         return behind if self.causal else 2 * behind
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("attention", "q k v segments? real? sinks? -> attended")
 class Attention(Op):
     """Softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads, v and the
     result of any width.
@@ -144,9 +133,6 @@ class Attention(Op):
     3.3, "SoftMax-off-by-One" with a learned one).
     """
 
-    mnemonic: ClassVar[str] = "attention"
-    takes: ClassVar[str] = "q k v segments? real? sinks?"
-    gives: ClassVar[str] = "attended"
     causal: bool = True
     window: DimCount = 0
     scale: NonNegative = 0.0
@@ -200,15 +186,10 @@ def _kept_for_attention(q: Value, k: Value, v: Value, attended: Value, workload:
     return tuple(kept)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("join_shared", "x shared -> y")
 class JoinShared(Op):
     """x `[batch, sequence, heads, own]`, shared `[batch, sequence, 1, dims]` → `[batch, sequence, heads, own + dims]`:
     each head's own dims, then those that all heads share."""
-
-    mnemonic: ClassVar[str] = "join_shared"
-    takes: ClassVar[str] = "x shared"
-    gives: ClassVar[str] = "y"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, shared = operands
@@ -225,17 +206,13 @@ class JoinShared(Op):
         return Placing((of_heads, of_heads.only(Shard(0))), (of_heads,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("repeat_heads", "x -> copies")
 class RepeatHeads(Op):
     """Repeats each head `copies` times: `[heads, …]` → `[heads · copies, …]`, copies side by side.
 
     Grouped-query attention over the copies is exact, and tensor parallelism may cut between copies.
     """
 
-    mnemonic: ClassVar[str] = "repeat_heads"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "copies"
     copies: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

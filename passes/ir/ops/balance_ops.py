@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens, sum_tokens
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_choices", "experts -> choices", operator="count_choices", resolved={"group": "int groups"})
 class CountChoices(Op):
     """Counts a routing group's choices of each expert: experts `[batch, sequence, k]` → `[groups, experts]`.
 
@@ -29,11 +27,6 @@ class CountChoices(Op):
     data-parallel rank (`rank`). Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "count_choices"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "choices"
-    operator: ClassVar[str | None] = "count_choices"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
     num_experts: Count
     group: RoutingGroup
 
@@ -49,8 +42,7 @@ class CountChoices(Op):
         return Placing((tokens,), (counted,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("largest_scores", "logits -> experts")
 class LargestScores(Op):
     """The experts of each token's k largest logits: `[batch, sequence, experts]` → `[batch, sequence, k]`, int64.
 
@@ -58,9 +50,6 @@ class LargestScores(Op):
     2412.19437, eq. 18). Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "largest_scores"
-    takes: ClassVar[str] = "logits"
-    gives: ClassVar[str] = "experts"
     k: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -73,14 +62,10 @@ class LargestScores(Op):
         return own_tokens(self, 1, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sum_groups", "x -> sums")
 class SumGroups(Op):
     """Sums over groups of neighbouring experts: `[…, experts]` → `[…, groups]`, of probabilities or of counts."""
 
-    mnemonic: ClassVar[str] = "sum_groups"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "sums"
     groups: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -98,8 +83,7 @@ class SumGroups(Op):
         return Placing((layout,), (layout,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("switch_loss", "probabilities choices real? -> loss")
 class SwitchLoss(Op):
     """Sum over routing groups of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
 
@@ -107,9 +91,6 @@ class SwitchLoss(Op):
     With the operand `real`, tokens and Pᵢ are those of real tokens; a group without real tokens adds 0.
     """
 
-    mnemonic: ClassVar[str] = "switch_loss"
-    takes: ClassVar[str] = "probabilities choices real?"
-    gives: ClassVar[str] = "loss"
     group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -136,17 +117,12 @@ class SwitchLoss(Op):
         return elementwise(self, operands, results, workload, keeps=(*kept, *workload.keep(choices)))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("z_loss", "logits real? -> loss")
 class ZLoss(Op):
     """Sum over tokens of the squared log-sum-exp of the logits (ST-MoE, eq. 5).
 
     With the operand `real`, the sum is over real tokens.
     """
-
-    mnemonic: ClassVar[str] = "z_loss"
-    takes: ClassVar[str] = "logits real?"
-    gives: ClassVar[str] = "loss"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         require_real(self, operands[0], operands[1:])
@@ -163,14 +139,10 @@ class ZLoss(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=3, backward=3)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("weighted_sum", "terms* -> total")
 class WeightedSum(Op):
     """`Σ weightᵢ · operandᵢ` over scalars: a layer's balance terms."""
 
-    mnemonic: ClassVar[str] = "weighted_sum"
-    takes: ClassVar[str] = "terms*"
-    gives: ClassVar[str] = "total"
     weights: tuple[float, ...]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -16,7 +16,7 @@ from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices
@@ -26,18 +26,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_queues", "experts -> queues", operator="count_queues")
 class CountQueues(Op):
     """Counts, for each piece of a sequence, its j-th choices of each expert.
 
     experts `[batch, sequence, k]` → `[batch, pieces, k, experts]`; a rank has one piece of each of its sequences.
     """
 
-    mnemonic: ClassVar[str] = "count_queues"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "queues"
-    operator: ClassVar[str | None] = "count_queues"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -52,16 +47,10 @@ class CountQueues(Op):
         return elementwise(self, operands, results, workload, forward=2)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("queue_starts", "counts -> starts", operator="queue_starts", resolved={"group": "int groups"})
 class QueueStarts(Op):
     """The start of each piece's choices in its group's queues: counts `[batch, pieces, k, experts]` → same shape."""
 
-    mnemonic: ClassVar[str] = "queue_starts"
-    takes: ClassVar[str] = "counts"
-    gives: ClassVar[str] = "starts"
-    operator: ClassVar[str | None] = "queue_starts"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
     group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -118,18 +107,12 @@ class Capacity(Op):
         return groups, max(self.least, -(-self.parts * k * whole // (self.whole * experts))), tokens
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("keep_choices", "experts starts training? -> kept", operator="keep_choices")
 class KeepChoices(Capacity):
     """Replaces dropped choices by −1: experts `[batch, sequence, k]`, starts → kept, of the shape of experts.
 
     Drops the same choices as `permute_padded` with the same attributes.
     """
-
-    mnemonic: ClassVar[str] = "keep_choices"
-    takes: ClassVar[str] = "experts starts training?"
-    gives: ClassVar[str] = "kept"
-    operator: ClassVar[str | None] = "keep_choices"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, starts, *settings = self.named(operands).values()
@@ -152,18 +135,13 @@ class KeepChoices(Capacity):
         return elementwise(self, operands, results, workload, forward=3)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("largest_load", "experts -> places", operator="largest_load")
 class LargestLoad(Op):
     """Number of rows of a rank's busiest expert: experts `[batch, sequence, k]` → scalar.
 
     A choice of −1 is not counted. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "largest_load"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "places"
-    operator: ClassVar[str | None] = "largest_load"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -9,14 +9,14 @@ head as grouped queries do, and `tp` cuts the heads of every group alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value
 
@@ -73,8 +73,7 @@ def _cost(
     )
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("chosen_heads", "x experts weight bias? -> q")
 class ChosenHeads(Op):
     """Queries of the groups that each token chose: `q[t, h, j] = W[experts[t, j], h] x[t] + bias[experts[t, j], h]`.
 
@@ -83,9 +82,6 @@ class ChosenHeads(Op):
     `some_are_none`. Zhang et al. 2022, section 3: q_t W_i^q.
     """
 
-    mnemonic: ClassVar[str] = "chosen_heads"
-    takes: ClassVar[str] = "x experts weight bias?"
-    gives: ClassVar[str] = "q"
     some_are_none: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -113,8 +109,7 @@ class ChosenHeads(Op):
         return _cost(self, chosen, weight, (dim, heads * width), (), workload)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("mix_heads", "attended experts weights weight -> y")
 class MixHeads(Op):
     """The weighted sum of the groups' projections: `y[t] = Σⱼ weights[t, j] · W[experts[t, j]] attended[t, :, j]`.
 
@@ -123,9 +118,6 @@ class MixHeads(Op):
     nothing. Zhang et al. 2022, section 3: y_t = Σ w_{i,t} · E_i(q_t, K, V), where E_i ends with W_i^o.
     """
 
-    mnemonic: ClassVar[str] = "mix_heads"
-    takes: ClassVar[str] = "attended experts weights weight"
-    gives: ClassVar[str] = "y"
     some_are_none: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -155,17 +147,13 @@ class MixHeads(Op):
         return _cost(self, chosen, weight, (heads * width, dim), (mixed, *workload.keep(weights)), workload)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_groups", "experts -> counts")
 class CountGroups(Op):
     """How many of a rank's choices went to each group: experts `[batch, sequence, k]` → `[sources, groups]`, int64.
 
     A choice of −1 is not counted. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "count_groups"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "counts"
     groups: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -178,18 +166,13 @@ class CountGroups(Op):
         return Placing((meshes.own_tokens,), (of_ranks,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("detached_shares", "weights -> shares")
 class DetachedShares(Op):
     """`w / Σⱼ wⱼ` of each token's k weights, with no gradient through the sum: weights → the same shape.
 
     Zhang et al. 2022, section 3: w_{i,t} = p_{i,t} / Detach(Σⱼ p_{j,t}). The weight of a single choice is 1, and it
     still has a gradient.
     """
-
-    mnemonic: ClassVar[str] = "detached_shares"
-    takes: ClassVar[str] = "weights"
-    gives: ClassVar[str] = "shares"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (weights,) = operands

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.ir.attribute_types import BlockName, LayerNumber
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 
@@ -16,15 +15,10 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("call", "inputs* -> *", moves=True)
 class Call(Op):
     """Runs a block with the parameters of layer `layer`: identical layers share one body."""
 
-    mnemonic: ClassVar[str] = "call"
-    takes: ClassVar[str] = "inputs*"
-    gives: ClassVar[str] = "*"
-    moves: ClassVar[bool] = True
     block: BlockName
     layer: LayerNumber
 

@@ -6,14 +6,13 @@ resolves it to a group of ranks (`ep[4..31]`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import DimNumber, Reduction
 from moec.passes.ir.layout import Partial, Placement, Shard
-from moec.passes.ir.op import Type, register, require
-from moec.passes.ir.ops.conversion import Conversion, Kind, Unconverted
+from moec.passes.ir.op import Type, op, require
+from moec.passes.ir.ops.conversion import Conversion, Unconverted
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 
@@ -21,18 +20,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_reduce", operator="all_reduce", sends=(2, 0), resolved={"axis": "str group", "reduce": ""})
 class AllReduce(Conversion):
     """Partial → Replicate. Forward: reduce over the axis. Backward: identity.
 
     `reduce` is `sum`, or `max` for values that are not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "all_reduce"
-    operator: ClassVar[str | None] = "all_reduce"
-    sends: ClassVar[tuple[int, int]] = (2, 0)
-    resolved: ClassVar[Mapping[str, str]] = {"axis": "str group", "reduce": ""}
     reduce: Reduction = "sum"
 
     def torch_operator(self) -> str:
@@ -48,14 +42,10 @@ class AllReduce(Conversion):
         return "identity" if self.reduce == "sum" else "none"
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("reduce_scatter", operator="reduce_scatter", sends=(1, 1))
 class ReduceScatter(Conversion):
     """Partial → Shard(dim). Forward: sum over the axis; each rank keeps its piece. Backward: all_gather."""
 
-    mnemonic: ClassVar[str] = "reduce_scatter"
-    operator: ClassVar[str | None] = "reduce_scatter"
-    sends: ClassVar[tuple[int, int]] = (1, 1)
     dim: DimNumber
 
     def source(self) -> Placement | None:
@@ -68,19 +58,13 @@ class ReduceScatter(Conversion):
         return AllGather.over(self.axis, dim=self.dim)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("copy_to", operator="copy_to", partial_gradient=True, sends=(0, 2))
 class CopyTo(Conversion):
     """Replicate → Replicate, for ops that are sharded on the axis. Forward: identity. Backward: all_reduce.
 
     Megatron's f (Shoeybi et al. 2019, section 3): each rank uses x for a part of the result, so x's gradient is a
     partial sum.
     """
-
-    mnemonic: ClassVar[str] = "copy_to"
-    operator: ClassVar[str | None] = "copy_to"
-    partial_gradient: ClassVar[bool] = True
-    sends: ClassVar[tuple[int, int]] = (0, 2)
 
     def source(self) -> Placement | None:
         return None
@@ -92,14 +76,10 @@ class CopyTo(Conversion):
         return AllReduce.over(self.axis)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slice", operator="slice", sends=(0, 1))
 class Slice(Conversion):
     """Replicate → Shard(dim). Forward: each rank keeps its piece. Backward: all_gather."""
 
-    mnemonic: ClassVar[str] = "slice"
-    operator: ClassVar[str | None] = "slice"
-    sends: ClassVar[tuple[int, int]] = (0, 1)
     dim: DimNumber
 
     def source(self) -> Placement | None:
@@ -112,15 +92,10 @@ class Slice(Conversion):
         return AllGather.over(self.axis, dim=self.dim)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_gather", operator="all_gather", partial_gradient=True, sends=(1, 1))
 class AllGather(Conversion):
     """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
 
-    mnemonic: ClassVar[str] = "all_gather"
-    operator: ClassVar[str | None] = "all_gather"
-    partial_gradient: ClassVar[bool] = True
-    sends: ClassVar[tuple[int, int]] = (1, 1)
     dim: DimNumber
 
     def source(self) -> Placement | None:
@@ -133,14 +108,10 @@ class AllGather(Conversion):
         return ReduceScatter.over(self.axis, dim=self.dim)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_gather_alike", operator="all_gather_alike", sends=(1, 0))
 class AllGatherAlike(Conversion):
     """Shard(dim) → Replicate, for ops that are replicated on the axis. Forward: all_gather. Backward: slice."""
 
-    mnemonic: ClassVar[str] = "all_gather_alike"
-    operator: ClassVar[str | None] = "all_gather_alike"
-    sends: ClassVar[tuple[int, int]] = (1, 0)
     dim: DimNumber
 
     def source(self) -> Placement | None:
@@ -153,15 +124,10 @@ class AllGatherAlike(Conversion):
         return Slice.over(self.axis, dim=self.dim)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_to_all_padded", operator="all_to_all_padded", carries={"dense"}, sends=(1, 1))
 class AllToAllPadded(Conversion):
     """Shard(given) → Shard(wanted), for values with one shape on every rank. Backward: Shard(wanted) → Shard(given)."""
 
-    mnemonic: ClassVar[str] = "all_to_all_padded"
-    operator: ClassVar[str | None] = "all_to_all_padded"
-    carries: ClassVar[frozenset[Kind]] = frozenset({"dense"})
-    sends: ClassVar[tuple[int, int]] = (1, 1)
     given: DimNumber
     wanted: DimNumber
 

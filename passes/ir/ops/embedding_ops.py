@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Saved, Work
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, settled
 from moec.passes.ir.value import Value, promoted
 
@@ -18,14 +17,9 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("embed", "ids table -> x")
 class Embed(Op):
     """Looks up rows of a table: ids `[batch, sequence]`, table `[vocab, dim]` → `[batch, sequence, dim]`."""
-
-    mnemonic: ClassVar[str] = "embed"
-    takes: ClassVar[str] = "ids table"
-    gives: ClassVar[str] = "x"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         ids, table = operands
@@ -47,17 +41,12 @@ class Embed(Op):
         return _lookup(workload.keep(operands[0]), operands, results, workload)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("embed_positions", "ids table positions? -> x")
 class EmbedPositions(Op):
     """Rows of a table by position: ids `[batch, sequence]`, table `[context, dim]` → as `embed`.
 
     `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
     """
-
-    mnemonic: ClassVar[str] = "embed_positions"
-    takes: ClassVar[str] = "ids table positions?"
-    gives: ClassVar[str] = "x"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         ids, table, *positions = operands
@@ -78,17 +67,13 @@ class EmbedPositions(Op):
         return _lookup((positions,), operands, results, workload)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("rms_norm", "x weight -> y")
 class RmsNorm(Op):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dims of x, which are those of weight; in at least fp32.
 
     Zhang & Sennrich 2019.
     """
 
-    mnemonic: ClassVar[str] = "rms_norm"
-    takes: ClassVar[str] = "x weight"
-    gives: ClassVar[str] = "y"
     eps: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -126,17 +111,13 @@ class RmsNorm(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=8, scratch=scratch)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("layer_norm", "x weight bias? -> y")
 class LayerNorm(Op):
     """`(x − mean) / sqrt(variance + eps) * weight + bias` over the last dim, in at least fp32 (Ba et al. 2016).
 
     The bias is optional.
     """
 
-    mnemonic: ClassVar[str] = "layer_norm"
-    takes: ClassVar[str] = "x weight bias?"
-    gives: ClassVar[str] = "y"
     eps: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

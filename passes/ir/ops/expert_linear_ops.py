@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Product, Work
 from moec.passes.cost.formulas import used_share
 from moec.passes.ir.attribute_types import Count, WindowFunction
 from moec.passes.ir.layout import Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.window_ops import require_window, window_saved
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("expert_linear", "rows weight bias? counts? -> y")
 class ExpertLinear(Op):
     """Multiplies each row by its expert's matrix: rows `[experts, rows, in]`, weight `[experts, out, in]` → `[…, out]`.
 
@@ -32,9 +31,6 @@ class ExpertLinear(Op):
     the map is applied at each of `positions` positions: `[…, positions · out]`; then the function `then`.
     """
 
-    mnemonic: ClassVar[str] = "expert_linear"
-    takes: ClassVar[str] = "rows weight bias? counts?"
-    gives: ClassVar[str] = "y"
     positions: Count = 1
     then: WindowFunction = "none"
 

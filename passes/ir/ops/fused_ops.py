@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Work
 from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
@@ -21,21 +20,19 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "mixture_mlp",
+    "x experts weights up down up_bias? down_bias? -> mixed counts",
+    operator="mixture_mlp",
+    saved="hidden positions table",
+    moves=True,
+)
 class MixtureMlp(Activates):
     """Each token's weighted sum of its experts' feed-forwards: x, experts, weights, up, down → mixed, counts.
 
     Equals permute, expert_mlp and combine with no conversion in between, but saves no copy of a token per choice. Up,
     down and the optional biases are as `require_experts` says. A choice of −1 is dropped.
     """
-
-    mnemonic: ClassVar[str] = "mixture_mlp"
-    takes: ClassVar[str] = "x experts weights up down up_bias? down_bias?"
-    gives: ClassVar[str] = "mixed counts"
-    operator: ClassVar[str | None] = "mixture_mlp"
-    saved: ClassVar[str] = "hidden positions table"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
@@ -71,21 +68,19 @@ class MixtureMlp(Activates):
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=(ahead, behind))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "permute_weights",
+    "weights positions rows -> row_weights",
+    operator="permute_weights",
+    constants={"rows"},
+    moves=True,
+)
 class PermuteWeights(Op):
     """Each row's weight: weights, positions, rows → weights of rows `[experts, rows]` or `[experts, places]`.
 
     Conversions then send weights and rows alike, and `expert_mlp` applies the weights. The operand `rows` only gives
     the shape. Empty places get 0.
     """
-
-    mnemonic: ClassVar[str] = "permute_weights"
-    takes: ClassVar[str] = "weights positions rows"
-    gives: ClassVar[str] = "row_weights"
-    operator: ClassVar[str | None] = "permute_weights"
-    constants: ClassVar[frozenset[str]] = frozenset({"rows"})
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         weights, positions, rows = operands
@@ -102,19 +97,12 @@ class PermuteWeights(Op):
         return Cost(work=Work(forward=given, backward=given), saved=workload.keep(positions))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sum_rows", "rows positions counts -> mixed", operator="sum_rows", moves=True)
 class SumRows(Op):
     """Sums each token's weighted rows: rows, positions, counts → mixed; from the expert mesh to the dense mesh.
 
     Replaces `combine` and `combine_padded`, but saves neither rows nor weights.
     """
-
-    mnemonic: ClassVar[str] = "sum_rows"
-    takes: ClassVar[str] = "rows positions counts"
-    gives: ClassVar[str] = "mixed"
-    operator: ClassVar[str | None] = "sum_rows"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         rows, positions, counts = operands

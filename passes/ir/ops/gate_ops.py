@@ -6,13 +6,12 @@ The passes after `lower` use a token's choices and do not depend on the op that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("route", "logits bias? -> probabilities weights experts", operator="route", scores="logits", constants={"bias"})
 class Route(Op):
     """Chooses k experts for each token: logits `[batch, sequence, experts]` → probabilities, weights, experts.
 
@@ -39,12 +37,6 @@ class Route(Op):
     section 2.2.2), of the scores that choose: with the bias, where there is one. Ties go to the lower group.
     """
 
-    mnemonic: ClassVar[str] = "route"
-    takes: ClassVar[str] = "logits bias?"
-    gives: ClassVar[str] = "probabilities weights experts"
-    operator: ClassVar[str | None] = "route"
-    scores: ClassVar[str] = "logits"
-    constants: ClassVar[frozenset[str]] = frozenset({"bias"})
     k: Count
     score: Literal["softmax", "sigmoid"]
     order: Literal["before", "after"]
@@ -79,15 +71,9 @@ class Route(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(logits, weights, experts))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("every_expert", "scores -> experts", constants={"scores"})
 class EveryExpert(Op):
     """All experts of each token, in their order: scores `[batch, sequence, experts]` → experts, the same shape."""
-
-    mnemonic: ClassVar[str] = "every_expert"
-    takes: ClassVar[str] = "scores"
-    gives: ClassVar[str] = "experts"
-    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (scores,) = operands
@@ -98,17 +84,13 @@ class EveryExpert(Op):
         return own_tokens(self, 1, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("round_weights", "weights -> rounded")
 class RoundWeights(Op):
     """Weights of choices rounded to `dtype`, and wide again: `[batch, sequence, k]` → the same shape and dtype.
 
     Megatron and transformers round so. Under `torch.compile` Inductor may drop the round trip.
     """
 
-    mnemonic: ClassVar[str] = "round_weights"
-    takes: ClassVar[str] = "weights"
-    gives: ClassVar[str] = "rounded"
     dtype: Literal["bf16", "fp16"]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -120,8 +102,7 @@ class RoundWeights(Op):
         return own_tokens(self, 1, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("attend_experts", "projected -> logits")
 class AttendExperts(Op):
     """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
 
@@ -129,10 +110,6 @@ class AttendExperts(Op):
     no scale (Yuan 2.0-M32, arXiv 2405.17976, section 2: the attention router). Fused attention computes the logits;
     backward keeps two numbers of each expert, not the softmax.
     """
-
-    mnemonic: ClassVar[str] = "attend_experts"
-    takes: ClassVar[str] = "projected"
-    gives: ClassVar[str] = "logits"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (projected,) = operands
@@ -152,8 +129,7 @@ class AttendExperts(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=5)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("hash_route", "ids -> weights experts")
 class HashRoute(Op):
     """A fixed choice of `k` different experts for each id: ids `[batch, sequence]` → weights, all 1 / k, and experts.
 
@@ -165,9 +141,6 @@ class HashRoute(Op):
     device and every rank makes the same choice.
     """
 
-    mnemonic: ClassVar[str] = "hash_route"
-    takes: ClassVar[str] = "ids"
-    gives: ClassVar[str] = "weights experts"
     k: Count
     num_experts: Count
     seed: Annotated[int, Bounds(ge=0, lt=2**63)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -21,8 +20,15 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "choose_tokens",
+    "scores real? -> experts",
+    operator="choose_tokens",
+    resolved={"group": "int groups"},
+    constants={"scores"},
+    chooses="experts",
+    sparse=True,
+)
 class ChooseTokens(Op):
     """Each expert takes its best tokens of each routing group: scores `[batch, sequence, E]` → experts, same shape.
 
@@ -31,14 +37,6 @@ class ChooseTokens(Op):
     the operand `real`, no expert takes a padding token; T includes padding. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "choose_tokens"
-    takes: ClassVar[str] = "scores real?"
-    gives: ClassVar[str] = "experts"
-    operator: ClassVar[str | None] = "choose_tokens"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
-    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
-    chooses: ClassVar[str] = "experts"
-    sparse: ClassVar[bool] = True
     group: RoutingGroup
     parts: WideCount
     whole: WideCount
@@ -63,8 +61,14 @@ class ChooseTokens(Op):
         return elementwise(self, operands, results, workload, forward=6)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "balanced_assignment",
+    "scores training real? -> experts",
+    operator="balanced_assignment",
+    resolved={"group": "int groups"},
+    constants={"scores"},
+    chooses="experts",
+)
 class BalancedAssignment(Op):
     """An expert for each token: scores `[batch, sequence, E]` → experts `[batch, sequence, 1]`.
 
@@ -74,13 +78,6 @@ class BalancedAssignment(Op):
     computed on the host. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "balanced_assignment"
-    takes: ClassVar[str] = "scores training real?"
-    gives: ClassVar[str] = "experts"
-    operator: ClassVar[str | None] = "balanced_assignment"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
-    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
-    chooses: ClassVar[str] = "experts"
     group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value
 
@@ -16,17 +15,12 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("gate_heads", "x logits -> gated")
 class GateHeads(Op):
     """x `[batch, sequence, heads, width]`, logits `[batch, sequence, heads]` or of x's shape → `x · sigmoid(logits)`.
 
     A gate after attention, for each head or each element (Qiu et al. 2025, arXiv 2505.06708, section 2.2).
     """
-
-    mnemonic: ClassVar[str] = "gate_heads"
-    takes: ClassVar[str] = "x logits"
-    gives: ClassVar[str] = "gated"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, logits = operands

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost, Work
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value
 
@@ -22,8 +21,7 @@ Shift = Annotated[int, Bounds(ge=0, lt=MAX_DIM)]
 """Patches by which windows are moved."""
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("patch_numbers", "images -> numbers", constants={"images"})
 class PatchNumbers(Op):
     """The number of each patch: images `[batch, channels, height, width]` → int64 `[batch, sequence]`, 0, 1, … by rows.
 
@@ -31,10 +29,6 @@ class PatchNumbers(Op):
     token before the patches has number 0.
     """
 
-    mnemonic: ClassVar[str] = "patch_numbers"
-    takes: ClassVar[str] = "images"
-    gives: ClassVar[str] = "numbers"
-    constants: ClassVar[frozenset[str]] = frozenset({"images"})
     size: Count
     first: bool = False
 
@@ -47,8 +41,7 @@ class PatchNumbers(Op):
         return Placing((images,), (images,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("patch_embed", "images weight first? -> x", constants={"images"})
 class PatchEmbed(Op):
     """Patches of `size` pixels squared, projected: images `[batch, channels, height, width]`, weight `[dim, channels,
     size, size]` → `[batch, sequence, dim]`, by rows of the grid (Dosovitskiy et al. 2020, equation 1: E).
@@ -56,11 +49,6 @@ class PatchEmbed(Op):
     Pixels are rounded to the weight's dtype. Images get no gradient. `first` `[dim]` is a token before the patches of
     every image (ibid.: x_class).
     """
-
-    mnemonic: ClassVar[str] = "patch_embed"
-    takes: ClassVar[str] = "images weight first?"
-    gives: ClassVar[str] = "x"
-    constants: ClassVar[frozenset[str]] = frozenset({"images"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         images, weight, *first = operands
@@ -87,8 +75,7 @@ class PatchEmbed(Op):
         return Cost(work=work, saved=(patches,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("grid_windows", "v -> windows", constants={"v"})
 class GridWindows(Op):
     """The number of each patch's window: v `[batch, sequence, heads, head_dim]` → int64 `[batch, sequence]`, in which
     patches with one number attend to each other (Swin, Liu et al. 2021, section 3.2).
@@ -98,10 +85,6 @@ class GridWindows(Op):
     masks their parts from each other, which is the same. Only the shape of v is read.
     """
 
-    mnemonic: ClassVar[str] = "grid_windows"
-    takes: ClassVar[str] = "v"
-    gives: ClassVar[str] = "windows"
-    constants: ClassVar[frozenset[str]] = frozenset({"v"})
     side: Count
     size: Count
     shift: Shift = 0
@@ -120,17 +103,13 @@ class GridWindows(Op):
         return Placing((v,), (v.only(Shard(0)),))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("mean_tokens", "x -> mean")
 class MeanTokens(Op):
     """The mean over the tokens of each sequence: `[batch, sequence, dim]` → `[batch, dim]`.
 
     `length` is that of every whole sequence; a rank with a part of the sequence has a term of the mean.
     """
 
-    mnemonic: ClassVar[str] = "mean_tokens"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "mean"
     length: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -149,14 +128,9 @@ class MeanTokens(Op):
         return elementwise(self, operands, results, workload, forward=2, backward=2)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("first_token", "x -> first")
 class FirstToken(Op):
     """The first token of each sequence: `[batch, sequence, dim]` → `[batch, dim]`. Sequences are whole."""
-
-    mnemonic: ClassVar[str] = "first_token"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "first"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
@@ -168,17 +142,12 @@ class FirstToken(Op):
         return Placing((whole,), (whole,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("classify", "x weight bias -> logits")
 class Classify(Op):
     """Logits of classes: x `[batch, dim]`, weight `[classes, dim]`, bias `[classes]` → `[batch, classes]`.
 
     Every rank with the images has whole x and all classes: a partial mean is reduced first.
     """
-
-    mnemonic: ClassVar[str] = "classify"
-    takes: ClassVar[str] = "x weight bias"
-    gives: ClassVar[str] = "logits"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight, bias = operands

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, projection
@@ -12,7 +11,7 @@ from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Bounds, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value, promoted
 
@@ -20,14 +19,10 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("linear", "x weight -> y")
 class Linear(Op):
     """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
 
-    mnemonic: ClassVar[str] = "linear"
-    takes: ClassVar[str] = "x weight"
-    gives: ClassVar[str] = "y"
     contract: Annotated[int, Bounds(ge=1, le=MAX_RANK)] = 1
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -63,14 +58,9 @@ class Linear(Op):
         return Cost(work=projection(x, weight, x.dtype, self.contract, workload), saved=workload.keep(*keeps))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("add_bias", "x bias -> y")
 class AddBias(Op):
     """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. Separate from `linear`, which may give a partial sum."""
-
-    mnemonic: ClassVar[str] = "add_bias"
-    takes: ClassVar[str] = "x bias"
-    gives: ClassVar[str] = "y"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, bias = operands
@@ -84,14 +74,10 @@ class AddBias(Op):
         return Placing((x, bias), (x,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("activation", "x -> y")
 class Activation(Op):
     """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`, the others as in `kind_of`."""
 
-    mnemonic: ClassVar[str] = "activation"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     kind: ActivationName
     clamp: ActivationParameter = None
     alpha: ActivationParameter = None
@@ -122,14 +108,9 @@ class Activation(Op):
         return elementwise(self, operands, results, workload, keeps=given)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("add", "terms* -> total")
 class Add(Op):
     """The sum of values of one type."""
-
-    mnemonic: ClassVar[str] = "add"
-    takes: ClassVar[str] = "terms*"
-    gives: ClassVar[str] = "total"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         first = operands[0]
@@ -147,17 +128,13 @@ class Add(Op):
         return Placing((layout,) * len(operands), (layout,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("scale", "x -> y")
 class Scale(Op):
     """`x · factor`: multipliers as in Granite, after muP (Yang et al. 2022, arXiv 2203.03466, table 8).
 
     The op is linear: a partial sum stays one, and is reduced after it.
     """
 
-    mnemonic: ClassVar[str] = "scale"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     factor: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -169,8 +146,7 @@ class Scale(Op):
         return Placing((layout,), (layout,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("router", "x weight bias? -> logits")
 class Router(Op):
     """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
 
@@ -178,9 +154,6 @@ class Router(Op):
     logits (gpt-oss, arXiv 2508.10925, section 2.3). `rounds`: they are computed in the weight's dtype, and then wide.
     """
 
-    mnemonic: ClassVar[str] = "router"
-    takes: ClassVar[str] = "x weight bias?"
-    gives: ClassVar[str] = "logits"
     rounds: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -20,18 +19,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("first_choices", "experts -> first")
 class FirstChoices(Op):
     """The first choice of each token: experts `[batch, sequence, k]` → `[batch, sequence, 1]`.
 
     Counted, these are the c_e of Lepikhin et al. 2020 (arXiv 2006.16668, section 2.2 and algorithm 1): a count over all
     tokens, not over all k choices.
     """
-
-    mnemonic: ClassVar[str] = "first_choices"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "first"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
@@ -42,15 +36,11 @@ class FirstChoices(Op):
         return own_tokens(self, 1, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("expert_weights", "weights experts -> parts")
 class ExpertWeights(Op):
     """The weight that each token gives to each expert: weights, experts `[batch, sequence, k]` →
     `[batch, sequence, experts]`, 0 where it did not choose the expert. A choice of −1 adds to none."""
 
-    mnemonic: ClassVar[str] = "expert_weights"
-    takes: ClassVar[str] = "weights experts"
-    gives: ClassVar[str] = "parts"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -69,8 +59,7 @@ class ExpertWeights(Op):
         return elementwise(self, operands, results, workload, keeps=(index,), forward=4, backward=2)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("expected_loads", "clean noisy deviation experts -> probabilities")
 class ExpectedLoads(Op):
     """P(x, i), the probability that noise drawn again for expert i alone leaves it among the k of token x.
 
@@ -79,10 +68,6 @@ class ExpectedLoads(Op):
     `[batch, sequence, experts]` and experts `[batch, sequence, k]`, the k largest of `noisy`, best first → P. Gradients
     flow to all three. A deviation counts as at least 1e-10. Where k is all experts, there is no such threshold.
     """
-
-    mnemonic: ClassVar[str] = "expected_loads"
-    takes: ClassVar[str] = "clean noisy deviation experts"
-    gives: ClassVar[str] = "probabilities"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         clean, noisy, deviation, experts = operands
@@ -112,8 +97,7 @@ _WIDE = ("others", "distance", "clamped_deviation", "scaled")
 """What backward keeps of `expected_loads` for every expert."""
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("loads_above", "scores logits experts -> probabilities")
 class LoadsAbove(Op):
     """`Φ((scoreᵢ − kth) / deviation)`, with kth the logit of a token's last choice: scores → probabilities.
 
@@ -121,9 +105,6 @@ class LoadsAbove(Op):
     flow to scores and logits (Tutel ac0e51b9, `tutel/impls/losses.py`, `load_importance_loss`).
     """
 
-    mnemonic: ClassVar[str] = "loads_above"
-    takes: ClassVar[str] = "scores logits experts"
-    gives: ClassVar[str] = "probabilities"
     deviation: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -147,8 +128,7 @@ class LoadsAbove(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=6, backward=6)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("group_totals", "parts real? -> totals", constants={"parts"})
 class GroupTotals(Op):
     """Sums of a routing group: parts `[batch, sequence, experts]` → `[groups, experts + 1]`, the last one its tokens.
 
@@ -156,10 +136,6 @@ class GroupTotals(Op):
     `count_choices`. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "group_totals"
-    takes: ClassVar[str] = "parts real?"
-    gives: ClassVar[str] = "totals"
-    constants: ClassVar[frozenset[str]] = frozenset({"parts"})
     group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -176,8 +152,7 @@ class GroupTotals(Op):
         return Placing((tokens,) * len(operands), (counted,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("variation_loss", "parts totals real? -> loss", constants={"totals"})
 class VariationLoss(Op):
     """Sum over routing groups of `tokens · CV²` (Shazeer et al. 2017, eq. 7): parts, totals → scalar.
 
@@ -188,10 +163,6 @@ class VariationLoss(Op):
     gradient. With the operand `real`, tokens are real tokens.
     """
 
-    mnemonic: ClassVar[str] = "variation_loss"
-    takes: ClassVar[str] = "parts totals real?"
-    gives: ClassVar[str] = "loss"
-    constants: ClassVar[frozenset[str]] = frozenset({"totals"})
     group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
 from moec.passes.ir.value import Value, promoted
 
@@ -17,14 +16,9 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("cross_entropy", "logits labels -> nll")
 class CrossEntropy(Op):
     """Sum over valid labels of −log softmax(logits)[label], in at least fp32; −100 is ignored."""
-
-    mnemonic: ClassVar[str] = "cross_entropy"
-    takes: ClassVar[str] = "logits labels"
-    gives: ClassVar[str] = "nll"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, labels = operands
@@ -44,14 +38,10 @@ class CrossEntropy(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=2, scratch=scratch)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_labels", "labels -> count")
 class CountLabels(Op):
     """Number of labels: of the valid labels with `valid_only`, else of all."""
 
-    mnemonic: ClassVar[str] = "count_labels"
-    takes: ClassVar[str] = "labels"
-    gives: ClassVar[str] = "count"
     valid_only: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -63,15 +53,9 @@ class CountLabels(Op):
         return sum_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_tokens", "x -> count", constants={"x"})
 class CountTokens(Op):
     """Number of tokens of x `[batch, sequence, dim]`. Not differentiated."""
-
-    mnemonic: ClassVar[str] = "count_tokens"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "count"
-    constants: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
@@ -82,14 +66,9 @@ class CountTokens(Op):
         return sum_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("mean", "total count -> mean")
 class Mean(Op):
     """`total / max(count, 1)`: total may be a partial sum, count must be the global count."""
-
-    mnemonic: ClassVar[str] = "mean"
-    takes: ClassVar[str] = "total count"
-    gives: ClassVar[str] = "mean"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         total, count = operands

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Product, Work
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -23,18 +22,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("merge_shares", "x weight real? -> shares")
 class MergeShares(Op):
     """The share of each expert in a sequence's: x `[batch, sequence, dim]`, weight `[experts, dim]` → shares.
 
     shares `[batch, experts]` are the softmax of a linear router on the mean of the sequence's tokens, in at least fp32.
     With the operand `real` the mean is over real tokens; that of a sequence without any is 0.
     """
-
-    mnemonic: ClassVar[str] = "merge_shares"
-    takes: ClassVar[str] = "x weight real?"
-    gives: ClassVar[str] = "shares"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight, *real = operands
@@ -57,17 +51,12 @@ class MergeShares(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=4, backward=5)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("merge_experts", "shares experts -> merged")
 class MergeExperts(Op):
     """`Σ_e shares_e · θ_e` for each sequence: shares `[batch, experts]`, experts `[experts, …]` → `[batch, …]`.
 
     In the dtype of experts. Experts are whole on every rank.
     """
-
-    mnemonic: ClassVar[str] = "merge_experts"
-    takes: ClassVar[str] = "shares experts"
-    gives: ClassVar[str] = "merged"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         shares, experts = operands
@@ -90,17 +79,12 @@ class MergeExperts(Op):
         )
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sequence_linear", "x weight bias? real? -> y")
 class SequenceLinear(Op):
     """A linear map of each sequence: x `[batch, sequence, in]`, weight `[batch, out…, in]` → `[batch, sequence, out…]`.
 
     Adds the bias `[batch, out…]`. With the operand `real`, padding tokens get 0.
     """
-
-    mnemonic: ClassVar[str] = "sequence_linear"
-    takes: ClassVar[str] = "x weight bias? real?"
-    gives: ClassVar[str] = "y"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)

@@ -11,7 +11,7 @@ from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Attribute, Value
 
@@ -35,8 +35,7 @@ def grouped(group: str, meshes: Meshes) -> Layout:
     return Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0) and group != "batch")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("permute", "x experts -> rows counts positions", operator="permute", moves=True)
 class Permute(Op):
     """Makes rows, sorted by expert: x, experts → rows (ragged), counts `[sources, experts]`, positions.
 
@@ -44,11 +43,6 @@ class Permute(Op):
     choices may be −1: these get no row, and the position −1.
     """
 
-    mnemonic: ClassVar[str] = "permute"
-    takes: ClassVar[str] = "x experts"
-    gives: ClassVar[str] = "rows counts positions"
-    operator: ClassVar[str | None] = "permute"
-    moves: ClassVar[bool] = True
     num_experts: Count
     some_are_none: bool = False
 
@@ -132,16 +126,9 @@ def weights_layout(op: Op, up: Value) -> Layout:
     return layout.replace("edp", None)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("expert_mlp", "rows counts up down up_bias? down_bias? weights? -> y", operator="expert_mlp", saved="hidden table")
 class ExpertMlp(Activates):
     """Applies to each row its expert: rows, counts, experts as in `require_experts`, and optional weights of rows."""
-
-    mnemonic: ClassVar[str] = "expert_mlp"
-    takes: ClassVar[str] = "rows counts up down up_bias? down_bias? weights?"
-    gives: ClassVar[str] = "y"
-    operator: ClassVar[str | None] = "expert_mlp"
-    saved: ClassVar[str] = "hidden table"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
@@ -170,16 +157,9 @@ class ExpertMlp(Activates):
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("combine", "rows positions weights -> mixed", operator="combine", moves=True)
 class Combine(Op):
     """Sums each token's weighted rows; from the expert mesh to the dense mesh."""
-
-    mnemonic: ClassVar[str] = "combine"
-    takes: ClassVar[str] = "rows positions weights"
-    gives: ClassVar[str] = "mixed"
-    operator: ClassVar[str | None] = "combine"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         rows, positions, weights = operands

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("nested_route", "logits -> probabilities weights experts", scores="logits")
 class NestedRoute(Op):
     """Chooses k outer experts, and within each of them `inner_k` inner ones: two gates in one op.
 
@@ -28,10 +26,6 @@ class NestedRoute(Op):
     eq. 3). Each gate is as in `route`.
     """
 
-    mnemonic: ClassVar[str] = "nested_route"
-    takes: ClassVar[str] = "logits"
-    gives: ClassVar[str] = "probabilities weights experts"
-    scores: ClassVar[str] = "logits"
     outer: Count
     inner: Count
     k: Count
@@ -71,14 +65,10 @@ class NestedRoute(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("outer_choices", "experts -> outer")
 class OuterChoices(Op):
     """The outer experts of pairs: experts `[batch, sequence, k · inner_k]` → `[batch, sequence, k]`; −1 stays."""
 
-    mnemonic: ClassVar[str] = "outer_choices"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "outer"
     inner: Count
     inner_k: Count
 

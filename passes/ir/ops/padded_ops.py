@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import (
     Activates,
@@ -28,20 +27,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("permute_padded", "x experts starts training? -> rows counts positions", operator="permute_padded", moves=True)
 class PermutePadded(Capacity):
     """Puts rows in places: x, experts, starts → rows `[experts, places, dim]`, counts `[sources, experts]`, positions.
 
     The number of places of a rank depends only on shapes and `$training`; empty places are zeros. The position of a
     dropped choice is −1.
     """
-
-    mnemonic: ClassVar[str] = "permute_padded"
-    takes: ClassVar[str] = "x experts starts training?"
-    gives: ClassVar[str] = "rows counts positions"
-    operator: ClassVar[str | None] = "permute_padded"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts, starts, *settings = self.named(operands).values()
@@ -70,19 +62,13 @@ class PermutePadded(Capacity):
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=7)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("permute_dynamic", "x experts places -> rows counts positions", operator="permute_dynamic", moves=True)
 class PermuteDynamic(Op):
     """Like `permute_padded`, but each expert has `places` places, the rows of the busiest expert: x, experts, places.
 
     Drops only choices of −1 (Tutel, Hwang et al. 2023, section 3.3).
     """
 
-    mnemonic: ClassVar[str] = "permute_dynamic"
-    takes: ClassVar[str] = "x experts places"
-    gives: ClassVar[str] = "rows counts positions"
-    operator: ClassVar[str | None] = "permute_dynamic"
-    moves: ClassVar[bool] = True
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -111,8 +97,7 @@ class PermuteDynamic(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("expert_mlp_padded", "rows up down up_bias? down_bias? weights? -> y")
 class ExpertMlpPadded(Activates):
     """Applies to each row its expert: rows `[experts, places, dim]`, experts, and optional weights of rows.
 
@@ -120,9 +105,6 @@ class ExpertMlpPadded(Activates):
     that shapes follow from shapes (Megatron-Core's `moe_pad_expert_input_to_capacity`).
     """
 
-    mnemonic: ClassVar[str] = "expert_mlp_padded"
-    takes: ClassVar[str] = "rows up down up_bias? down_bias? weights?"
-    gives: ClassVar[str] = "y"
     all_places: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -150,16 +132,9 @@ class ExpertMlpPadded(Activates):
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("combine_padded", "rows positions weights -> mixed", operator="combine_padded", moves=True)
 class CombinePadded(Op):
     """Sums each token's weighted rows, without dropped choices: rows, positions, weights."""
-
-    mnemonic: ClassVar[str] = "combine_padded"
-    takes: ClassVar[str] = "rows positions weights"
-    gives: ClassVar[str] = "mixed"
-    operator: ClassVar[str | None] = "combine_padded"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         rows, positions, weights = operands

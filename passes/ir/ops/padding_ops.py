@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from moec.passes.ir.attribute_types import TokenId
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens, sum_tokens
 from moec.passes.ir.value import Value
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("real_tokens", "ids -> real")
 class RealTokens(Op):
     """1 for each real token, 0 for each padding token: ids `[batch, sequence]` → int64 of the same shape."""
 
-    mnemonic: ClassVar[str] = "real_tokens"
-    takes: ClassVar[str] = "ids"
-    gives: ClassVar[str] = "real"
     padding: TokenId
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -31,14 +25,10 @@ class RealTokens(Op):
         return follow_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_real_tokens", "ids -> count")
 class CountRealTokens(Op):
     """Number of ids that are not padding: the divisor of the balance terms."""
 
-    mnemonic: ClassVar[str] = "count_real_tokens"
-    takes: ClassVar[str] = "ids"
-    gives: ClassVar[str] = "count"
     padding: TokenId
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -50,17 +40,12 @@ class CountRealTokens(Op):
         return sum_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("mask_choices", "experts real -> masked")
 class MaskChoices(Op):
     """experts `[batch, sequence, k]`, real `[batch, sequence]` → experts, −1 for every choice of a padding token.
 
     A choice of −1 gets no row and no place, and is not counted.
     """
-
-    mnemonic: ClassVar[str] = "mask_choices"
-    takes: ClassVar[str] = "experts real"
-    gives: ClassVar[str] = "masked"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, real = operands

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Dim, Value
@@ -18,17 +17,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("select_experts", "experts -> selected")
 class SelectExperts(Op):
     """The choices of one part of the experts: experts `[batch, sequence, k]` → the same shape.
 
     The part has `count` experts from `first` on, of `num_experts`. Its choices count from 0; all others become −1.
     """
 
-    mnemonic: ClassVar[str] = "select_experts"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "selected"
     first: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
     count: Count
     num_experts: Count
@@ -51,14 +46,9 @@ class SelectExperts(Op):
         }
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_made", "experts -> made")
 class CountMade(Op):
     """The number of choices that are not −1: experts `[batch, sequence, k]` → `[sources, 1]`."""
-
-    mnemonic: ClassVar[str] = "count_made"
-    takes: ClassVar[str] = "experts"
-    gives: ClassVar[str] = "made"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
@@ -69,15 +59,9 @@ class CountMade(Op):
         return Placing(own_tokens(self, 1, meshes).operands, (experts_layout(meshes, {}, Shard(0)),))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("concat_counts", "counts* -> all_counts", moves=True)
 class ConcatCounts(Op):
     """The counts `[sources, experts]` of all parts of the experts, one after the other."""
-
-    mnemonic: ClassVar[str] = "concat_counts"
-    takes: ClassVar[str] = "counts*"
-    gives: ClassVar[str] = "all_counts"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         require(all(counts.is_row_counts for counts in operands), self, "wants counts [sources, experts]")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
 from moec.passes.ir.value import Value
 
@@ -16,14 +15,9 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sigmoid_gate", "x logits -> gated")
 class SigmoidGate(Op):
     """x `[…, dim]`, logits `[…, 1]` → `x · sigmoid(logits)`: how Qwen2-MoE gates its shared expert."""
-
-    mnemonic: ClassVar[str] = "sigmoid_gate"
-    takes: ClassVar[str] = "x logits"
-    gives: ClassVar[str] = "gated"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, logits = operands
@@ -39,17 +33,12 @@ class SigmoidGate(Op):
         return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), gate), forward=2, backward=4)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("mix", "first second logits -> mixed")
 class Mix(Op):
     """first, second `[…, dim]`, logits `[…, 2]` → `first · c₀ + second · c₁` with c = softmax(logits).
 
     DeepSpeed's Residual-MoE (Rajbhandari et al. 2022, arXiv 2201.05596, section 4.1): first is the experts' result.
     """
-
-    mnemonic: ClassVar[str] = "mix"
-    takes: ClassVar[str] = "first second logits"
-    gives: ClassVar[str] = "mixed"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         first, second, logits = operands

@@ -9,14 +9,13 @@ groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -27,18 +26,12 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("best_score", "scores -> priorities", constants={"scores"})
 class BestScore(Op):
     """The largest score of each token: scores `[batch, sequence, n]` → `[batch, sequence]`. Not differentiated.
 
     The priority of batch prioritized routing, `max_i g(X)_{t,i}` (Riquelme et al. 2021, arXiv 2106.05974, section 4.1).
     """
-
-    mnemonic: ClassVar[str] = "best_score"
-    takes: ClassVar[str] = "scores"
-    gives: ClassVar[str] = "priorities"
-    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (scores,) = operands
@@ -56,21 +49,20 @@ def _rows(op: Capacity, chosen: Value, num_experts: int, workload: Workload) -> 
     return {"rows": min(workload.whole(chosen), num_experts * capacity * groups * ranks)}
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "keep_first",
+    "experts priorities training? -> kept",
+    operator="keep_first",
+    resolved={"group": "int groups"},
+    constants={"priorities"},
+    chooses="kept",
+)
 class KeepFirst(Capacity):
     """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities `[batch, sequence]` → kept.
 
     Like `keep_choices`, with queues in the order of priorities. Sorting takes `k·T·log(k·T)` for T tokens of a group.
     """
 
-    mnemonic: ClassVar[str] = "keep_first"
-    takes: ClassVar[str] = "experts priorities training?"
-    gives: ClassVar[str] = "kept"
-    operator: ClassVar[str | None] = "keep_first"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
-    constants: ClassVar[frozenset[str]] = frozenset({"priorities"})
-    chooses: ClassVar[str] = "kept"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -92,8 +84,14 @@ class KeepFirst(Capacity):
         return elementwise(self, operands, results, workload, forward=6)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "keep_best",
+    "experts priorities? training? -> kept",
+    operator="keep_best",
+    resolved={"group": "int groups"},
+    constants={"priorities"},
+    chooses="kept",
+)
 class KeepBest(Capacity):
     """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities of the same shape → kept.
 
@@ -103,13 +101,6 @@ class KeepBest(Capacity):
     `topkgating`). Their `position` takes `torch.topk` of equal numbers, which promises no order.
     """
 
-    mnemonic: ClassVar[str] = "keep_best"
-    takes: ClassVar[str] = "experts priorities? training?"
-    gives: ClassVar[str] = "kept"
-    operator: ClassVar[str | None] = "keep_best"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
-    constants: ClassVar[frozenset[str]] = frozenset({"priorities"})
-    chooses: ClassVar[str] = "kept"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -132,8 +123,14 @@ class KeepBest(Capacity):
         return elementwise(self, operands, results, workload, forward=6)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "reroute",
+    "logits experts priorities? bias? training? -> rerouted scored",
+    operator="reroute",
+    resolved={"group": "int groups"},
+    constants={"logits", "priorities", "bias"},
+    chooses="rerouted scored",
+)
 class Reroute(Capacity):
     """Gives dropped choices to other experts: logits `[batch, sequence, E]`, experts `[…, k]` → experts, scored.
 
@@ -145,13 +142,6 @@ class Reroute(Capacity):
     k. There are at most `E + k` rounds: a request is granted, or its expert is full.
     """
 
-    mnemonic: ClassVar[str] = "reroute"
-    takes: ClassVar[str] = "logits experts priorities? bias? training?"
-    gives: ClassVar[str] = "rerouted scored"
-    operator: ClassVar[str | None] = "reroute"
-    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
-    constants: ClassVar[frozenset[str]] = frozenset({"logits", "priorities", "bias"})
-    chooses: ClassVar[str] = "rerouted scored"
     score: Literal["softmax", "sigmoid"]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -178,8 +168,7 @@ class Reroute(Capacity):
         return elementwise(self, operands, results, workload, forward=6)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("renormalize", "weights kept -> renormalized")
 class Renormalize(Op):
     """`scale · wⱼ / Σ w` over a token's choices that found a place; 0 for the others: weights, kept → weights.
 
@@ -188,9 +177,6 @@ class Renormalize(Op):
     `topkgating`). `scale` is the gate's, which the weights contain.
     """
 
-    mnemonic: ClassVar[str] = "renormalize"
-    takes: ClassVar[str] = "weights kept"
-    gives: ClassVar[str] = "renormalized"
     scale: Positive = 1.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -215,8 +201,7 @@ class Renormalize(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=5)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("chosen_weights", "logits experts -> weights")
 class ChosenWeights(Op):
     """The weights that `route` with the same attributes gives to choices made elsewhere: logits, experts → weights.
 
@@ -224,9 +209,6 @@ class ChosenWeights(Op):
     `none` the operand `logits` holds the experts' scores already, such as the probabilities of `route`.
     """
 
-    mnemonic: ClassVar[str] = "chosen_weights"
-    takes: ClassVar[str] = "logits experts"
-    gives: ClassVar[str] = "weights"
     score: Literal["softmax", "sigmoid", "none"]
     order: Literal["before", "after"] = "before"
     normalize: bool = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.ir.layout import Partial, Placement, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.conversion import Conversion, Kind, Unconverted
 from moec.passes.ir.ops.dense_conversions import AllGatherAlike
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -18,21 +18,19 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "exchange_counts",
+    "counts -> received splits",
+    operator="exchange_counts",
+    carries={"row counts"},
+    purpose="counts",
+    sends=(1, 0),
+)
 class ExchangeCounts(Conversion):
     """Exchanges row counts: counts `[sources, experts]` → received counts, splits `[2, ranks]` (sent and received).
 
     Ranks exchange counts before rows. Not differentiated.
     """
-
-    mnemonic: ClassVar[str] = "exchange_counts"
-    takes: ClassVar[str] = "counts"
-    gives: ClassVar[str] = "received splits"
-    operator: ClassVar[str | None] = "exchange_counts"
-    carries: ClassVar[frozenset[Kind]] = frozenset({"row counts"})
-    purpose: ClassVar[str] = "counts"
-    sends: ClassVar[tuple[int, int]] = (1, 0)
 
     def source(self) -> Placement | None:
         return Shard(0)
@@ -83,20 +81,13 @@ def _of_counts(rows: Placement | None) -> Placement | None:
     return Shard(1 - rows.dim) if isinstance(rows, Shard) else None
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_to_all", "rows splits counts -> received", operator="all_to_all", purpose="all_to_all of rows", sends=(1, 1))
 class AllToAll(RowsConversion):
     """Ragged shard(1) → shard(0), tokens to experts; `reverse`: experts to tokens. Backward: the other direction.
 
     Operands rows, splits, counts: `splits` of `exchange_counts` say how many rows go to and come from each rank.
     """
 
-    mnemonic: ClassVar[str] = "all_to_all"
-    takes: ClassVar[str] = "rows splits counts"
-    gives: ClassVar[str] = "received"
-    operator: ClassVar[str | None] = "all_to_all"
-    purpose: ClassVar[str] = "all_to_all of rows"
-    sends: ClassVar[tuple[int, int]] = (1, 1)
     reverse: bool
 
     def source(self) -> Placement | None:
@@ -181,20 +172,12 @@ class GatheredRows(RowsConversion):
         return replace(Conversion.cost(self, operands, results, workload), saved=workload.keep(operands[1]))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_gather_rows", "rows all_counts -> all_rows", operator="all_gather_rows", partial_gradient=True, sends=(1, 1))
 class AllGatherRows(GatheredRows):
     """Ragged shard(1) → Replicate, for experts cut over the axis: the rows of all ranks, source by source.
 
     Backward: reduce_scatter_rows.
     """
-
-    mnemonic: ClassVar[str] = "all_gather_rows"
-    takes: ClassVar[str] = "rows all_counts"
-    gives: ClassVar[str] = "all_rows"
-    operator: ClassVar[str | None] = "all_gather_rows"
-    partial_gradient: ClassVar[bool] = True
-    sends: ClassVar[tuple[int, int]] = (1, 1)
 
     def source(self) -> Placement | None:
         return Shard(1)
@@ -206,16 +189,9 @@ class AllGatherRows(GatheredRows):
         return ReduceScatterRows.over(self.axis)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("all_gather_rows_alike", "rows all_counts -> all_rows", operator="all_gather_rows_alike", sends=(1, 0))
 class AllGatherRowsAlike(GatheredRows):
     """Ragged shard(1) → Replicate, for experts that are copied over the axis. Backward: slice_rows."""
-
-    mnemonic: ClassVar[str] = "all_gather_rows_alike"
-    takes: ClassVar[str] = "rows all_counts"
-    gives: ClassVar[str] = "all_rows"
-    operator: ClassVar[str | None] = "all_gather_rows_alike"
-    sends: ClassVar[tuple[int, int]] = (1, 0)
 
     def source(self) -> Placement | None:
         return Shard(1)
@@ -227,17 +203,12 @@ class AllGatherRowsAlike(GatheredRows):
         return SliceRows.over(self.axis)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("reduce_scatter_rows", operator="reduce_scatter_rows", sends=(1, 1))
 class ReduceScatterRows(GatheredRows):
     """Ragged Partial → shard(1): the sum of all ranks' rows; each rank keeps those of its tokens.
 
     Backward: all_gather_rows.
     """
-
-    mnemonic: ClassVar[str] = "reduce_scatter_rows"
-    operator: ClassVar[str | None] = "reduce_scatter_rows"
-    sends: ClassVar[tuple[int, int]] = (1, 1)
 
     def source(self) -> Placement | None:
         return Partial()
@@ -249,14 +220,9 @@ class ReduceScatterRows(GatheredRows):
         return AllGatherRows.over(self.axis)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slice_rows", operator="slice_rows", sends=(0, 1))
 class SliceRows(GatheredRows):
     """Ragged Replicate → shard(1): each rank keeps the rows of its tokens. Backward: all_gather_rows."""
-
-    mnemonic: ClassVar[str] = "slice_rows"
-    operator: ClassVar[str | None] = "slice_rows"
-    sends: ClassVar[tuple[int, int]] = (0, 1)
 
     def source(self) -> Placement | None:
         return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Stream
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_keys, require_training
 from moec.passes.ir.value import Value
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("uniform", "keys training -> numbers")
 class Uniform(Op):
     """Uniform numbers in [0, 1) of each token, multiples of 2⁻²⁴; 1/2 in evaluation.
 
@@ -27,9 +25,6 @@ class Uniform(Op):
     function of the token's key, the layer, `stream` and the number's place.
     """
 
-    mnemonic: ClassVar[str] = "uniform"
-    takes: ClassVar[str] = "keys training"
-    gives: ClassVar[str] = "numbers"
     count: Count
     stream: Stream
 
@@ -43,8 +38,7 @@ class Uniform(Op):
         return own_tokens(self, 1, meshes, parameters=1)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("second_at_random", "experts weights numbers training -> taken", chooses="taken", constants={"weights", "numbers"})
 class SecondAtRandom(Op):
     """Takes a token's second expert with probability `min(1, 2·w₂)` in training, and always in evaluation.
 
@@ -52,12 +46,6 @@ class SecondAtRandom(Op):
     is not taken: it is where 2·w₂ ≤ number (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1, with w₂ after
     normalization). Unlike there, an expert that is not taken uses no place of its capacity. Not differentiated.
     """
-
-    mnemonic: ClassVar[str] = "second_at_random"
-    takes: ClassVar[str] = "experts weights numbers training"
-    gives: ClassVar[str] = "taken"
-    chooses: ClassVar[str] = "taken"
-    constants: ClassVar[frozenset[str]] = frozenset({"weights", "numbers"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, weights, numbers, training = operands
@@ -72,16 +60,10 @@ class SecondAtRandom(Op):
         return own_tokens(self, 3, meshes, parameters=1)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("add_learned_noise", "clean spread noise -> noisy deviation", constants={"noise"})
 class AddLearnedNoise(Op):
     """`clean + noise · softplus(spread)`: H of Shazeer et al. 2017 (arXiv 1701.06538, eq. 4), all
     `[batch, sequence, experts]`; also the standard deviation softplus(spread). No gradient flows to the noise."""
-
-    mnemonic: ClassVar[str] = "add_learned_noise"
-    takes: ClassVar[str] = "clean spread noise"
-    gives: ClassVar[str] = "noisy deviation"
-    constants: ClassVar[frozenset[str]] = frozenset({"noise"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         clean, *others = operands

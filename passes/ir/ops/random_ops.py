@@ -7,14 +7,13 @@ that has the token nor on the micro-batch, and recomputation draws it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Positive, Stream
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_keys, require_scores, require_training
 from moec.passes.ir.value import Value, promoted
@@ -23,19 +22,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("token_keys", "ids sequences seed step -> keys", operator="token_keys")
 class TokenKeys(Op):
     """A random 64-bit key of each token in this step: ids `[batch, sequence]` → int64 of the same shape.
 
     `sequences` `[batch]` numbers the sequences of the global batch. The key of a token is two words of Philox4x32-10
     (Salmon et al. 2011) of (place in the sequence, number of the sequence, step), keyed by the seed.
     """
-
-    mnemonic: ClassVar[str] = "token_keys"
-    takes: ClassVar[str] = "ids sequences seed step"
-    gives: ClassVar[str] = "keys"
-    operator: ClassVar[str | None] = "token_keys"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         ids, sequences, seed, step = operands
@@ -50,8 +43,7 @@ class TokenKeys(Op):
         return Placing((whole, whole, REPLICATED, REPLICATED), (whole,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("jitter", "x keys training -> y", operator="jitter", numbered=True)
 class Jitter(Op):
     """`x · (1 + amount · u)` in training, with u uniform in [−1, 1) for each element; x itself in evaluation.
 
@@ -60,11 +52,6 @@ class Jitter(Op):
     the ops of one layer that draw.
     """
 
-    mnemonic: ClassVar[str] = "jitter"
-    takes: ClassVar[str] = "x keys training"
-    gives: ClassVar[str] = "y"
-    operator: ClassVar[str | None] = "jitter"
-    numbered: ClassVar[bool] = True
     amount: Annotated[float, Bounds(gt=0, le=1)]
     stream: Stream
 
@@ -83,15 +70,10 @@ class Jitter(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(operands[1]))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("add_noise", "logits noise -> noisy", constants={"noise"})
 class AddNoise(Op):
     """`logits + std · noise`: `[batch, sequence, experts]` both → the same shape. The noise gets no gradient."""
 
-    mnemonic: ClassVar[str] = "add_noise"
-    takes: ClassVar[str] = "logits noise"
-    gives: ClassVar[str] = "noisy"
-    constants: ClassVar[frozenset[str]] = frozenset({"noise"})
     std: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -103,8 +85,7 @@ class AddNoise(Op):
         return own_tokens(self, 2, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("normal_noise", "logits keys training -> noise", operator="normal_noise", numbered=True, constants={"logits"})
 class NormalNoise(Op):
     """Standard normal numbers for each logit in training, zeros in evaluation: logits `[batch, sequence, experts]` →
     the same shape and dtype. Only the shape and dtype of the logits are used.
@@ -114,12 +95,6 @@ class NormalNoise(Op):
     scale the numbers and add them to logits (Shazeer et al. 2017, arXiv 1701.06538, eq. 4).
     """
 
-    mnemonic: ClassVar[str] = "normal_noise"
-    takes: ClassVar[str] = "logits keys training"
-    gives: ClassVar[str] = "noise"
-    operator: ClassVar[str | None] = "normal_noise"
-    numbered: ClassVar[bool] = True
-    constants: ClassVar[frozenset[str]] = frozenset({"logits"})
     stream: Stream
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -6,14 +6,13 @@ Routes are int64 `[batch, sequence, mixtures, k]` over the layers with a mixture
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, LayerNumber
 from moec.passes.ir.layout import Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens
 from moec.passes.ir.value import Value
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("replay", "scores experts choices -> weights experts")
 class Replay(Op):
     """Replaces a gate's choices by given ones: scores `[batch, sequence, experts]`, experts and choices
     `[batch, sequence, k]` → weights of the choices in the scores' dtype, experts.
@@ -31,10 +29,6 @@ class Replay(Op):
     choice of −1 is none. The weights are those that the gate gives to the choices, a choice of −1 left out: the table
     `WEIGHTS` of `codegen/emit`. The router's gradient flows through them (Ma et al. 2025, arXiv 2510.11370, section 4).
     """
-
-    mnemonic: ClassVar[str] = "replay"
-    takes: ClassVar[str] = "scores experts choices"
-    gives: ClassVar[str] = "weights experts"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, experts, choices = operands
@@ -58,17 +52,13 @@ class Replay(Op):
         return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("take_routes", "routes -> choices")
 class TakeRoutes(Op):
     """The first k choices of one mixture: routes `[batch, sequence, mixtures, most]` → `[batch, sequence, k]`.
 
     `mixture` numbers the layers with a mixture from 0.
     """
 
-    mnemonic: ClassVar[str] = "take_routes"
-    takes: ClassVar[str] = "routes"
-    gives: ClassVar[str] = "choices"
     mixture: LayerNumber
     k: Count
 
@@ -84,17 +74,13 @@ class TakeRoutes(Op):
         return follow_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("stack_routes", "choices* -> routes")
 class StackRoutes(Op):
     """Every mixture's choices side by side: choices `[batch, sequence, kᵢ]` → `[batch, sequence, mixtures, most]`.
 
     `most` is at least each k; −1 fills the places beyond.
     """
 
-    mnemonic: ClassVar[str] = "stack_routes"
-    takes: ClassVar[str] = "choices*"
-    gives: ClassVar[str] = "routes"
     most: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -110,15 +96,9 @@ class StackRoutes(Op):
         return follow_tokens(self, operands, meshes)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("whole_sequences", "x -> whole", moves=True)
 class WholeSequences(Op):
     """The same whole numbers `[batch, sequence, …]`, of whole sequences on every rank of a tp group, as tokens are."""
-
-    mnemonic: ClassVar[str] = "whole_sequences"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "whole"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_scores, require_training
 from moec.passes.ir.value import Value
@@ -18,8 +17,13 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op(
+    "sample_experts",
+    "logits numbers training -> probabilities experts outside full",
+    scores="logits",
+    chooses="outside full",
+    constants={"numbers"},
+)
 class SampleExperts(Op):
     """Samples k different experts for each token, from logits `[batch, sequence, experts]`.
 
@@ -38,12 +42,6 @@ class SampleExperts(Op):
     falls from above to below its amount.
     """
 
-    mnemonic: ClassVar[str] = "sample_experts"
-    takes: ClassVar[str] = "logits numbers training"
-    gives: ClassVar[str] = "probabilities experts outside full"
-    scores: ClassVar[str] = "logits"
-    chooses: ClassVar[str] = "outside full"
-    constants: ClassVar[frozenset[str]] = frozenset({"numbers"})
     k: Annotated[int, Bounds(ge=1, le=63)]
     jitter: Annotated[float, Bounds(ge=0, le=1)]
 
@@ -68,8 +66,7 @@ class SampleExperts(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=3 + 16 * self.k)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sampled_weights", "logits experts outside full -> weights")
 class SampledWeights(Op):
     """The weights of sampled experts: logits, and the `experts`, `outside` and `full` of `sample_experts` → weights.
 
@@ -79,10 +76,6 @@ class SampledWeights(Op):
     2409.12136) estimates the gradient of the expected loss. So the gradient is, by definition, not that of the forward
     pass. Weights are not normalized over the k choices. In evaluation δ is 1.
     """
-
-    mnemonic: ClassVar[str] = "sampled_weights"
-    takes: ClassVar[str] = "logits experts outside full"
-    gives: ClassVar[str] = "weights"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, experts, outside, full = operands

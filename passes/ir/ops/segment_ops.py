@@ -7,14 +7,13 @@ balance terms are sums over segments. The ops that count segments take whole seq
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, TokenId, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("segments", "ids -> segments positions")
 class Segments(Op):
     """Splits each sequence after every `separator`: ids `[batch, sequence]` → segments and positions, int64.
 
@@ -35,9 +33,6 @@ class Segments(Op):
     in each segment.
     """
 
-    mnemonic: ClassVar[str] = "segments"
-    takes: ClassVar[str] = "ids"
-    gives: ClassVar[str] = "segments positions"
     separator: TokenId
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -51,17 +46,12 @@ class Segments(Op):
         return Placing((whole,), (whole, whole))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("number_segments", "given -> segments positions")
 class NumberSegments(Op):
     """Numbers the texts of each sequence from 0: segments as given → segments and positions, int64 `[batch, sequence]`.
 
     A text ends where the given number changes. Positions start at 0 in each segment.
     """
-
-    mnemonic: ClassVar[str] = "number_segments"
-    takes: ClassVar[str] = "given"
-    gives: ClassVar[str] = "segments positions"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (given,) = operands
@@ -74,8 +64,7 @@ class NumberSegments(Op):
         return Placing((whole,), (whole, whole))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("keep_in_segments", "experts segments training? -> kept")
 class KeepInSegments(Op):
     """Replaces choices beyond a capacity of each segment by −1: experts `[batch, sequence, k]`, segments → kept.
 
@@ -84,9 +73,6 @@ class KeepInSegments(Op):
     in order (GShard, Lepikhin et al. 2020, algorithm 1): the choices that `keep_choices` keeps of the text alone.
     """
 
-    mnemonic: ClassVar[str] = "keep_in_segments"
-    takes: ClassVar[str] = "experts segments training?"
-    gives: ClassVar[str] = "kept"
     num_experts: Count
     parts: WideCount
     whole: WideCount
@@ -116,8 +102,7 @@ class KeepInSegments(Op):
         return elementwise(self, operands, results, workload, forward=20)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("count_in_segments", "experts segments -> choices")
 class CountInSegments(Op):
     """Counts each segment's choices of each expert: experts `[batch, sequence, k]`, segments → choices.
 
@@ -125,9 +110,6 @@ class CountInSegments(Op):
     choice of −1 is not counted.
     """
 
-    mnemonic: ClassVar[str] = "count_in_segments"
-    takes: ClassVar[str] = "experts segments"
-    gives: ClassVar[str] = "choices"
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -143,8 +125,7 @@ class CountInSegments(Op):
         return elementwise(self, operands, results, workload, forward=4)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("segment_loss", "probabilities choices segments real? -> loss")
 class SegmentLoss(Op):
     """Sum over segments of `tokens · E · Σ fᵢ·Pᵢ`: probabilities, choices, segments → scalar.
 
@@ -153,10 +134,6 @@ class SegmentLoss(Op):
     probabilities may be of a part of the tokens, because the sum is linear in Pᵢ. With `real`, tokens and Pᵢ are those
     of real tokens.
     """
-
-    mnemonic: ClassVar[str] = "segment_loss"
-    takes: ClassVar[str] = "probabilities choices segments real?"
-    gives: ClassVar[str] = "loss"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         probabilities, choices, segments, *real = self.named(operands).values()

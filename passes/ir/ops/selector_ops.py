@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("decode_selectors", "codes alphas? -> weights experts entropies", chooses="experts", sparse=True)
 class DecodeSelectors(Op):
     """The weight of each of E = 2ᵐ experts from k binary codes of m numbers: codes `[batch, sequence, k · m]`.
 
@@ -33,11 +31,6 @@ class DecodeSelectors(Op):
     entropies of the bits.
     """
 
-    mnemonic: ClassVar[str] = "decode_selectors"
-    takes: ClassVar[str] = "codes alphas?"
-    gives: ClassVar[str] = "weights experts entropies"
-    chooses: ClassVar[str] = "experts"
-    sparse: ClassVar[bool] = True
     bits: Count
     gamma: Positive
 
@@ -78,14 +71,9 @@ class DecodeSelectors(Op):
         return elementwise(self, operands, results, workload, keeps=keeps, forward=20, backward=20)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sum_of_tokens", "values real? -> sum")
 class SumOfTokens(Op):
     """The sum of a number of each token: values `[batch, sequence]` → scalar. With `real`, that of real tokens."""
-
-    mnemonic: ClassVar[str] = "sum_of_tokens"
-    takes: ClassVar[str] = "values real?"
-    gives: ClassVar[str] = "sum"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         values, *real = self.named(operands).values()

@@ -7,14 +7,13 @@ Puigcerver et al. 2023, arXiv 2308.00951, section 2.1. A slot belongs to an expe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -32,18 +31,13 @@ def _slots(meshes: Meshes) -> Layout:
     return Layout.of((axis, placement) for axis, placement in cuts.items() if meshes.size(axis) > 1)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slot_weights", "logits real? -> dispatch combine")
 class SlotWeights(Op):
     """logits `[batch, sequence, slots of all experts]` → dispatch, combine, of the same shape (eq. 1 and 3).
 
     dispatch is the softmax over the sequence's tokens, combine the softmax over all slots. With the operand `real`, the
     softmax is over real tokens, and both are 0 for padding.
     """
-
-    mnemonic: ClassVar[str] = "slot_weights"
-    takes: ClassVar[str] = "logits real?"
-    gives: ClassVar[str] = "dispatch combine"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, *real = operands
@@ -66,17 +60,13 @@ class SlotWeights(Op):
         return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slot_inputs", "x dispatch -> inputs")
 class SlotInputs(Op):
     """The mean of tokens in each slot (eq. 2): x `[batch, sequence, dim]`, dispatch → `[batch, experts, slots, dim]`.
 
     Computed in the dtype of dispatch, and rounded to that of x.
     """
 
-    mnemonic: ClassVar[str] = "slot_inputs"
-    takes: ClassVar[str] = "x dispatch"
-    gives: ClassVar[str] = "inputs"
     num_experts: Count
     slots: Count
 
@@ -100,18 +90,12 @@ class SlotInputs(Op):
         return elementwise(self, operands, results, workload, keeps=(*wide, *workload.keep(dispatch)), forward=2)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slot_rows", "inputs -> rows counts", moves=True)
 class SlotRows(Op):
     """Slots as rows in places: inputs `[batch, experts, slots, dim]` → rows `[experts, places, dim]`, counts.
 
     From the dense mesh to the expert mesh. Every place is filled: counts `[sources, experts]` are constant.
     """
-
-    mnemonic: ClassVar[str] = "slot_rows"
-    takes: ClassVar[str] = "inputs"
-    gives: ClassVar[str] = "rows counts"
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (inputs,) = operands
@@ -133,19 +117,12 @@ class SlotRows(Op):
         return {"places": workload.whole(operands[0]) // (experts * dim), "choices": 1}
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slot_outputs", "rows inputs -> outputs", constants={"inputs"}, moves=True)
 class SlotOutputs(Op):
     """The inverse of `slot_rows`: rows `[experts, places, dim]`, inputs → outputs of the shape of inputs.
 
     The operand `inputs` only gives the shape.
     """
-
-    mnemonic: ClassVar[str] = "slot_outputs"
-    takes: ClassVar[str] = "rows inputs"
-    gives: ClassVar[str] = "outputs"
-    constants: ClassVar[frozenset[str]] = frozenset({"inputs"})
-    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         rows, inputs = operands
@@ -158,17 +135,12 @@ class SlotOutputs(Op):
         return Placing((experts_layout(meshes, {}, Shard(1)), slots), (slots,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("slot_combine", "outputs combine -> mixed")
 class SlotCombine(Op):
     """Each token's weighted mean of all slots: outputs `[batch, experts, slots, dim]`, combine → mixed.
 
     mixed `[batch, sequence, dim]` has the dtype of outputs; the sum is in that of combine (eq. 3).
     """
-
-    mnemonic: ClassVar[str] = "slot_combine"
-    takes: ClassVar[str] = "outputs combine"
-    gives: ClassVar[str] = "mixed"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         outputs, combine = operands

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sum_sources", "counts -> loads")
 class SumSources(Op):
     """Rows of each expert from all sources: counts `[sources, experts]` → loads `[experts]`."""
-
-    mnemonic: ClassVar[str] = "sum_sources"
-    takes: ClassVar[str] = "counts"
-    gives: ClassVar[str] = "loads"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (counts,) = operands
@@ -33,8 +26,7 @@ class SumSources(Op):
         return Placing((sources,), (Layout.of(dict.fromkeys(sources.axes, Partial())),))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("move_bias", "bias loads -> moved", constants={"bias"})
 class MoveBias(Op):
     """Moves each expert's bias towards equal loads: `biasᵢ + rate · sign(mean(loads) − loadsᵢ)`.
 
@@ -42,10 +34,6 @@ class MoveBias(Op):
     `[experts]`. The sign is that of `sum(loads) − experts · loadsᵢ`, in whole numbers, so every rank has the same bits.
     """
 
-    mnemonic: ClassVar[str] = "move_bias"
-    takes: ClassVar[str] = "bias loads"
-    gives: ClassVar[str] = "moved"
-    constants: ClassVar[frozenset[str]] = frozenset({"bias"})
     rate: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

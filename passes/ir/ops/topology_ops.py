@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -58,19 +58,13 @@ class Placed(Op):
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("data_ranks", "x -> ranks", constants={"x"})
 class DataRanks(Op):
     """The numbers of all data-parallel ranks, `0 … data_ranks − 1`: int64 `[data_ranks]`. `x` gives only the device.
 
     In the reference of a plan with micro-batches they repeat for each of them. Where they are cut over `dp`, a rank has
     its own number.
     """
-
-    mnemonic: ClassVar[str] = "data_ranks"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "ranks"
-    constants: ClassVar[frozenset[str]] = frozenset({"x"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         require(len(operands[0].shape) == 3, self, "wants numbers of each token")
@@ -83,8 +77,7 @@ class DataRanks(Op):
         return elementwise(self, operands, results, workload)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("topology_loss", "probabilities choices ranks real? -> loss")
 class TopologyLoss(Placed):
     """Sum over data ranks of `tokens · E · Σₑ pₑ · fₑ · Pₑ`: probabilities `[batch, sequence, E]`, choices
     `[data_ranks, E]`, ranks `[data_ranks]` → scalar (Chen et al. 2022, arXiv 2302.09915, section 4).
@@ -97,9 +90,6 @@ class TopologyLoss(Placed):
     each of which sends an equal part of the tokens. With the operand `real`, padding tokens are left out of P.
     """
 
-    mnemonic: ClassVar[str] = "topology_loss"
-    takes: ClassVar[str] = "probabilities choices ranks real?"
-    gives: ClassVar[str] = "loss"
     bandwidths: tuple[Positive, ...]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -126,8 +116,7 @@ class TopologyLoss(Placed):
         return elementwise(self, operands, results, workload, keeps=(rows, *masks), forward=forward, backward=3)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("bound_far", "weights experts ranks training real? -> kept", chooses="kept", constants={"weights"})
 class BoundFar(Placed):
     """Replaces far choices beyond a bound by −1, in training: weights, experts `[batch, sequence, k]`, ranks → kept.
 
@@ -137,11 +126,6 @@ class BoundFar(Placed):
     own node. With the operand `real`, choices of padding tokens are neither counted nor replaced. Not differentiated.
     """
 
-    mnemonic: ClassVar[str] = "bound_far"
-    takes: ClassVar[str] = "weights experts ranks training real?"
-    gives: ClassVar[str] = "kept"
-    chooses: ClassVar[str] = "kept"
-    constants: ClassVar[frozenset[str]] = frozenset({"weights"})
     share: Part
     whole: Part
 
@@ -165,8 +149,7 @@ class BoundFar(Placed):
         return elementwise(self, operands, results, workload, forward=40 + 2 * len(self.levels))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("choose_near", "scores kept ranks -> experts", chooses="experts", constants={"scores"})
 class ChooseNear(Placed):
     """Each choice of −1 becomes the token's next best near expert: scores `[batch, sequence, E]`, kept `[batch,
     sequence, k]`, ranks → experts, of the shape of kept.
@@ -175,12 +158,6 @@ class ChooseNear(Placed):
     `bound_far`. Kept choices are among the k best of all experts, and at least k experts are near each rank. Not
     differentiated.
     """
-
-    mnemonic: ClassVar[str] = "choose_near"
-    takes: ClassVar[str] = "scores kept ranks"
-    gives: ClassVar[str] = "experts"
-    chooses: ClassVar[str] = "experts"
-    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, kept, ranks = operands

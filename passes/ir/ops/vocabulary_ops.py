@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
 
@@ -35,17 +34,12 @@ def _require_wide(op: Op, logits: Value) -> None:
     require(promoted(logits.dtype) == logits.dtype, op, "wants logits in at least fp32")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("widen", "logits -> wide")
 class Widen(Op):
     """Logits in fp32, once for every op that reads them: their gradients `softmax − onehot` are then added in fp32.
 
     Rounding each gradient to bf16 before the sum lost 11 % of a trained model's head gradient.
     """
-
-    mnemonic: ClassVar[str] = "widen"
-    takes: ClassVar[str] = "logits"
-    gives: ClassVar[str] = "wide"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (logits,) = operands
@@ -58,15 +52,9 @@ class Widen(Op):
         return Placing((layout,), (layout,))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("logit_max", "logits -> largest", constants={"logits"})
 class LogitMax(Op):
     """Each token's largest logit, `[batch, sequence]`. Not differentiated."""
-
-    mnemonic: ClassVar[str] = "logit_max"
-    takes: ClassVar[str] = "logits"
-    gives: ClassVar[str] = "largest"
-    constants: ClassVar[frozenset[str]] = frozenset({"logits"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (logits,) = operands
@@ -76,15 +64,9 @@ class LogitMax(Op):
         return _per_token(self, operands, "max")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("sum_exp", "logits largest -> sums", constants={"largest"})
 class SumExp(Op):
     """`Σ exp(logit − largest)` over the vocabulary: logits, largest → `[batch, sequence]`."""
-
-    mnemonic: ClassVar[str] = "sum_exp"
-    takes: ClassVar[str] = "logits largest"
-    gives: ClassVar[str] = "sums"
-    constants: ClassVar[frozenset[str]] = frozenset({"largest"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, largest = operands
@@ -100,14 +82,9 @@ class SumExp(Op):
         return elementwise(self, operands, results, workload, keeps=(exp,), forward=3, scratch=(exp.bytes, 0.0))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("label_logit", "logits labels -> label_logit")
 class LabelLogit(Op):
     """The logit of each token's label, `[batch, sequence]`; 0 where the label is ignored."""
-
-    mnemonic: ClassVar[str] = "label_logit"
-    takes: ClassVar[str] = "logits labels"
-    gives: ClassVar[str] = "label_logit"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, labels = operands
@@ -123,15 +100,9 @@ class LabelLogit(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(labels))
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("cross_entropy_of_sums", "sums largest label_logit labels -> nll", constants={"largest"})
 class CrossEntropyOfSums(Op):
     """Sum over valid labels of `log(sums) + largest − label's logit`: sums, largest, label's logit, labels → scalar."""
-
-    mnemonic: ClassVar[str] = "cross_entropy_of_sums"
-    takes: ClassVar[str] = "sums largest label_logit labels"
-    gives: ClassVar[str] = "nll"
-    constants: ClassVar[frozenset[str]] = frozenset({"largest"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         sums, largest, label_logit, labels = operands

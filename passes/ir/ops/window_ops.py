@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Count, WindowFunction
 from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
 from moec.passes.ir.value import Dim, Value
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("windows", "x segments? real? -> window")
 class Windows(Op):
     """Each token's window: x `[batch, sequence, dim]` → `[batch, sequence, (before + 1 + after) · dim]`.
 
@@ -29,9 +28,6 @@ class Windows(Op):
     of the sequence, for tokens of other `segments`, and for padding tokens (`real` is 0).
     """
 
-    mnemonic: ClassVar[str] = "windows"
-    takes: ClassVar[str] = "x segments? real?"
-    gives: ClassVar[str] = "window"
     before: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
     after: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
 
@@ -52,17 +48,13 @@ class Windows(Op):
         return elementwise(self, operands, results, workload, forward=2, backward=2)
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
+@op("window_linear", "x weight bias? -> y")
 class WindowLinear(Op):
     """One map at `positions` of each window: x `[…, (positions + kernel − 1) · in]` → `[…, positions · out]`.
 
     weight `[out, kernel, in]`, bias `[out]`; then the function `then` of each number.
     """
 
-    mnemonic: ClassVar[str] = "window_linear"
-    takes: ClassVar[str] = "x weight bias?"
-    gives: ClassVar[str] = "y"
     positions: Count
     then: WindowFunction = "none"
 
