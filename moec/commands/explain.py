@@ -45,11 +45,9 @@ def _shown(markdown: str) -> str:
     width, has_colors = known_columns(sys.stdout), colored(sys.stdout)
     if width is None and not has_colors:
         return markdown
-    from moec.commands.inline_markdown import without_colors
     from moec.commands.markdown import rendered
 
-    page = rendered(markdown, width or PIPE_WIDTH)
-    return page if has_colors else without_colors(page)
+    return rendered(markdown, width or PIPE_WIDTH, colors=has_colors)
 
 
 def explain(asked: str) -> Explanation:
