@@ -1,4 +1,4 @@
-"""Faults of other frameworks that concern weights of Hugging Face; docs/faults.md has them all."""
+"""Faults of other frameworks that concern weights of Hugging Face; docs/internals/faults.md has them all."""
 
 from __future__ import annotations
 

@@ -124,8 +124,11 @@ def test_the_mistake_is_the_one_shown(run):
 
 def test_the_index_of_pages_is_complete():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages <= set(re.findall(r"\]\(([^)#/]+\.md)", index)), "a page of docs/ is not in docs/README.md"
+    folders = ROOT / "docs", ROOT / "docs" / "internals"
+    pages = {str(path.relative_to(ROOT / "docs")) for folder in folders for path in folder.glob("*.md")}
+    assert pages - {"README.md"} <= set(re.findall(r"\]\(([^)#]+\.md)", index)), (
+        "a page of docs/ is not in docs/README.md"
+    )
 
 
 def test_the_page_of_what_works_names_the_commands_there_are():

@@ -17,7 +17,7 @@ from moec.grammar.spec.gates import Gate
 
 HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("*.moe"))
-PAGE = HERE.parents[1] / "docs" / "words.md"
+PAGE = HERE.parents[1] / "docs" / "internals" / "words.md"
 ORACLES = sorted((HERE.parent / "oracles").glob("test_*.py"))
 MARK = "<!-- generated -->\n"
 

@@ -1,4 +1,4 @@
-"""docs/faults.md: no row is empty or twice there, every named test exists, "not built yet" features are refused."""
+"""docs/internals/faults.md: no row is empty or stands twice, its tests exist, "not built yet" features are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.tables import each_row
 import moec
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "faults.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 LINES = [line for line in PAGE.splitlines() if re.match(r"\| [WHCMS]", line)]
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES]
