@@ -1,4 +1,4 @@
-"""Reads every notation of another language as what it means here."""
+"""Reads the notations of other languages that people type as what they mean here; others are plain syntax errors."""
 
 from __future__ import annotations
 
@@ -6,40 +6,27 @@ from collections.abc import Callable
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.source import Source
-from moec.grammar.syntax.foreign_blocks import block_calls, lists_of_blocks, values_in_braces
-from moec.grammar.syntax.foreign_layers import layer_selectors
-from moec.grammar.syntax.foreign_lines import foreign_statements
-from moec.grammar.syntax.foreign_numbers import percents, powers, thousands, units
+from moec.grammar.syntax.foreign_numbers import betas, thousands, units
 from moec.grammar.syntax.foreign_quotes import paths, quoted
 from moec.grammar.syntax.foreign_structure import Structure
-from moec.grammar.syntax.foreign_values import arguments, betas, torch_names, types, variables
 from moec.grammar.syntax.notations import (
     Notations,
     equals,
     plain_characters,
+    values_in_braces,
     whole_file,
     without_comments,
 )
 from moec.grammar.syntax.tokens import Token
 
 READINGS: tuple[Callable[[Notations, list[Token]], list[Token]], ...] = (
-    torch_names,
     thousands,
-    foreign_statements,
     quoted,
     paths,
-    types,
-    lists_of_blocks,
-    layer_selectors,
     values_in_braces,
     equals,
     units,
-    percents,
     betas,
-    powers,
-    variables,
-    arguments,
-    block_calls,
 )
 """Each reads one habit in the tokens that the one before it left."""
 

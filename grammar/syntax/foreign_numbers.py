@@ -1,4 +1,4 @@
-"""Numbers as other languages write them: `80 GB`, `8x`, `32,000`, `1%`, `2**6`, `10^-4`.
+"""Numbers as other languages write them: `80 GB`, `8x`, `32,000`, `betas = (0.9, 0.95)`.
 
 Each function reads one habit in tokens, as in `notations.py`.
 """
@@ -6,7 +6,6 @@ Each function reads one habit in tokens, as in `notations.py`.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
@@ -14,12 +13,7 @@ from moec.grammar.units import UNITS
 
 _TIMES = re.compile(r"[\d_]+[xX]")
 _GROUPED = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?![\w,.])")
-_POWER = re.compile(r"(\d[\d_]{0,15})[ \t]*(\*\*|\^)[ \t]*([+-]?\d{1,3})(?![\w.])")
-_DIGITS = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
 _SECONDS = re.compile(r"/(?:seconds?|secs?|s)\b")
-
-LARGEST_POWER = 10**15
-"""Larger powers are not written out: nobody reads so many digits."""
 
 
 def units(notations: Notations, tokens: list[Token]) -> list[Token]:
@@ -92,56 +86,22 @@ def thousands(notations: Notations, tokens: list[Token]) -> list[Token]:
     return kept
 
 
-def percents(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `1%` as 0.01."""
+def betas(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `betas = (0.9, 0.95)`, each of which has a name here."""
+    pattern = ["NAME", "EQUAL", "LPAR", "NUMBER", "COMMA", "NUMBER", "RPAR"]
     kept: list[Token] = []
-    for at, token in enumerate(tokens):
-        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and kept[-1].end == token.start else None
-        divides = any(each.kind in ("NUMBER", "NAME", "LPAR") for each in tokens[at + 1 : at + 2])
-        if token.text != "%" or divides or number is None or not _DIGITS.fullmatch(number.text):
-            kept.append(token)
+    at = 0
+    while at < len(tokens):
+        part = tokens[at : at + len(pattern)]
+        if tokens[at].text != "betas" or [token.kind for token in part] != pattern:
+            kept.append(tokens[at])
+            at += 1
             continue
-        written = f"{Decimal(number.text) / 100:f}"
-        edit = (number.start, token.end, written)
-        notations.add(
-            "MOE0109", number.start, token.end, "the language has no `%`", f"write `{written}`", edit, habit="percent"
-        )
-        kept[-1] = Token("NUMBER", written, number.start, token.end)
+        name, equal, _, first, comma, second, last = part
+        written = f"beta1 = {first.text}, beta2 = {second.text}"
+        edit = (name.start, last.end, written)
+        notations.add("MOE0109", name.start, last.end, "two values in parentheses", f"write `{written}`", edit)
+        kept += [name._replace(text="beta1"), equal, first, comma]
+        kept += [name._replace(text="beta2"), equal, second]
+        at += len(pattern)
     return kept
-
-
-def powers(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `2**6` and `2^6` as 64, `10^-4` as 1e-4, and `3*10^-4` as 3e-4."""
-    text = notations.source.text
-    kept: list[Token] = []
-    end = 0
-    for token in tokens:
-        if token.start < end:
-            continue
-        power = _POWER.match(text, token.start) if token.kind == "NUMBER" else None
-        written = _power(int(power[1].replace("_", "")), int(power[3])) if power else None
-        if power is not None and written is not None:
-            start, end = token.start, power.end()
-            factor = kept[-2] if [each.kind for each in kept[-2:]] == ["NUMBER", "STAR"] else None
-            if kept[-3:-2] and kept[-3].kind == "SLASH":  # `8 / 3 * 10^-4` divides first
-                factor = None
-            if factor is not None and written.startswith("1e") and _DIGITS.fullmatch(factor.text):
-                start, written = factor.start, f"{factor.text}{written[1:]}"
-                del kept[-2:]
-            message, edit = f"`{power[2]}` is no operator here", (start, end, written)
-            notations.add("MOE0109", start, end, message, f"write `{written}`", edit)
-            token = Token("NUMBER", written, start, end)
-        kept.append(token)
-    return kept
-
-
-def _power(base: int, exponent: int) -> str | None:
-    """The number that a base and an exponent give; None if it is no number that a person reads."""
-    if base == 10 and exponent < 0:
-        return f"1e{exponent}"
-    if base > 1000 or not 0 <= exponent <= 50:
-        return None
-    power = base**exponent
-    if power > LARGEST_POWER:
-        return None
-    return f"{power:_}" if power >= 10_000 else f"{power}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from moec.grammar.syntax.foreign_blocks import BLOCKS
 from moec.grammar.syntax.notations import Notations, begins
 from moec.grammar.syntax.tokens import Token
 
@@ -33,22 +32,13 @@ def quoted(notations: Notations, tokens: list[Token]) -> list[Token]:
 
 
 def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `"key": value` and `"key" = value`; settings in braces, `gate = {"type": "topk"}`, are read elsewhere."""
+    """Reads `"key": value` and `"key" = value`."""
     kept = list(tokens)
-    settings: list[bool] = []
-    """For each open brace whether settings are in it."""
     for at, (token, behind) in enumerate(pairwise(tokens)):
-        if token.kind == "LBRACE":
-            inside = settings[-1:] == [True]
-            settings.append(inside or (at > 1 and kept[at - 1].kind == "EQUAL" and kept[at - 2].text not in BLOCKS))
-        elif token.kind == "RBRACE" and settings:
-            settings.pop()
         name = token.text[1:-1]
         if at and tokens[at - 1].kind == "NAME" and begins(tokens, at - 1):
             continue  # the label of a block: `model "m": {`
         if token.kind != "STRING" or not (behind.kind == "EQUAL" or behind.text == ":") or not name.isidentifier():
-            continue
-        if settings[-1:] == [True]:
             continue
         edits = [(token.start, token.end, name)]
         if behind.text == ":":

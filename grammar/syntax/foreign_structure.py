@@ -6,14 +6,13 @@ import re
 
 from moec.grammar.diagnostics.diagnostic import Edit
 from moec.grammar.source import Span
-from moec.grammar.syntax.foreign_blocks import CLOSERS
 from moec.grammar.syntax.foreign_quotes import NAMES_IN_QUOTES
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
+CLOSERS = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
 VALUE_ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))
 """Tokens that a value can end with."""
-_BEFORE_VALUE = frozenset(("EQUAL", "STAR", "COMMA", "LPAR", "LSQB", "PLUS", "MINUS", "SLASH"))
 _BOUNDS = frozenset(("EQUAL", "SEPARATOR", "LBRACE", "RBRACE"))
 _TEXTS = {"LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "LBRACE": "{", "RBRACE": "}"}
 
@@ -36,7 +35,8 @@ class Structure:
         for at, token in enumerate(tokens):
             behind = tokens[at + 1] if at + 1 < len(tokens) else None
             if token.kind in CLOSERS:
-                self._opens(token)
+                self.open.append((len(self.kept), token.kind))
+                self.kept.append(token)
             elif token.kind in CLOSERS.values():
                 self._closes(token)
             elif token.kind == "COMMA":
@@ -54,25 +54,6 @@ class Structure:
     def _kind(self, back: int) -> str:
         return self.kept[-back].kind if len(self.kept) >= back else ""
 
-    def _opens(self, token: Token) -> None:
-        """A call's arguments in `[ ]` or `{ }` are read as in parentheses."""
-        call = token.kind != "LPAR" and self._kind(1) == "NAME" and self._kind(2) in _BEFORE_VALUE
-        if call and (token.kind == "LBRACE" or self.kept[-1].end == token.start):
-            self.open.append((len(self.kept), token.kind))
-            self._note_call(token, "(")
-            token = token._replace(kind="LPAR", text="(")
-        else:
-            self.open.append((len(self.kept), token.kind))
-        self.kept.append(token)
-
-    def _note_call(self, token: Token, text: str) -> None:
-        name, habit = self.kept[-1].text, "calls in other brackets"
-        message = f"`{name}` takes its arguments in parentheses"
-        edit = (token.start, token.end, text)
-        self.notations.add("MOE0109", token.start, token.end, message, f"write `{name}(…)`", edit, habit=habit)
-        if text == ")":  # one place has two brackets
-            self.notations.found[habit].count -= 1
-
     def _closes(self, token: Token) -> None:
         if not self.open:
             self.kept.append(token)
@@ -80,8 +61,6 @@ class Structure:
         index, written_kind = self.open[-1]
         kind = self.kept[index].kind
         if token.kind == CLOSERS[written_kind] != CLOSERS[kind]:  # the other bracket of one that was replaced
-            if kind == "LPAR":
-                self._note_call(token, ")")
             token = token._replace(kind=CLOSERS[kind], text=_TEXTS[CLOSERS[kind]])
         elif token.kind != CLOSERS[kind] and "RBRACE" not in (token.kind, CLOSERS[kind]):
             if self._line(self.kept[index]) != self._line(token):

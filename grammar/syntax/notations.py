@@ -20,6 +20,8 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 """Characters of text processors, and the `.moe` characters to write instead."""
 
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
+BLOCKS = frozenset(("model", "layer", "layers", "moe", "train", "parallel", "cluster", "device", "adapt", "level"))
+"""Words of blocks."""
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
 _MERGE = re.compile(r"<{7}(?!<)")
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
@@ -92,7 +94,7 @@ def _begins_line(source: Source, token: Token) -> bool:
 
 
 def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Takes `// …`, `/* … */` and text in three quotes out."""
+    """Takes `// …` out."""
     text = notations.source.text
     starts = [token.start for token in tokens]
     constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
@@ -101,44 +103,19 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
     while at < len(tokens):
         token = tokens[at]
         quoted = not quoted and _has_quote(tokens, at) if token.text == "'" else quoted and token.kind != "SEPARATOR"
-        pair = text[token.start : token.start + 2] if token.kind == "SLASH" else ""
-        if quoted:  # a text in other quotes
-            pair = ""
-        if pair == "//":
-            end = _line_end(text, token.start)
-            place = token.start, token.start + 2
-            if _divides(tokens, at, constants):
-                help = "write `/`, whose result is exact, or begin a comment with `#`"
-                notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
-            else:
-                help = "a comment begins with `#`"
-                notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
-        elif pair == "/*":
-            end = _block_comment(notations, token.start, "/*", "*/", "`/*` begins no comment here")
-        elif token.kind == "STRING" and text.startswith('"""', token.start) and begins(tokens, at):
-            end = _block_comment(notations, token.start, '"""', '"""', "three quotes begin no text here")
-        else:
+        if quoted or token.kind != "SLASH" or text[token.start : token.start + 2] != "//":
             kept.append(token)
             at += 1
             continue
-        at = bisect_left(starts, end)
+        place = token.start, token.start + 2
+        if _divides(tokens, at, constants):
+            help = "write `/`, whose result is exact, or begin a comment with `#`"
+            notations.add("MOE0109", *place, "`//` neither divides nor begins a comment here", help)
+        else:
+            help = "a comment begins with `#`"
+            notations.add("MOE0109", *place, "`//` begins no comment here", help, (*place, "#"))
+        at = bisect_left(starts, _line_end(text, token.start))
     return kept
-
-
-def _block_comment(notations: Notations, start: int, opener: str, closer: str, message: str) -> int:
-    """Reports a comment over several lines; where it ends."""
-    text = notations.source.text
-    begin = start + len(opener)
-    closed = text.find(closer, begin)
-    if closed < 0:
-        help = f"write `{closer}` where it ends, or `#` before each of its lines"
-        notations.add("MOE0109", start, begin, f"{message}, and nothing closes it", help)
-        return len(text)
-    end = closed + len(closer)
-    help = "a comment begins with `#`, and ends with its line"
-    edits = _as_comment(text, start, end, text[begin:closed])
-    notations.add("MOE0109", start, begin, message, help, *edits, habit=message)
-    return end
 
 
 def _has_quote(tokens: list[Token], at: int) -> bool:
@@ -173,21 +150,6 @@ def _line_end(text: str, at: int) -> int:
     return end - 1 if text[end - 1 : end] == "\r" else end
 
 
-def _as_comment(text: str, start: int, end: int, inner: str) -> list[tuple[int, int, str]]:
-    """Edits for the lines of a comment, each with a `#`. One inside of a statement goes before the statement's line."""
-    begin = text.rfind("\n", 0, start) + 1
-    before, behind = text[begin:start], text[end : _line_end(text, end)]
-    if "*/" in before:  # of a second comment in a line only the first is moved: the next round has the other
-        return []
-    inside = bool(before.strip() and behind.strip())
-    indent = before[: len(before) - len(before.lstrip())] if inside else " " * len(before)
-    lines = [line.strip().lstrip("*").strip() for line in inner.splitlines()]
-    said = f"\n{indent}".join(f"# {line}".rstrip() for line in lines if line) or "#"
-    if inside:
-        return [(begin, begin, f"{indent}{said}\n"), (start, end, "")]
-    return [(start, end, said if not behind.strip() else f"{said}\n{indent}")]
-
-
 def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
     """Replaces the characters of text processors, and takes invisible ones out."""
     kept: list[Token] = []
@@ -196,12 +158,6 @@ def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
             help = "write a space, or nothing"
             message = f"U+{ord(token.text):04X} cannot be seen, and has no meaning in a .moe file"
             notations.add("MOE0102", token.start, token.end, message, help, (token.start, token.end, " "))
-            continue
-        if token.text == "…" and kept and kept[-1].kind in ("COMMA", "LPAR"):
-            first = kept.pop() if kept[-1].kind == "COMMA" else token
-            message = "`…` stands for what a message leaves out"
-            help = "write the arguments that are meant, or leave it out"
-            notations.add("MOE0102", token.start, token.end, message, help, (first.start, token.end, ""))
             continue
         if token.kind == "UNKNOWN" and token.text in CHARACTERS:
             plain = CHARACTERS[token.text]
@@ -221,9 +177,10 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
     for at, token in enumerate(tokens):
         behind = tokens[at + 1] if at + 1 < len(tokens) else None
         place = token.start, token.end
-        if token.text == ":" and token.kind == "UNKNOWN":
+        selects = bool(kept) and kept[-1].text == "layers" and behind is not None and behind.kind != "LBRACE"
+        if token.text == ":" and token.kind == "UNKNOWN" and not selects and not (kept and kept[-1].kind == "NUMBER"):
             message = "`:` has no meaning in a .moe file"
-            if behind is not None and behind.kind in ("LBRACE", "EQUAL"):
+            if behind is not None and (behind.kind == "EQUAL" or (behind.kind == "LBRACE" and _is_block(kept))):
                 notations.add("MOE0102", *place, message, "leave the `:` out", (*place, ""))
                 continue
             blank = " " if notations.source.text[token.start - 1 : token.start] not in (" ", "") else ""
@@ -240,13 +197,41 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
                 habit="==",
             )
             continue
-        elif token.text == ">" and kept and kept[-1].kind == "EQUAL" and kept[-1].end == token.start:
-            message = "`=>` has no meaning in a .moe file"
-            notations.add("MOE0102", kept[-1].start, token.end, message, "write `=`", (*place, ""))
-            continue
-        elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
+        elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE" and _is_block(kept):
             help = "a block has no `=`: `moe { … }`"
             notations.add("MOE0109", *place, "`=` before a brace", help, (token.start, behind.start, ""))
             continue
         kept.append(token)
     return kept
+
+
+def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reports `gate = {type: topk, k: 2}` without a fix: which call is meant is not known."""
+    kept: list[Token] = []
+    end = 0
+    for at, token in enumerate(tokens):
+        given = len(kept) > 1 and (kept[-1].kind == "EQUAL" or kept[-1].text == ":") and not _is_block(kept[:-1])
+        if at < end:
+            continue
+        if token.kind == "LBRACE" and given and (end := _behind_brace(tokens, at)):
+            help = "a value with settings is a call, `topk(2)`; several values stand in `[ ]`, and one without braces"
+            notations.add("MOE0109", token.start, token.end, "a value in braces", help)
+            kept[-2:] = [Token("ERROR", "", kept[-2].start, tokens[end - 1].end)]
+        else:
+            kept.append(token)
+    return kept
+
+
+def _behind_brace(tokens: list[Token], at: int) -> int:
+    """The index behind the brace that closes the one at `at`; 0 if none does."""
+    depth = 0
+    for index in range(at, len(tokens)):
+        depth += (tokens[index].kind == "LBRACE") - (tokens[index].kind == "RBRACE")
+        if not depth:
+            return index + 1
+    return 0
+
+
+def _is_block(head: list[Token]) -> bool:
+    """Whether the word or label at the end of `head` is that of a block."""
+    return bool(head) and (head[-1].text in BLOCKS or head[-1].kind in ("STRING", "NUMBER"))

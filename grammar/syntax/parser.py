@@ -25,6 +25,24 @@ _OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))
 _TEXTS = {kind: f"`{text}`" for text, kind in KEYWORDS.items()}
 REPLACEMENTS = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
 """Characters of other notations, and the `.moe` characters to write instead."""
+_INSTEAD = {text: f"write `{ours}`" for text, ours in REPLACEMENTS.items()} | {
+    ".": "a fraction begins with a digit, `0.5`; a range has two dots, `0..31`; names have none, `bf16`",
+    "%": "write a fraction: `0.01`",
+    "^": "write the number: `64` or `1e-4`",
+    "$": "a constant is `let NAME = …`; `moec compile --let NAME=…` gives it another value",
+    ">": "write `name = value`",
+    "`": "leave it out",
+}
+_LAYERS = "write `layers 3`, `layers 0..3` with the last, `layers 0..6 step 2`, `layers [0, 5]`, or `layers` for all"
+_ARGUMENTS = "arguments stand in parentheses: `topk(2)`"
+_STATEMENTS = "a statement is `name = value` or `block { … }`; a comment begins with `#`"
+_BEHIND = {
+    ("NAME", "LSQB"): _ARGUMENTS,
+    ("NAME", "NUMBER"): _ARGUMENTS,
+    ("STAR", "STAR"): "powers are numbers: `64` or `1e-4`",
+    **dict.fromkeys((("SEPARATOR", "MINUS"), ("SEPARATOR", "SLASH"), ("SLASH", "STAR")), _STATEMENTS),
+}
+"""Help by the kinds of a token that cannot stand where it does, and of the one in front of it."""
 
 _TEXTS |= {
     "NAME": "a name",
@@ -177,10 +195,13 @@ class _Parser:
         extent = range(self.tokens[begin].start, self.tokens[end].end + 1)
         if any(offset in extent for offset in self.suspects):
             return  # its brackets were diagnosed already
+        if token.kind == "ERROR":
+            return  # so was the notation in its place
         span = Span(self.source, token.start, max(token.end, token.start))
+        selects = self.tokens[begin].text == "layers" and token.kind != "NAME"
         if token.kind == "UNKNOWN":
-            fix = [Edit(span, REPLACEMENTS[token.text])] if token.text in REPLACEMENTS else []
-            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token), fix=fix))
+            help = _LAYERS if selects else _INSTEAD.get(token.text, "")
+            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=help))
         elif token.kind == "UNCLOSED":
             self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
         else:
@@ -191,6 +212,9 @@ class _Parser:
                 self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
                 return
             help, fix = self._advice(token) or self._of_list(token, begin), self._joined(token)
+            at = self.tokens.index(token, begin)
+            before = self.tokens[at - 1].kind if at else "SEPARATOR"
+            help = help or (_LAYERS if selects else _BEHIND.get((before, token.kind), ""))
             self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=fix))
 
     def _expected(self) -> set[str]:
@@ -279,9 +303,3 @@ def _found(token: Token) -> str:
 
 def _unknown(token: Token) -> str:
     return f"U+{ord(token.text):04X} has no meaning in a .moe file"
-
-
-def _unknown_help(token: Token) -> str:
-    if token.text in REPLACEMENTS:
-        return f"write `{REPLACEMENTS[token.text]}`"
-    return "a fraction begins with a digit: `0.5`; a range has two dots: `0..31`" if token.text == "." else ""

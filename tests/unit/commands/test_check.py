@@ -87,13 +87,12 @@ def test_fix_says_that_there_is_none(moec: Run, starter: Path) -> None:
     assert "model.moe: nothing has a fix that is sure" in moec("check", "--fix", "model.moe").err
 
 
-def test_fix_keeps_comments_of_other_languages_inside_of_what_it_could_mend(moec: Run, starter: Path) -> None:
+def test_fix_keeps_comments_of_other_languages_inside_of_what_it_cannot_mend(moec: Run, starter: Path) -> None:
     text = starter.read_text()
     (gate,) = re.findall(r"topk\([^)]*\)", text)
-    starter.write_text(text.replace(gate, "{\n  type: topk,\n  k: 2,  // two\n  normalize: true /* ours */ }"))
+    starter.write_text(text.replace(gate, "{\n  type: topk,\n  k: 2,  // two\n  normalize: true }"))
     moec("check", "--fix", "model.moe")
-    assert "# two" in starter.read_text()
-    assert "# ours" in starter.read_text()
+    assert "k: 2,  # two" in starter.read_text()
 
 
 def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:

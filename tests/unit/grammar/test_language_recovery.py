@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from support.tables import each_row
 
 from moec.grammar.diagnostics import Diagnostic
@@ -138,14 +136,3 @@ def test_a_misspelt_keyword_is_mended(text: str, meant: str) -> None:
     (edit,) = diagnostic.fix
     assert edit.text == meant
     assert diagnostic.help == f"did you mean `{meant}`?"
-
-
-def test_more_called_blocks_are_read_than_functions_may_nest() -> None:
-    number = sys.getrecursionlimit() + 1
-    tree, diagnostics = parse(Source("", 'device("a", kind = cpu)\n' * number))
-    assert [d.message for d in diagnostics] == [
-        f"`device` is a block, not a call ({number} times in this file, here first)"
-    ]
-    assert tree
-    assert all(isinstance(statement, Block) for statement in tree.body)
-    assert len(tree.body) == number

@@ -36,10 +36,6 @@ SURE = {
     "a label with a colon": ('model "m" {', 'model "m": {', "leave the `:` out", 'model "m" {'),
     "thousands": ("vocab = 256", "vocab = 32,000", "write `32_000`", "vocab = 32_000"),
     "millions": ("vocab = 256", "vocab = 1,000,000", "write `1_000_000`", "vocab = 1_000_000"),
-    "percent": ("switch_loss(0.01)", "switch_loss(1%)", "write `0.01`", "switch_loss(0.01)"),
-    "a power of ten": ("lr = 1e-4", "lr = 10^-4", "write `1e-4`", "lr = 1e-4"),
-    "a power": ("dim = 64", "dim = 2^6", "write `64`", "dim = 64"),
-    "a typed constant": ('model "m"', 'let n: int = 8\nmodel "m"', "leave the type out", 'let n = 8\nmodel "m"'),
     "a unit in words": (
         "size = 4",
         "size = 4; bandwidth = 450 GB/sec",
@@ -47,38 +43,11 @@ SURE = {
         "size = 4; bandwidth = 450GB/s",
     ),
     "two statements": ("dim = 64;", "dim = 64", "a statement ends with its line, or with `;`", "dim = 64;"),
-    "a fat arrow": ("depth = 2", "depth => 2", "write `=`", "depth = 2"),
-    "a step with by": (
-        "layers {",
-        "layers 0..1 by 1 {",
-        "a range includes its last layer: write `0..1`",
-        "layers 0..1 {",
-    ),
-    "a slice in brackets": (
-        "layers {",
-        "layers[0:2] {",
-        "a range includes its last layer: write `0..1`",
-        "layers 0..1 {",
-    ),
-    "terms in braces": (
-        "[switch_loss(0.01)]",
-        "{switch_loss: 0.01}",
-        "terms are a list of calls: write `balance = [switch_loss(0.01)]`",
-        "[switch_loss(0.01)]",
-    ),
-    "a product with a power of ten": ("lr = 1e-4", "lr = 3*10^-4", "write `3e-4`", "lr = 3e-4"),
-    "an argument without brackets": ("topk(2)", "topk 2", "write `topk(2)`", "topk(2)"),
     "a list in a product": (
         "8 * swiglu(128)",
         "8 * [swiglu(128)]",
         "one value, without brackets: `8 * swiglu(128)`",
         "8 * swiglu(128)",
-    ),
-    "an ellipsis": (
-        "mha(heads = 4, rope = rope())",
-        "mha(heads = 4, rope = rope(), …)",
-        "write the arguments that are meant, or leave it out",
-        "mha(heads = 4, rope = rope())",
     ),
 }
 
@@ -93,45 +62,34 @@ def test_a_habit_with_one_meaning_is_fixed(name: str) -> None:
     assert errors(fixed(text)) == []
 
 
-NAMED = {
-    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "write `adamw(…)`; its defaults are beta2 = 0.95"),
-    "a dtype of PyTorch": ("dtype = fp32", "dtype = torch.float16", "write `bf16`: moec does not train in fp16 yet"),
-    "an optimizer of JSON": (
-        "adamw(lr = 1e-4)",
-        '{"type": "AdamW", "params": {"lr": 1e-4}}',
-        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`; its",
-    ),
-    "a loop": ("layers {", "for i in range(2) {", "write `layers { … }` for all layers"),
-    "a comprehension": ("8 * swiglu(128)", "[swiglu(128) for _ in range(8)]", "equal experts are a product"),
-    "a module list": ("8 * swiglu(128)", "nn.ModuleList(swiglu(128))", "equal experts are a product"),
-    "a condition": ("layers {", "if ep > 1 {", "write `let NAME = …`"),
-    "an import": ('model "m"', 'import "clusters/dgx_h100"\nmodel "m"', "another .moe file is read by `use"),
-    "a flag": ("dtype = fp32", "dtype = fp32\n--num-experts 8", "here it is `experts = 8 * swiglu(WIDTH)`"),
-    "a flag of nothing": ("dtype = fp32", "dtype = fp32\n--foo 8", "write `name = value`"),
-    "a list of YAML": ("[switch_loss(0.01)]", "[switch_loss(0.01)]\n  - z_loss(1e-3)", "a list is written in brackets"),
-    "a fence": ('model "m"', '```moe\nmodel "m"', "leave the line out"),
-    "a name with dots": ("parallel { ep = 2 }", "parallel.ep = 4", "write `parallel { ep = 4 }`"),
-    "settings of ZeRO": ("ep = 2", "ep = 2; zero_optimization = {stage = 2}", "here it is called `zero`"),
-    "a list of blocks": ("  layers {", "  layers = [{", "write `layers { … }`"),
+PLAIN = {
+    "an optimizer of PyTorch": ("adamw(", "torch.optim.AdamW(", "names have none, `bf16`"),
+    "a dictionary": ("topk(2)", "{k: 2, scale: 1}", "a value with settings is a call, `topk(2)`"),
+    "a flag": ("dtype = fp32", "dtype = fp32\n--num-experts 8", "a statement is `name = value`"),
+    "a comment of C": ('model "m"', '/* a model */\nmodel "m"', "a comment begins with `#`"),
+    "a fence": ('model "m"', '```moe\nmodel "m"', "leave it out"),
+    "an argument without brackets": ("topk(2)", "topk 2", "arguments stand in parentheses"),
+    "an argument in brackets": ("topk(2)", "topk[2]", "arguments stand in parentheses"),
+    "a percentage": ("0.01", "1%", "write a fraction"),
+    "a power of ten": ("1e-4", "10^-4", "`1e-4`"),
+    "a variable of a shell": ("ep = 2", "ep = $EP", "`moec compile --let NAME=…`"),
     "an unfinished merge": (
         "depth = 2;",
         "\n<<<<<<< HEAD\ndepth = 2;\n=======\ndepth = 3;\n>>>>>>> x\n",
         "keep one of",
     ),
     "an anchor of YAML": ("layers {", "layers: *default", "a block is written in braces"),
-    "three quotes": ('model "m"', '"""My model."""\nmodel "m"', "a comment begins with `#`"),
 }
 
 
-@each_row("name", NAMED)
-def test_a_habit_without_an_equal_here_is_one_error(name: str) -> None:
-    old, new, help = NAMED[name]
+@each_row("name", PLAIN)
+def test_a_notation_that_is_not_read_is_a_syntax_error_with_a_way_out_and_no_fix(name: str) -> None:
+    old, new, help = PLAIN[name]
     text = FILE.replace(old, new, 1)
-    if name == "a list of blocks":
-        text = text.replace("  }\n}", "  }]\n}", 1)
     assert text != FILE
     found = errors(text)
-    assert [diagnostic.help.startswith(help) for diagnostic in found] == [True], [d.help for d in found]
+    assert help in found[0].help, found[0].help
+    assert found[0].fix == ()
 
 
 VALUES = {
@@ -230,18 +188,6 @@ WORDS = {
         "expected a product such as `8 * swiglu(14_336)` or a list of these, found a number",
         "a product has a `*`: write `8 * swiglu(128)`",
     ),
-    "experts in braces": (
-        "8 * swiglu(128)",
-        "{type: swiglu, num: 8, hidden: 128}",
-        "settings in braces",
-        "experts are a product: write `8 * swiglu(128)`",
-    ),
-    "an optimizer in braces behind a colon": (
-        "optimizer = adamw(lr = 1e-4)",
-        "optimizer: {type: adamw, lr: 1e-4}",
-        "settings in braces",
-        "a value with settings is a call: write `optimizer = adamw(lr = 1e-4)`; its defaults are",
-    ),
     "a unit of bits behind a blank": (
         "size = 4",
         "size = 4; bandwidth = 450 Gb/s",
@@ -295,7 +241,7 @@ def test_constants_may_be_named_like_words_of_python() -> None:
 NOT_READ = {
     "a class with other defaults, in quotes": ("adamw(lr = 1e-4)", '"AdamW"', '"AdamW"'),
     "a comment beside an apostrophe": ('"m" {', "\"Bob's\" { // is not 8's", "\"Bob's\" { # is not 8's"),
-    "a comment inside of a text": ('"m"', "'m /* x */ // y'", '"m /* x */ // y"'),
+    "a comment inside of a text": ('"m"', "'m // y'", '"m // y"'),
     "an optimizer's class with other defaults": ("adamw(", "AdamW(", "AdamW("),
     "one with the defaults that differ": (
         "adamw(lr = 1e-4)",
@@ -303,18 +249,10 @@ NOT_READ = {
         "adamw(lr = 1e-4, beta2 = 0.999, weight_decay = 0.01)",
     ),
     "a division by a name": ("dim = 64", "dim = 128 // heads\n", "dim = 128 // heads\n"),
-    "a comment that is not closed": ("train {", "/* training\ntrain {", "/* training\ntrain {"),
     "a blank in a number": ("swiglu(128)", "swiglu(4 096)", "swiglu(4 096)"),
-    "an optimizer with other defaults": (
-        "adamw(lr = 1e-4)",
-        '{"type": "AdamW", "lr": 1e-4}',
-        '{"type": "AdamW", "lr": 1e-4}',
-    ),
-    "layers": ("layers {", "layers 0,100 {", "layers [0, 100] {"),
-    "a quotient before a power": ("lr = 1e-4", "lr = 8/3*10^-4", "lr = 8/3*1e-4"),
-    "two settings": ("topk(2)", "{type: topk, normalize: true, k: 2}", "topk(normalize = true, k = 2)"),
     "a constant before a number": ("vocab = 256", "vocab = n 256", "vocab = n 256"),
     "a decimal comma": ("size = 4", "size = 0,004", "size = 0,004"),
+    "betas": ("lr = 1e-4", "lr = 1e-4, betas = (0.9, 0.95)", "lr = 1e-4, beta1 = 0.9, beta2 = 0.95"),
 }
 
 
@@ -330,8 +268,8 @@ def test_each_habit_of_a_file_is_counted_apart() -> None:
         "`:` has no meaning in a .moe file",
         "`==` compares in other languages",
     ]
-    (found,) = errors(FILE.replace("switch_loss(0.01)", "switch_loss(1%), z_loss(2%)"))
-    assert found.message == "the language has no `%` (2 times in this file, here first)"
+    (found,) = errors(FILE.replace("vocab = 256", "vocab == 256").replace("dim = 64", "dim == 64"))
+    assert found.message == "`==` compares in other languages (2 times in this file, here first)"
 
 
 def test_a_misspelt_let_is_no_missing_semicolon() -> None:
