@@ -116,7 +116,7 @@ JOB: Mapping[str, str] = {
     "model": BUILDS,
     "module": BUILDS,
     "prepare": f"{BUILDS}, and `optimizer = job.optimizer(model)` its optimizer",
-    "no_sync": "`with job.accumulate(): …` adds up several steps",
+    "no_sync": "`with job.accumulate(model, *labels): …` adds up passes; labels are those of all of them",
     "print": "`if job.rank == 0: print(…)`",
     "save_checkpoint": SAVES,
     "save_state": SAVES,
