@@ -33,6 +33,11 @@ def main() -> None:
         for name, arguments in commands.items():
             limit = LIMITS_MS[name.partition(",")[0]]
             rows += rows_of(f"moec {name}", lambda arguments=arguments: run_moec(*arguments), chosen.repeat, limit)
+        os.environ["FORCE_COLOR"] = "1"
+        rows += rows_of(
+            "moec explain, in a terminal", lambda: run_moec("explain", "topk"), chosen.repeat, LIMITS_MS["explain"]
+        )
+        del os.environ["FORCE_COLOR"]
         os.environ |= {"_MOEC_COMPLETE": "bash_complete", "COMP_WORDS": "moec compile --e", "COMP_CWORD": "2"}
         rows += rows_of("completion in bash", run_moec, chosen.repeat, LIMITS_MS["completion"])
     report("short commands", rows, chosen.json)
