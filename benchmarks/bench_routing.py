@@ -19,12 +19,12 @@ from torch import Tensor
 
 from moec.codegen.emit import emit_function
 from moec.grammar import load_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.schema import fields
 from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Gate, Smear, Soft, TopK
-from moec.grammar.supported import unsupported
 from moec.passes.ir import Output, Value
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate

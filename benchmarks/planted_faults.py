@@ -15,8 +15,8 @@ from pathlib import Path
 from moec.commands.fixes import edited
 from moec.commands.init import STARTER
 from moec.grammar import load_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Edit, Severity
-from moec.grammar.supported import unsupported
 from moec.grammar.syntax.tokens import Token, lex
 from moec.passes.degrees.degrees import choose_degrees
 

@@ -20,7 +20,7 @@ from typing import Any
 from moec.codegen.plan import FORMAT, Plan
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import PLAN, PLAN_TEXT
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 
 MANIFEST, SPEC, PROGRAM, TILES = PLAN, PLAN_TEXT, "program.ir", "tiles.json"
 

@@ -14,7 +14,7 @@ from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import IrError, Program
 from moec.passes.ir.interface import FORWARD, layer_calls, result_role
 from moec.passes.ir.ops import Capacity
-from moec.passes.ir.parse import parse_program
+from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_model import lower
 

@@ -14,10 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moec.grammar.checking.rules import check
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError, InternalError, render
     from moec.grammar.load import Loaded, load_file, load_text
     from moec.grammar.printer import to_text
-    from moec.grammar.rules import check
     from moec.grammar.source import Source, Span
     from moec.grammar.spec import Spec
 
@@ -29,7 +29,7 @@ _HOMES = {
     "Source": "moec.grammar.source",
     "Span": "moec.grammar.source",
     "Spec": "moec.grammar.spec",
-    "check": "moec.grammar.rules",
+    "check": "moec.grammar.checking.rules",
     "load_file": "moec.grammar.load",
     "load_text": "moec.grammar.load",
     "render": "moec.grammar.diagnostics",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec, Train
-from moec.grammar.supported import unsupported
 from moec.runtime import other_names
 from moec.runtime.calls import called
 from moec.runtime.script import warn

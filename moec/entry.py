@@ -90,7 +90,7 @@ def style_of(arguments: list[str]) -> str:
 
 
 def _failed(error: Exception, arguments: list[str]) -> int:
-    from moec.commands.output import WRONG_USAGE, show
+    from moec.commands.console.output import WRONG_USAGE, show
     from moec.grammar.diagnostics import DiagnosticError
 
     if isinstance(error, DiagnosticError):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moec.grammar.checking.supported import require_supported
 from moec.grammar.spec import Spec
-from moec.grammar.supported import require_supported
 from moec.passes.budget import Budget
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse

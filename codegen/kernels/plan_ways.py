@@ -9,11 +9,11 @@ from moec.codegen.kernels.library_rule import without_unfit_libraries
 from moec.codegen.kernels.stored_tiles import Choice, choose
 from moec.codegen.kernels.tiles import Ways
 from moec.codegen.plan import Plan
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Op, Program, local_shape
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.mixture_values import choices_per_token
+from moec.passes.ir.work.workload import Workload
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 """The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""

@@ -13,9 +13,9 @@ from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import GatedShape, RouteShape
 from moec.codegen.kernels.tiles import GATHERING_KERNELS
-from moec.passes.cost.cost import Direction, Work
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.value import DTYPE_BYTES
+from moec.passes.ir.work.cost import Direction, Work
 
 INDEX = DTYPE_BYTES["int64"]
 """Bytes of a choice or a place."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moec.grammar.checking.rules import check
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.folder_kinds import HUGGING_FACE
 from moec.grammar.huggingface.around import DECODERS, TEXT, decoder_config
@@ -17,11 +19,9 @@ from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.quantised import READS, method_of, way_out
 from moec.grammar.resolve.files import read_source, source_of
-from moec.grammar.rules import check
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Cluster, Device, Level, Model, Spec
 from moec.grammar.suggest import meant
-from moec.grammar.supported import unsupported
 
 CONFIG = HUGGING_FACE
 DOCS = "docs/huggingface.md lists every architecture"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moec.grammar.diagnostics.diagnostic import Edit, Label
+from moec.grammar.resolve.part_rules import one_slot
 from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
 from moec.grammar.resolve.values import resolve
-from moec.grammar.rules import one_slot
 from moec.grammar.schema import CallKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Layer

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from moec.grammar import mixture_rules, rules
+from moec.grammar.checking import mixture_rules, rules
 from moec.grammar.resolve.numbers import number
+from moec.grammar.resolve.part_rules import complete
 from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import NumberKind, fields
@@ -87,7 +88,7 @@ def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given
     if given and isinstance(given.value, Attention):
         scope.diagnostics += rules.attention(given.value, width, dim.span if dim else None)
     if not part.incomplete and not scope.moved & set(fields(Layer)):
-        incomplete = list(rules.complete(part, indices, model))
+        incomplete = list(complete(part, indices, model))
         scope.diagnostics += incomplete
         if incomplete:
             return BROKEN

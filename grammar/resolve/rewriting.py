@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from moec.grammar.checking.marks import marked
 from moec.grammar.foreign.lookup import synonym
-from moec.grammar.marks import marked
 from moec.grammar.resolve.expected import plain_words
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.resolve.values import resolve

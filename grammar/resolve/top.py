@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moec.grammar import rules
+from moec.grammar.checking import rules
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.clusters import Machines, resolve_clusters

@@ -26,7 +26,7 @@ def checkpoint() -> None:
 @output_format
 def inspect(folder: Path, style: str) -> None:
     """Show the tensors of a checkpoint, its step, optimizer, extras and ranks; or list a folder of checkpoints."""
-    from moec.commands.checkpoint import inspect as run
+    from moec.commands.checkpoints.checkpoint import inspect as run
 
     run(folder, style)
 
@@ -42,7 +42,7 @@ def inspect(folder: Path, style: str) -> None:
 @output_format
 def verify(folder: Path, style: str) -> None:
     """Read all of a checkpoint, compare every digest, and name every damaged tensor."""
-    from moec.commands.checkpoint import verify as run
+    from moec.commands.checkpoints.checkpoint import verify as run
 
     raise SystemExit(run(folder, style))
 
@@ -65,7 +65,7 @@ def verify(folder: Path, style: str) -> None:
 @output_format
 def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     """Write a checkpoint's parameters and states to one safetensors file, or such a file to a checkpoint."""
-    from moec.commands.checkpoint import convert as run
+    from moec.commands.checkpoints.checkpoint import convert as run
 
     if plan is not None and not source.is_file():
         raise click.UsageError("--plan is for a safetensors file; a checkpoint needs none")

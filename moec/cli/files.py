@@ -114,8 +114,8 @@ def explain(subject: str, style: str) -> None:
 def init(file: Path | None, output: Path | None, model: str | None, show_list: bool, style: str) -> None:
     """Write a commented starter file, or a file that starts from a model of the library."""
     if show_list:
+        from moec.commands.console.output import emit
         from moec.commands.library import listing, models
-        from moec.commands.output import emit
 
         if file or output or model:
             raise click.UsageError("--list writes nothing: leave out FILE and --from")

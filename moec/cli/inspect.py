@@ -60,8 +60,8 @@ def inspect(
     plot: Path | None,
 ) -> None:
     """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
-    from moec.commands.other_files import require_moe_file, require_plan
-    from moec.commands.output import show
+    from moec.commands.console.other_files import require_moe_file, require_plan
+    from moec.commands.console.output import show
 
     if source and not kernels:
         raise click.UsageError("--source needs --kernels")
@@ -79,27 +79,27 @@ def inspect(
     if lets and path.is_dir():
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
     if params:
-        from moec.commands.inspect_params import run as run_params
+        from moec.commands.inspecting.inspect_params import run as run_params
 
         show(run_params(path, lets, style), style)
     elif kernels:
         _show_kernels(path, source, style)
     elif fx:
-        from moec.commands.inspect_fx import inspect_fx
+        from moec.commands.inspecting.inspect_fx import inspect_fx
 
         _show_text("fx", inspect_fx(path, style).rstrip("\n"), style)
     elif memory:
         _show_memory(path, plot, style)
     elif graph:
-        from moec.commands.inspect_picture import picture_of
+        from moec.commands.inspecting.inspect_picture import picture_of
 
         _show_text("graph", picture_of(path, graph, style), style)
     elif path.is_dir():
-        from moec.commands.inspect_plan import run as run_plan
+        from moec.commands.inspecting.inspect_plan import run as run_plan
 
         run_plan(path, rank, style)
     else:
-        from moec.commands.inspect import run
+        from moec.commands.inspecting.inspect import run
 
         show(run(path, lets, style, all=every), style)
 
@@ -116,14 +116,14 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
 
 
 def _show_text(view: Literal["graph", "fx", "source"], text: str, style: str) -> None:
-    from moec.commands.documents import InspectedText
-    from moec.commands.output import emit
+    from moec.commands.console.documents import InspectedText
+    from moec.commands.console.output import emit
 
     emit(style, lambda: [text], lambda: InspectedText(view=view, text=text))
 
 
 def _show_kernels(path: Path, source: bool, style: str) -> None:
-    from moec.commands.inspect_kernels import inspect_sources, run
+    from moec.commands.inspecting.inspect_kernels import inspect_sources, run
 
     if source:
         _show_text("source", inspect_sources(path), style)
@@ -132,7 +132,7 @@ def _show_kernels(path: Path, source: bool, style: str) -> None:
 
 
 def _show_memory(path: Path, plot: Path | None, style: str) -> None:
-    from moec.commands.inspect_memory import run, write_plot
+    from moec.commands.inspecting.inspect_memory import run, write_plot
 
     if plot:
         write_plot(path, plot)

@@ -96,8 +96,8 @@ def launch(
         raise click.UsageError(
             "--run prints what the script prints, and takes a free port: leave out --json, --host and --port"
         )
-    from moec.commands.given_plan import given_plan
-    from moec.commands.launch import make_launch
+    from moec.commands.console.given_plan import given_plan
+    from moec.commands.launching.launch import make_launch
 
     _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
@@ -117,10 +117,10 @@ def launch(
         message = "--host and --port are for several nodes; on one node torchrun takes a free port"
         raise click.UsageError(f"{message}. An option of the script goes after `--`.")
     if starts:
-        from moec.commands.launch_run import run
+        from moec.commands.launching.launch_run import run
 
         raise SystemExit(run(made, logs))
-    from moec.commands.launch_print import print_launch
+    from moec.commands.launching.launch_print import print_launch
 
     print_launch(made, way, style)
 
@@ -133,7 +133,7 @@ def _require_no_processes(plan: Path, script: tuple[str, ...]) -> None:
 
 def _require_plan_first(plan: Path, script: tuple[str, ...], way: str) -> None:
     """Raises `DiagnosticError` for what is no plan: MOE0017 where a plan follows it."""
-    from moec.commands.other_files import require_plan
+    from moec.commands.console.other_files import require_plan
     from moec.grammar.diagnostics import DiagnosticError, diagnose
     from moec.grammar.folder_kinds import kind_of
 

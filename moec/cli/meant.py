@@ -9,7 +9,7 @@ from shlex import join, quote
 import click
 
 from moec.cli.command import Argument
-from moec.commands.other_files import launch_of, other_file
+from moec.commands.console.other_files import launch_of, other_file
 from moec.grammar.folder_kinds import command_for, kind_of
 
 STARTS = frozenset(("train", "run", "start", "torchrun", "fit"))

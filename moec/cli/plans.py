@@ -85,8 +85,8 @@ def compile_(
 ) -> None:
     """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
     from moec.commands.compile import run
-    from moec.commands.other_files import require_moe_file
-    from moec.commands.output import show
+    from moec.commands.console.other_files import require_moe_file
+    from moec.commands.console.output import show
 
     if stop_after and emit not in ("ir", "placed"):
         raise click.UsageError("--stop-after needs --emit=ir or --emit=placed: a stopped compilation has no plan")
@@ -109,7 +109,7 @@ def compile_(
 @click.option("--scale", is_flag=True, help="Use toy widths; default: only for plans too large for this machine.")
 def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
     """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
-    from moec.commands.other_files import require_plan
+    from moec.commands.console.other_files import require_plan
     from moec.commands.verify import run
 
     require_plan(plan, "moec verify")

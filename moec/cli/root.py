@@ -128,7 +128,7 @@ _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_ea
 def app(context: click.Context, version: bool, style: str) -> None:
     """The compiler for Mixture-of-Experts models."""
     if version:
-        from moec.commands.version import run
+        from moec.commands.console.version import run
 
         run(style)
         context.exit()

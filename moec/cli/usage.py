@@ -12,7 +12,7 @@ from moec.grammar.suggest import nearest
 
 def usage_error(error: click.ClickException, style: str) -> int:
     """Prints what is wrong to stderr in `style`; returns the exit status."""
-    from moec.commands.output import show
+    from moec.commands.console.output import show
 
     show([diagnostic(error)], style)
     return 2

@@ -31,7 +31,7 @@ def _plan(function: Function) -> Function:
 @output_format
 def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> None:
     """Write the weights of a folder as a checkpoint, which any plan of the model loads. No pickle is opened."""
-    from moec.commands.weights import import_ as run
+    from moec.commands.checkpoints.weights import import_ as run
 
     run(folder, checkpoint, plan, style)
 
@@ -57,7 +57,7 @@ def export(
     checkpoint: Path, folder: Path, like: Path | None, plan: Path | None, architecture: str | None, style: str
 ) -> None:
     """Write a checkpoint's model as a folder that transformers loads."""
-    from moec.commands.weights import export as run
+    from moec.commands.checkpoints.weights import export as run
 
     if architecture and (plan is None or like is not None):
         raise click.UsageError("--architecture needs --plan, and no --like, whose config says it")
@@ -96,6 +96,6 @@ def upcycle(
     dense: Path, model: Path, output: Path, noise: float, split: bool, drop: float, seed: int, style: str
 ) -> None:
     """Write a dense model's weights as a checkpoint of a mixture: every expert begins as the dense feed-forward."""
-    from moec.commands.weights import upcycle as run
+    from moec.commands.checkpoints.weights import upcycle as run
 
     run(dense, model, output, noise, split, drop, seed, style)

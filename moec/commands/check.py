@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from moec.commands.output import show
-from moec.commands.terminal import failure, success
+from moec.commands.console.output import show
+from moec.commands.console.terminal import failure, success
 from moec.grammar.diagnostics import Diagnostic, Severity, printable, render
 
 STDIN = "<stdin>"
@@ -24,7 +24,7 @@ def run(
     The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
     another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
-    from moec.commands.other_files import not_moe
+    from moec.commands.console.other_files import not_moe
     from moec.driver import check
 
     found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice

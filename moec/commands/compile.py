@@ -9,14 +9,14 @@ from pathlib import Path
 
 from moec.codegen.plan import make_plan
 from moec.commands.compile_document import EmittedStage, Stage, compiled
-from moec.commands.output import emit as show_result
-from moec.commands.output import print_json
-from moec.commands.summary import summary
-from moec.commands.terminal import success
+from moec.commands.console.output import emit as show_result
+from moec.commands.console.output import print_json
+from moec.commands.console.terminal import success
+from moec.commands.inspecting.summary import summary
 from moec.driver import read, run_passes
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
 
 
@@ -56,12 +56,12 @@ def run(
         return loaded.diagnostics
     plan = make_plan(loaded.spec, compilation.program, __version__)
     if emit == "fx":
-        from moec.commands.inspect_fx import fx_of
+        from moec.commands.inspecting.inspect_fx import fx_of
 
         _emit_stage(emit, fx_of(plan), style)
         return loaded.diagnostics
     if emit == "kernels":
-        from moec.commands.inspect_kernels import sources_of_kernels
+        from moec.commands.inspecting.inspect_kernels import sources_of_kernels
 
         _emit_stage(emit, f"{sources_of_kernels(plan)}\n", style)
         return loaded.diagnostics

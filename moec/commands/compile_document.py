@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from moec.codegen.plan import Plan
-from moec.commands.output import document
+from moec.commands.console.output import document
 from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees

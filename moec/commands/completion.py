@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moec.commands.replace_file import write_whole
+from moec.commands.console.replace_file import write_whole
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 ZSH_FIRST = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"

@@ -6,6 +6,9 @@ import shutil
 from collections.abc import Iterator
 
 from moec import __version__
+from moec.commands.console.output import document, emit
+from moec.commands.console.terminal import failure, success
+from moec.commands.console.version import installed
 from moec.commands.doctor_checks import (
     Finding,
     State,
@@ -17,9 +20,6 @@ from moec.commands.doctor_checks import (
     variables,
     versions,
 )
-from moec.commands.output import document, emit
-from moec.commands.terminal import failure, success
-from moec.commands.version import installed
 
 
 @document

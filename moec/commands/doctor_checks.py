@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from moec.commands.output import document
-from moec.commands.version import TESTED, installed, parsed
+from moec.commands.console.output import document
+from moec.commands.console.version import TESTED, installed, parsed
 
 State = Literal["ok", "note", "wrong"]
 MIN_SHM, MIN_TEMPORARY = 1 << 30, 1 << 28

@@ -8,8 +8,8 @@ import sys
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal
 
-from moec.commands.output import document, emit
-from moec.commands.terminal import PIPE_WIDTH, colored, known_columns
+from moec.commands.console.output import document, emit
+from moec.commands.console.terminal import PIPE_WIDTH, colored, known_columns
 from moec.grammar.diagnostics import CODES, DiagnosticError, diagnose
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _shown(markdown: str) -> str:
     width, has_colors = known_columns(sys.stdout), colored(sys.stdout)
     if width is None and not has_colors:
         return markdown
-    from moec.commands.markdown import rendered
+    from moec.commands.console.markdown import rendered
 
     return rendered(markdown, width or PIPE_WIDTH, colors=has_colors)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from moec.commands.replace_file import replace_file
+from moec.commands.console.replace_file import replace_file
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity
 from moec.grammar.diagnostics.visible import cut, printable
 from moec.grammar.syntax.tokens import lex

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moec.commands.documents import FormattedFile
-from moec.commands.other_files import not_moe
-from moec.commands.output import print_json, show
-from moec.commands.replace_file import replace_file
+from moec.commands.console.documents import FormattedFile
+from moec.commands.console.other_files import not_moe
+from moec.commands.console.output import print_json, show
+from moec.commands.console.replace_file import replace_file
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.format import formatted
 from moec.grammar.resolve.files import read_source, source_of

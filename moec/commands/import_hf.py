@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.commands.documents import WrittenFile
-from moec.commands.new_file import write_new
-from moec.commands.output import print_json, show
+from moec.commands.console.documents import WrittenFile
+from moec.commands.console.new_file import write_new
+from moec.commands.console.output import print_json, show
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.printer import model_text
 

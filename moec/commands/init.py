@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from shlex import quote
 
-from moec.commands.documents import WrittenFile
-from moec.commands.new_file import write_new
-from moec.commands.output import emit
+from moec.commands.console.documents import WrittenFile
+from moec.commands.console.new_file import write_new
+from moec.commands.console.output import emit
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 STARTER = """\

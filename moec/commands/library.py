@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from moec.commands.documents import ListedModel
-from moec.commands.table import table
+from moec.commands.console.documents import ListedModel
+from moec.commands.console.table import table
 from moec.driver import run_passes, to_spec
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.format import formatted

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.commands.documents import LoadedPlan
-from moec.commands.given_plan import given_plan
-from moec.commands.other_files import require_plan
-from moec.commands.output import emit
+from moec.commands.console.documents import LoadedPlan
+from moec.commands.console.given_plan import given_plan
+from moec.commands.console.other_files import require_plan
+from moec.commands.console.output import emit
 from moec.grammar.amounts import count
 
 

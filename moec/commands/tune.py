@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.kernels.tiles import KERNELS
-from moec.commands.given_plan import given_plan
-from moec.commands.other_files import require_plan
-from moec.commands.output import document, emit
-from moec.commands.table import table
+from moec.commands.console.given_plan import given_plan
+from moec.commands.console.other_files import require_plan
+from moec.commands.console.output import document, emit
+from moec.commands.console.table import table
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
 

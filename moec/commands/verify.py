@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from moec.commands.output import emit
-from moec.commands.progress import progress
-from moec.commands.terminal import failure, success
+from moec.commands.console.output import emit
+from moec.commands.console.progress import progress
+from moec.commands.console.terminal import failure, success
 from moec.commands.verify_document import verify_document
 from moec.grammar.amounts import count
 from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report, Rounding
@@ -15,7 +15,7 @@ from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report, Roundin
 
 def run(path: Path, style: str, *, trust_nothing: bool, scale: bool | None) -> bool:
     """Verifies the plan in `path`, prints the report; returns whether the plan is right. Raises `DiagnosticError`."""
-    from moec.commands.given_plan import given_plan
+    from moec.commands.console.given_plan import given_plan
     from moec.driver import verify
 
     plan = given_plan(path, style, trust_nothing=trust_nothing)

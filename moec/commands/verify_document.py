@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
-from moec.commands.output import document
+from moec.commands.console.output import document
 from moec.runtime.verify.verify_report import BOUND, BOUND_FLOAT32, STEP_BOUND, Report
 
 Copied = TypeVar("Copied")

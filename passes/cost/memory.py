@@ -13,10 +13,10 @@ from moec.passes.cost.optimizer_state import widened_bytes
 from moec.passes.cost.optimizer_work import work_bytes
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.weights import WeightBytes, weight_bytes
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
 from moec.passes.ir.interface import FORWARD, layers_by_block, result_role
 from moec.passes.ir.ops import Call
+from moec.passes.ir.work.workload import Workload
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.totals import costs_of, runs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Attention
 from moec.passes.ir.ops.attention_ops import Reach
+from moec.passes.ir.work.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from moec.grammar.spec import Dense, ExpertChoice, Mixture, Moe, Smear, Soft, Spec, Subject
 from moec.passes.cost.totals import costs_of, runs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layers_by_block
+from moec.passes.ir.work.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 from moec.grammar.spec import Cluster, Spec
-from moec.passes.cost.cost import Cost, Direction
 from moec.passes.cost.totals import BlockCost, runs_of
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.weights import weight_bytes
 from moec.passes.ir import Program
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, MixtureMlp
+from moec.passes.ir.work.cost import Cost, Direction
 from moec.passes.place.shard_zero import is_zero_gather
 
 EXPERTS = ExpertMlp | ExpertMlpPadded | MixtureMlp

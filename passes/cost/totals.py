@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec, Train
-from moec.passes.cost.cost import MASTER_BYTES, Cost
 from moec.passes.cost.optimizer_state import state_bytes
 from moec.passes.cost.weight_traffic import sendings
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
+from moec.passes.ir.work.cost import MASTER_BYTES, Cost
+from moec.passes.ir.work.workload import Workload
 from moec.passes.place.shard_zero import is_zero_gather
 
 # ---- a block -------------------------------------------------------------------------------------------

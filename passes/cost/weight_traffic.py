@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from moec.passes.cost.cost import MASTER_BYTES
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.work.cost import MASTER_BYTES
+from moec.passes.ir.work.workload import Workload
 from moec.passes.place.shard_zero import as_used, zero_cut, zero_stage
 
 

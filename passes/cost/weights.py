@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.cost import MASTER_BYTES
 from moec.passes.cost.optimizer_state import state_bytes
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
+from moec.passes.ir.work.cost import MASTER_BYTES
 from moec.passes.place.shard_zero import as_used, zero_stage
 
 GLOO_COPIES = 2

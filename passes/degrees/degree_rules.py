@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from moec.grammar.checking.mixture_rules import mixture
+from moec.grammar.checking.rank_rules import states_cluster
+from moec.grammar.checking.rules import attention
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.layer_numbers import numbered
-from moec.grammar.mixture_rules import mixture
-from moec.grammar.rank_rules import states_cluster
-from moec.grammar.rules import attention
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Experts, Moe, Spec
 from moec.grammar.spec.base import Node

@@ -8,16 +8,16 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, Mesh
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Attribute, Dim, State, Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
     from moec.passes.ir.program import Block
+    from moec.passes.ir.work.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moec.grammar.checking.supported import require_supported
 from moec.grammar.device_groups import with_device_groups
 from moec.grammar.spec import Conv, Layer, Moa, Model, Patches, Spec, Subject, distinct_layers
-from moec.grammar.supported import require_supported
 from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moec.codegen.plan import Plan
+from moec.grammar.checking.rank_rules import with_results_of_ranks
 from moec.grammar.diagnostics.codes import CODES
-from moec.grammar.rank_rules import with_results_of_ranks
 from moec.runtime.checkpoint.extras import unread
 from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.optimizer_state import Plain, scalars_of

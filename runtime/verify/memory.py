@@ -6,9 +6,9 @@ import math
 
 from moec.codegen.plan import Plan
 from moec.passes.cost.totals import activation_bytes, costs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import local_shape
 from moec.passes.ir.value import DTYPE_BYTES
+from moec.passes.ir.work.workload import Workload
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.inputs import batch_shape, microbatches_of

@@ -9,7 +9,7 @@ import pytest
 from moec.driver import run_passes, to_spec
 from moec.grammar.format import formatted
 from moec.grammar.source import Source
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -12,8 +12,8 @@ from support.verified import require_equal
 from moec.codegen.folder import plan_files
 from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 from moec.runtime.host.reference import reference

@@ -14,8 +14,8 @@ from support.verified import require_equal
 
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 
 ATTENTIONS = {
     "windows of a grid": [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.commands.inspect_plan import plan_document, plan_lines
-from moec.commands.inspect_rank import rank_document, rank_lines
+from moec.commands.inspecting.inspect_plan import plan_document, plan_lines
+from moec.commands.inspecting.inspect_rank import rank_document, rank_lines
 from moec.driver import load
 
 

@@ -12,7 +12,7 @@ import pytest
 import moec
 from moec import entry
 from moec.cli.root import COMMANDS, NOT_YET
-from moec.commands.version import TESTED
+from moec.commands.console.version import TESTED
 from moec.grammar.resolve.library import library_names
 
 ROOT = Path(__file__).parents[2]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from moec.passes.cost.cost import Cost, Saved
-from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.formulas import elementwise, fused_attention
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 DimCount = Annotated[int, Bounds(ge=0, le=MAX_DIM)]

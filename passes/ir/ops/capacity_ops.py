@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -21,9 +19,11 @@ from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("count_queues", "experts -> queues", operator="count_queues")

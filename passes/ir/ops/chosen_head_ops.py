@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 HEADS = 2
 """The dim of the heads in `[batch, sequence, heads · k, head_dim]`, as attention has them."""

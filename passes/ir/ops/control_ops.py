@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
 from moec.passes.ir.attribute_types import BlockName, LayerNumber
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("call", "inputs* -> *", moves=True)

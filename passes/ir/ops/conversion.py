@@ -13,16 +13,16 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
-from moec.passes.cost.cost import Cost, Sent
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import AxisName, DimNumber, Reduction
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Sent
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 Kind = Literal["dense", "row counts", "rows"]
 """What a conversion carries: a value of one shape on every rank, counts of rows `[sources, experts]`, ragged rows."""

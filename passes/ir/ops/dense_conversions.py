@@ -17,7 +17,7 @@ from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("all_reduce", operator="all_reduce", sends=(2, 0), resolved={"axis": "str group", "reduce": ""})

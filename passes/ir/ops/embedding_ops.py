@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Direction, Saved, Work
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, settled
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost, Direction, Saved, Work
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("embed", "ids table -> x")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Direction, Product, Work
-from moec.passes.cost.formulas import used_share
 from moec.passes.ir.attribute_types import Count, WindowFunction
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -16,9 +14,11 @@ from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.window_ops import require_window, window_saved
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Direction, Product, Work
+from moec.passes.ir.work.formulas import used_share
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("expert_linear", "rows weight bias? counts? -> y")

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Direction, Work
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost, Direction, Work
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op
@@ -15,9 +13,11 @@ from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_scores, require_training
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op(

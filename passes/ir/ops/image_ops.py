@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from moec.passes.cost.cost import Cost, Work
-from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Work
+from moec.passes.ir.work.formulas import elementwise, projection
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 Shift = Annotated[int, Bounds(ge=0, lt=MAX_DIM)]
 """Patches by which windows are moved."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from moec.passes.cost.cost import Cost, Saved
-from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Bounds, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
@@ -14,9 +12,11 @@ from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.formulas import elementwise, projection
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("linear", "x weight -> y")

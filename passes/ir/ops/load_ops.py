@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -14,9 +12,11 @@ from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Dim, Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("first_choices", "experts -> first")

@@ -9,17 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Direction, Product, Work
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost, Direction, Product, Work
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("merge_shares", "x weight real? -> shares")

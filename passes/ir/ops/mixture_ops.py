@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Attribute, Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:

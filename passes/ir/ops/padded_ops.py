@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -22,9 +20,11 @@ from moec.passes.ir.ops.mixture_ops import (
 )
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("permute_padded", "x experts starts training? -> rows counts positions", operator="permute_padded", moves=True)

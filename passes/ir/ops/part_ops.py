@@ -14,7 +14,7 @@ from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Dim, Value
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("select_experts", "experts -> selected")

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -21,9 +19,11 @@ from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices, require_scores
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("best_score", "scores -> priorities", constants={"scores"})

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from moec.passes.cost.cost import Cost, Saved
 from moec.passes.ir.layout import Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.conversion import Conversion, Kind, Unconverted
 from moec.passes.ir.ops.dense_conversions import AllGatherAlike
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Saved
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op(

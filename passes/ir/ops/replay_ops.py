@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, LayerNumber
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("replay", "scores experts choices -> weights experts")

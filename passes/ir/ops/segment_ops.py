@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, TokenId, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
@@ -18,11 +16,13 @@ from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("segments", "ids -> segments positions")

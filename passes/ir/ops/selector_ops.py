@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost, Saved
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("decode_selectors", "codes alphas? -> weights experts entropies", chooses="experts", sparse=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
@@ -18,9 +16,11 @@ from moec.passes.ir.ops.mixture_ops import experts_layout, grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 SLOTS = 2
 """The dim of `[batch, experts, slots, dim]` that `tp` cuts: each of its ranks sends other slots to the experts."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
@@ -18,9 +16,11 @@ from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_training
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 Part = Annotated[int, Bounds(ge=0, lt=2**32)]
 """A numerator or denominator whose product with a number of choices fits 64 bits."""

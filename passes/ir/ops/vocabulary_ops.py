@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 VOCABULARY = 2
 """The dim of logits `[batch, sequence, vocab]` that the ops here contract."""

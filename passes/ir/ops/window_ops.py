@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
-from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Bounds, Count, WindowFunction
 from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
@@ -15,9 +13,11 @@ from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
 from moec.passes.ir.value import Dim, Value
+from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
-    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.work.workload import Workload
 
 
 @op("windows", "x segments? real? -> window")

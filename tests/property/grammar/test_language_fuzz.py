@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from moec.grammar import load_file, load_text, render, to_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import CODES, STYLES, Severity
 from moec.grammar.format import formatted
 from moec.grammar.load import Loaded
 from moec.grammar.resolve.files import source_of
 from moec.grammar.schema import fields
 from moec.grammar.schema_in_words import vocabulary
-from moec.grammar.supported import unsupported
 from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tables import KEYWORDS
 

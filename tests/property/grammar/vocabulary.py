@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from moec.grammar import Spec
 from moec.grammar import spec as s
+from moec.grammar.checking.head_mixture_rules import HEAD_GATES
+from moec.grammar.checking.rules import check
 from moec.grammar.diagnostics.diagnostic import Severity
-from moec.grammar.head_mixture_rules import HEAD_GATES
-from moec.grammar.rules import check
 from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
 from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node

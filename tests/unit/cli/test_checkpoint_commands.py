@@ -17,7 +17,7 @@ from support.plans import moe_plan
 
 import moec
 from moec import entry
-from moec.commands import checkpoint_list
+from moec.commands.checkpoints import checkpoint_list
 from moec.runtime.checkpoint import convert, folders
 from moec.runtime.checkpoint.format import index, reading
 from moec.runtime.checkpoint.format.index import Head

@@ -16,7 +16,7 @@ from support.tables import each_row
 
 from moec import cli, entry
 from moec.commands.verify_document import VerifyDocument
-from moec.passes.ir.parse import parse_program
+from moec.passes.ir.texts.parse import parse_program
 
 Outcome = tuple[int, str, str]
 

@@ -14,7 +14,7 @@ from support.tables import each_row
 
 from moec.cli import app
 from moec.commands import doctor_checks
-from moec.commands.version import parsed
+from moec.commands.console.version import parsed
 
 
 def moec(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -131,7 +131,7 @@ def test_versions_are_read(text, numbers):
 
 
 def test_the_version_names_what_moec_runs_on_without_importing_it(tmp_path):
-    code = "import sys, moec.commands.version as v; print(v.version_line(v.versions()), 'torch' in sys.modules)"
+    code = "import sys, moec.commands.console.version as v; print(v.version_line(v.versions()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert re.fullmatch(
         r"moec \S+ \(Python \S+, torch \S+, (no triton|triton \S+); backends: torch.*\) False\n", done.stdout

@@ -23,13 +23,13 @@ from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of
-from moec.commands.inspect_documents import KernelsDocument
-from moec.commands.inspect_kernels import HEAD, run
-from moec.commands.kernel_listing import Listing
+from moec.commands.inspecting.inspect_documents import KernelsDocument
+from moec.commands.inspecting.inspect_kernels import HEAD, run
+from moec.commands.inspecting.kernel_listing import Listing
 from moec.driver import compile as compile_source
-from moec.passes.cost.formulas import experts_work
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Value
+from moec.passes.ir.work.formulas import experts_work
+from moec.passes.ir.work.workload import Workload
 from moec.runtime.backends import BackendError
 
 SMALL = """

@@ -13,8 +13,8 @@ from support.plans import moe_text
 
 from moec.cli import app
 from moec.codegen.plan import Plan
-from moec.commands.memory_plot import BOTTOM, HEIGHT, TOP, svg
-from moec.commands.summary import peak_line, summary
+from moec.commands.inspecting.memory_plot import BOTTOM, HEIGHT, TOP, svg
+from moec.commands.inspecting.summary import peak_line, summary
 from moec.driver import compile as compile_source
 from moec.passes.cost.memory import Memory, memory_of
 

@@ -9,9 +9,9 @@ import pytest
 from support.inspected_text import inspected
 from support.plans import moe_plan
 
-from moec.commands.inspect_picture import picture_of
-from moec.commands.inspect_plan import plan_document
-from moec.commands.inspect_rank import rank_document
+from moec.commands.inspecting.inspect_picture import picture_of
+from moec.commands.inspecting.inspect_plan import plan_document
+from moec.commands.inspecting.inspect_rank import rank_document
 from moec.driver import load
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import Conversion

@@ -8,7 +8,7 @@ import pytest
 from support.image_plans import image_text
 from support.plans import moe_text
 
-from moec.commands.summary import summary
+from moec.commands.inspecting.summary import summary
 from moec.driver import compile as compile_source
 
 

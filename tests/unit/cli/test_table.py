@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.commands.table import without_empty_columns
+from moec.commands.console.table import without_empty_columns
 
 
 def test_a_column_with_one_filled_cell_stays_and_one_without_goes() -> None:

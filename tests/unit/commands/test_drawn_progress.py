@@ -12,7 +12,7 @@ import pytest
 from support.checkpoint_drafts import Draft
 from support.tables import each_row
 
-from moec.commands.progress import progress
+from moec.commands.console.progress import progress
 
 CLEARED = "\x1b[2K"
 CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]"

@@ -8,8 +8,8 @@ import pytest
 from running import Run
 from support.tables import each_row
 
+from moec.commands.console.markdown import rendered
 from moec.commands.explain import explain
-from moec.commands.markdown import rendered
 from moec.grammar.diagnostics import CODES
 from moec.grammar.resolve.library import library_paths, library_text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moec.commands.check import run
+from moec.commands.console.replace_file import replace_file
 from moec.commands.fixes import apply_fixes
-from moec.commands.replace_file import replace_file
 from moec.driver import check
 from moec.grammar.diagnostics import DiagnosticError
 

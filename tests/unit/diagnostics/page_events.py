@@ -413,14 +413,14 @@ def misspelt_command() -> Sequence[Diagnostic]:
 
 
 def rank_without_a_word() -> Sequence[Diagnostic]:
-    from moec.commands.launch_run import failed
+    from moec.commands.launching.launch_run import failed
 
     return [failed(2, 3, "no data for rank 2", Path("logs/attempt_0/2/stderr.log"))]
 
 
 def launched(*script: str, **options: Any) -> Sequence[Diagnostic]:
-    from moec.commands.launch import make_launch
-    from moec.commands.launch_run import run
+    from moec.commands.launching.launch import make_launch
+    from moec.commands.launching.launch_run import run
 
     plan, path = moe_plan(ranks=8, batch=8), Path("tiny.plan")
     return raised(lambda: run(make_launch(plan, path, script, **options), None))

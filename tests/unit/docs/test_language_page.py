@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moec.driver import to_spec
 from moec.grammar import load_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.schema_in_words import markdown
-from moec.grammar.supported import unsupported
 from moec.passes.pipeline import compile_program
 
 PAGE = Path(__file__).parents[3] / "docs" / "language.md"

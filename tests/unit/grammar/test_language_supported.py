@@ -7,10 +7,10 @@ from support.tables import each_row
 
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
+from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Gqa, Hash, Node, ZLoss
 from moec.grammar.spec.experts import Relu2
-from moec.grammar.supported import unsupported
 
 MODEL = """
 model "m" {{

@@ -14,7 +14,7 @@ from moec.grammar.printer import to_text
 from moec.grammar.schema import CallKind, Kind, NumberKind, WordKind, fields
 from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.lower.lower_model import lower
 from moec.runtime.checkpoint.format.index import ModelFields
 from moec.runtime.checkpoint.mathematics import differences, fields_of

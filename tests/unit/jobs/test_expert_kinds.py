@@ -15,8 +15,8 @@ from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.passes.ir.ir_error import IrError
 from moec.passes.ir.ops import Scale
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify

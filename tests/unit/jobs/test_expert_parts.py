@@ -17,11 +17,11 @@ import moec
 from moec.codegen.emit import WEIGHTS, emit_function, emit_graph
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
-from moec.grammar.supported import unsupported
+from moec.grammar.checking.supported import unsupported
 from moec.passes.cost.totals import costs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Output
 from moec.passes.ir.ops import ExpertMlp, NestedRoute
+from moec.passes.ir.work.workload import Workload
 from moec.runtime import ops
 from moec.runtime.host.reference import layer_reference, reference_program
 from moec.runtime.verify.verification import verify

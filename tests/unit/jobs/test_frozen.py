@@ -19,8 +19,8 @@ from moec.driver import load
 from moec.passes.cost.totals import costs_of, tally
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.weights import weight_bytes
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
+from moec.passes.ir.work.workload import Workload
 from moec.runtime.errors import JobError
 from moec.runtime.verify.verification import verify
 

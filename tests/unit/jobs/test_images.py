@@ -19,8 +19,8 @@ import moec
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.totals import activation_bytes, costs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import ops as o
+from moec.passes.ir.work.workload import Workload
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference, reference_program
 from moec.runtime.inputs.forward_checks import same_shape

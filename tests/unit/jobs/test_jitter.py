@@ -19,8 +19,8 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops

@@ -15,7 +15,7 @@ import torch
 from support.plans import moe_plan
 
 import moec
-from moec.commands.checkpoint_list import checkpoints_of, lines
+from moec.commands.checkpoints.checkpoint_list import checkpoints_of, lines
 from moec.runtime.checkpoint import resuming
 from moec.runtime.checkpoint.format.index import HEAD, head_bytes
 from moec.runtime.checkpoint.format.reading import read_head

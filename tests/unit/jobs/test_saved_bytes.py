@@ -17,9 +17,9 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.cost.totals import activation_bytes, costs_of
-from moec.passes.cost.workload import Workload, busiest
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layers_by_block
+from moec.passes.ir.work.workload import Workload, busiest
 from moec.runtime.host.reference import layer_reference, reference, reference_program
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 

@@ -18,7 +18,7 @@ from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir.ops import BoundFar, DataRanks, TopologyLoss
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.place.ranks import for_ranks
 from moec.runtime.host.reference import reference

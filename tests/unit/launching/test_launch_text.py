@@ -14,9 +14,9 @@ from support.plans import moe_plan, moe_text
 import moec
 from moec import entry
 from moec.codegen.launch_command import start_command
-from moec.commands.launch import label, make_launch
-from moec.commands.launch_kubernetes import kubernetes_text, manifest
-from moec.commands.launch_slurm import slurm_script
+from moec.commands.launching.launch import label, make_launch
+from moec.commands.launching.launch_kubernetes import kubernetes_text, manifest
+from moec.commands.launching.launch_slurm import slurm_script
 from moec.grammar.diagnostics import DiagnosticError
 
 AWKWARD = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moec.commands import last_words
-from moec.commands.rank_output import RankOutput
+from moec.commands.console import last_words
+from moec.commands.console.rank_output import RankOutput
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'a.py'\nValueError: {}\n"
 

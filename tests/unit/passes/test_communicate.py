@@ -8,8 +8,8 @@ from support.tables import each_row
 
 from moec.passes.ir import Block, Init, Layout, Mesh, Op, Output, Parameter, Program, Value
 from moec.passes.ir.ops import ExpertMlp, Linear
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.pipeline import compile_program
 from moec.passes.place.communicate import Communicate

@@ -11,10 +11,10 @@ from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
-from moec.passes.cost.cost import Cost
 from moec.passes.cost.totals import BlockCost, tally
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Op, Program
+from moec.passes.ir.work.cost import Cost
+from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 
 REPOSITORY = Path(__file__).parents[3]

@@ -14,8 +14,8 @@ from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Program
 from moec.passes.ir.ops import Call
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.layer_names import layer_set_name
 from moec.passes.pipeline import compile_program
 

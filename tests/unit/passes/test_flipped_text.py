@@ -11,8 +11,8 @@ from support.plans import layer_spec
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError, Program
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 

@@ -10,8 +10,8 @@ from support.plans import moe_spec
 from support.tables import each_row
 
 from moec.driver import to_spec
+from moec.grammar.checking.rules import check
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.rules import check
 from moec.grammar.spec import ModelPart, Spec
 from moec.passes.ir import Program
 from moec.passes.lower.lower_frozen import PARTS, part_of

@@ -14,9 +14,9 @@ from support.tables import each_row
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError
 from moec.passes.ir.interface import has_interface
-from moec.passes.ir.parse import parse_program
 from moec.passes.ir.roles import ROLES, Role
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 

@@ -15,8 +15,8 @@ from support.tables import each_row
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError
 from moec.passes.ir.limits import MODULE_ATTRIBUTES, is_name
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 

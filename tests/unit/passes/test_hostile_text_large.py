@@ -97,7 +97,7 @@ READ_IN_A_PROCESS = """
 import json, pathlib, re, sys, time
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError
-from moec.passes.ir.parse import parse_program
+from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.verifier import check_program
 found = []
 for path in sys.argv[1:]:

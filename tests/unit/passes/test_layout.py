@@ -33,8 +33,8 @@ from moec.passes.ir import (
 )
 from moec.passes.ir.ops import AllGather, AllToAll, Call
 from moec.passes.ir.ops.ragged_conversions import GatheredRows, ReduceScatterRows, SliceRows
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.place.communicate import Communicate
 from moec.runtime.errors import JobError

@@ -8,7 +8,7 @@ from moec.driver import compile as compile_source
 from moec.driver import load
 from moec.grammar import load_text, to_text
 from moec.passes.ir.ops import PermutePadded
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.lower.lower_model import lower
 from moec.passes.pipeline import compile_program
 from moec.runtime.host.reference import reference_program

@@ -9,9 +9,9 @@ from support.tables import each_row
 from moec.driver import run_passes
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.totals import tally
-from moec.passes.cost.workload import NOMINAL_SEQUENCE
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Layout, Output, Program, Shard
+from moec.passes.ir.work.workload import NOMINAL_SEQUENCE
 from moec.passes.lower.lower_model import lower
 from moec.passes.place.ranks import for_ranks
 

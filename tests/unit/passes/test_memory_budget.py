@@ -14,9 +14,9 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers
 from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import tally
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Layout, Program, Shard
 from moec.passes.ir.row_table import table_length
+from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 
 SIZES = {"dim": 32, "expert": "swiglu(64)", "batch": 16, "sequence": 32}

@@ -18,8 +18,8 @@ from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.cost.totals import tally
 from moec.passes.ir import IrError, Layout
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.runtime.host.layer_home import make_layer
 from moec.runtime.ranks.checks import Checks

@@ -9,14 +9,14 @@ from support.inspected_text import inspected
 from support.plans import layer_text, moe_plan, moe_text
 from support.tables import each_row
 
-from moec.commands.summary import summary
+from moec.commands.inspecting.summary import summary
 from moec.grammar import check, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.diagnostics.diagnostic import Severity
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import IrError
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 
 
 def found(text: str) -> list[Diagnostic]:

@@ -16,9 +16,9 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import costs_of
-from moec.passes.cost.workload import Workload
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
+from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 from moec.passes.remedies import Change, Placing, first_that_fits, has_room, what_could_help
 

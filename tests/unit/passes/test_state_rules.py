@@ -14,13 +14,13 @@ from support.wrong_plans import change_block
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import InternalError
 from moec.passes.cost.totals import costs_of, tally
-from moec.passes.cost.workload import Workload
 from moec.passes.ir import REPLICATED, Init, IrError, Layout, Output, Shard, State, Value
 from moec.passes.ir.op import Placing, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import AllGather, MoveBias, Route, SumSources
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
+from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import PASS_NAMES, compile_program
 
 SECONDS = 1.0

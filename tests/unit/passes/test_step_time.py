@@ -10,7 +10,7 @@ from support.plans import moe_text
 from moec.grammar import load_text
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import costs_of
-from moec.passes.cost.workload import Workload
+from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 
 

@@ -17,8 +17,8 @@ from moec.passes.ir import Op, Program, SourceLine
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attributes import attribute_types
 from moec.passes.ir.ops.linear_ops import Activation
-from moec.passes.ir.parse import parse_program
-from moec.passes.ir.text import print_program
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import PASS_NAMES, compile_program
 
@@ -100,7 +100,7 @@ def test_activations_of_the_text_are_those_there_are():
 
 READ_IN_A_PROCESS = """
 import sys, time
-from moec.passes.ir.parse import parse_program
+from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.verifier import check_program
 text = open(sys.argv[1]).read()
 started = time.perf_counter()

@@ -1,0 +1,1 @@
+"""The rules of a Spec, beyond the kinds of its values."""

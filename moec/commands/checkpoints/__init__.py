@@ -1,0 +1,1 @@
+"""`moec checkpoint` and `moec weights`."""

@@ -1,0 +1,1 @@
+"""What commands read from and show to whoever types them."""

@@ -1,0 +1,1 @@
+"""`moec inspect`: what a plan has and costs."""

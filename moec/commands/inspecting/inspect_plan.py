@@ -1,0 +1,136 @@
+"""`moec inspect PLAN`: its meshes, groups, collectives and ops, or a rank's parts. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from moec.codegen.plan import Plan
+from moec.commands.console.given_plan import given_plan
+from moec.commands.console.output import emit
+from moec.commands.console.table import amount_or_dash, table
+from moec.commands.inspecting.inspect_plan_document import BlockCollective, PlanBlock, PlanDocument, PlanMesh
+from moec.commands.inspecting.inspect_rank import rank_document, rank_lines, shortened
+from moec.commands.inspecting.inspect_work import work_of, work_table
+from moec.grammar.amounts import count
+from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.weight_traffic import sendings
+from moec.passes.ir.interface import layers_by_block
+from moec.passes.ir.mesh import group_name
+from moec.passes.ir.work.workload import Workload
+from moec.passes.place.shard_zero import is_zero_gather
+
+HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
+MOST_COMMUNICATORS = 4
+"""Communicators of a group that the text shows; the document has all."""
+
+
+def run(path: Path, rank: int | None, style: str) -> None:
+    """Prints the plan, or one rank of it. Raises `DiagnosticError` for a rank that the plan does not have."""
+    plan = given_plan(path, style)
+    if rank is None:
+        found = plan_document(plan)
+        emit(style, lambda: plan_lines(found), lambda: found)
+    else:
+        of_rank = rank_document(plan, rank)
+        emit(style, lambda: rank_lines(of_rank), lambda: of_rank)
+
+
+def plan_document(plan: Plan) -> PlanDocument:
+    """The document of a whole plan."""
+    program = plan.program
+    layers, workload = layers_by_block(program), Workload.of_microbatch(plan.spec, program).even
+    blocks = []
+    for block in program.blocks:
+        cost = BlockCost.of(program, block, workload)
+        collectives = [*_conversions(cost, program.microbatches), *_of_parameters(cost, program.microbatches)]
+        blocks.append(
+            PlanBlock(
+                name=block.name,
+                layers=layers[block.name],
+                recompute=block.recompute,
+                collectives=collectives,
+                ops=work_of(cost, program.microbatches),
+            )
+        )
+    return PlanDocument(
+        plan=plan.name,
+        ranks=plan.world_size,
+        parameters=len(plan.parameters),
+        frozen=sum(parameter.frozen for parameter in plan.parameters.values()),
+        microbatches=program.microbatches,
+        meshes=[PlanMesh(name=mesh.name, axes=dict(mesh.axes)) for mesh in plan.meshes.values()],
+        groups={name: [list(ranks) for ranks in lists] for name, lists in plan.groups.items()},
+        blocks=blocks,
+    )
+
+
+def _conversions(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
+    """The conversions of a block; `cost` is that of a micro-batch."""
+    for op, of_op in cost.costs:
+        for sent in of_op.sent if not is_zero_gather(op) else ():
+            yield BlockCollective(
+                of=f"%{op.results[0].name}",
+                group=group_name(sent.axis, cost.block.experts),
+                ranks=cost.workload.meshes.size(sent.axis),
+                forward=f"{op.mnemonic} back" if getattr(op, "reverse", False) else op.mnemonic,
+                forward_bytes=microbatches * sent.forward,
+                backward=sent.backward_op if sent.backward_op != "none" else None,
+                backward_bytes=microbatches * sent.backward,
+                line=str(op.span) if op.span else None,
+            )
+
+
+def _of_parameters(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
+    """The gathers of weights and the sums of gradients, by collective and group."""
+    sent: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for each in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
+        forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
+        sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
+    for (of, collective, axis), (forward, backward) in sent.items():
+        yield BlockCollective(
+            of=of,
+            group=group_name(axis, cost.block.experts),
+            ranks=cost.workload.meshes.size(axis),
+            forward=collective if forward else None,
+            forward_bytes=forward,
+            backward=collective if backward else None,
+            backward_bytes=backward,
+            line=None,
+        )
+
+
+def plan_lines(found: PlanDocument) -> Iterator[str]:
+    """The document for people: of many communicators the first, of a block's ops the largest."""
+    of_them = f", {found.frozen} of them frozen" if found.frozen else ""
+    yield f"{found.plan}: {count(found.ranks, 'rank')}, {count(found.parameters, 'parameter')}{of_them}"
+    yield ""
+    for mesh in found.meshes:
+        yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes.items())}"
+    for name, lists in found.groups.items():
+        shown = ", ".join(shortened(ranks) for ranks in lists[:MOST_COMMUNICATORS])
+        more = ", …" if len(lists) > MOST_COMMUNICATORS else ""
+        yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
+    parts = found.microbatches
+    of_parts = f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
+    yield f"  Below: one rank's step{of_parts}; equal layers are shown once."
+    for block in found.blocks:
+        runs = f", {count(len(block.layers), 'layer')}" if block.layers else ""
+        yield ""
+        yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
+        yield from _communication(block.collectives)
+        yield from work_table(block.ops)
+
+
+def _communication(collectives: list[BlockCollective]) -> Iterator[str]:
+    if not collectives:
+        yield "  no communication"
+        return
+    yield from table([HEAD, *map(_cells, collectives)])
+
+
+def _cells(row: BlockCollective) -> tuple[str, ...]:
+    is_value = row.of.startswith("%")
+    what = f"{row.forward} {row.of}" if is_value else f"{row.forward} of {row.of}" if row.forward else row.of
+    sizes = [amount_or_dash(size) for size in (row.forward_bytes, row.backward_bytes)]
+    return what, row.group, str(row.ranks), sizes[0], row.backward or "none", sizes[1], row.line or ""

@@ -1,0 +1,116 @@
+"""`moec inspect PLAN --rank N`: what one rank holds, and its peers. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
+from moec.commands.inspecting.inspect_plan_document import RankBlock, RankDocument, RankParameter, RankState
+from moec.grammar.amounts import count
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.passes.ir import Block, Layout, State, local_shape, local_slices
+from moec.passes.ir.op import layout_of
+from moec.passes.ir.ops import Conversion
+
+
+def rank_document(plan: Plan, rank: int) -> RankDocument:
+    """The document of `rank`. Raises `DiagnosticError` MOE0017 for a rank that the plan does not have."""
+    if not 0 <= rank < plan.world_size:
+        allowed = "0" if plan.world_size == 1 else f"0 to {plan.world_size - 1}"
+        help = f"the plan is for {count(plan.world_size, 'rank')}"
+        raise DiagnosticError([diagnose("MOE0017", None, f"--rank must be {allowed}, not {rank}", help=help)])
+    meshes = plan.meshes.values()
+    return RankDocument(
+        plan=plan.name,
+        rank=rank,
+        ranks=plan.world_size,
+        data_rank=plan.data_rank(rank),
+        data_size=plan.data_size,
+        coordinates={mesh.name: {axis: mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for mesh in meshes},
+        groups={name: list(next(each for each in lists if rank in each)) for name, lists in plan.groups.items()},
+        held_elements=sum(_local_elements(plan, p) for p in plan.parameters.values()),
+        elements=sum(math.prod(p.shape) for p in plan.parameters.values()),
+        blocks=[_block(plan, block, rank) for block in plan.program.blocks if block.parameters],
+    )
+
+
+def _block(plan: Plan, block: Block, rank: int) -> RankBlock:
+    return RankBlock(
+        name=block.name,
+        parameters=[_parameter(plan, block, p, rank) for p in parameters_of_block(block)],
+        states=[_state(state, block.update) for state in block.states] if block.update else [],
+    )
+
+
+def _state(state: State, update: str) -> RankState:
+    shape = [int(size) for size in state.shape]
+    return RankState(name=state.name, dtype=str(state.dtype), shape=shape, updated_by=update)
+
+
+def _parameter(plan: Plan, block: Block, parameter: PlanParameter, rank: int) -> RankParameter:
+    parts = local_slices(parameter.shape, parameter.layout, plan.meshes[parameter.mesh], rank)
+    return RankParameter(
+        name=parameter.name,
+        dtype=str(parameter.dtype),
+        shape=list(parameter.shape),
+        held=[(part.start, part.stop) for part in parts],
+        layout=str(parameter.layout),
+        other_layouts={what: str(layout) for what, layout in _other_layouts(block, parameter)},
+        frozen=parameter.frozen,
+    )
+
+
+def rank_lines(found: RankDocument) -> Iterator[str]:
+    """The document for people."""
+    part = f"its sequences are part {found.data_rank} of {found.data_size} of a batch (from 0)"
+    yield f"{found.plan}, rank {found.rank} of {found.ranks}: {part}"
+    yield ""
+    for mesh, coordinates in found.coordinates.items():
+        yield f"  mesh {mesh}: {', '.join(f'{axis} {index}' for axis, index in coordinates.items())}"
+    for name, ranks in found.groups.items():
+        yield f"  group {name} with {shortened([peer for peer in ranks if peer != found.rank])}"
+    yield f"  holds {found.held_elements:,} of {found.elements:,} elements"
+    for block in found.blocks:
+        yield ""
+        yield block.name
+        width = max(len(parameter.name) for parameter in block.parameters)
+        for p in block.parameters:
+            others = "".join(f"  {what} {layout}" for what, layout in p.other_layouts.items()) + "  frozen" * p.frozen
+            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(p)}  of {p.shape}  {p.layout}{others}"
+        for state in block.states:
+            yield f"  {state.name.ljust(width)}  {state.dtype}{state.shape}  updated by {state.updated_by}"
+
+
+def shortened(ranks: list[int]) -> str:
+    """A list of ranks: of more than 8 the first two and the last."""
+    return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
+
+
+def _held(parameter: RankParameter) -> str:
+    """`[4:8, 64]`: the part of each dim that the rank holds."""
+    dims = zip(parameter.held, parameter.shape, strict=True)
+    return f"[{', '.join(str(n) if part == (0, n) else f'{part[0]}:{part[1]}' for part, n in dims)}]"
+
+
+def _other_layouts(block: Block, parameter: PlanParameter) -> Iterator[tuple[str, Layout]]:
+    """The layouts of a parameter where it is used, of its gradient and of its optimizer state that are not its own."""
+    used = ((f"used as %{name}", layout) for name, layout in _gathered(block, f"@{parameter.name}").items())
+    for what, layout in (*used, ("gradient", parameter.gradient), ("optimizer state", parameter.optimizer_state)):
+        if layout != parameter.layout:
+            yield what, layout
+
+
+def _gathered(block: Block, name: str) -> dict[str, Layout]:
+    """The values that conversions make of a parameter and that other ops use, with their layouts."""
+    made, used = {name}, dict[str, Layout]()
+    for op in block.ops:
+        if isinstance(op, Conversion) and op.operands[0] in made:
+            made.add(op.results[0].name)
+        else:
+            used.update({each: layout_of(block.scope[each]) for each in op.operands if each in made - {name}})
+    return used
+
+
+def _local_elements(plan: Plan, parameter: PlanParameter) -> int:
+    return math.prod(local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh]))

@@ -1,0 +1,1 @@
+"""`moec launch`: the processes of a job."""

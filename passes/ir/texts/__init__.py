@@ -1,0 +1,1 @@
+"""A Program as text, written and read."""

@@ -1,0 +1,118 @@
+"""Reads the text form of a Program: `parse_program(print_program(p)) == p`, including spans.
+
+The text is not trusted. Each statement is a line that one regular expression splits; the reader checks every name,
+number and word before it makes an op. At the end the Program must print as the same text. `verifier.check_program`
+checks types and layouts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+from moec.passes.ir.ir_error import IrError, UnreadableLineError, at_most, quoted
+from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.limits import (
+    AXIS,
+    LABEL,
+    MAX_AXES,
+    MAX_BLOCKS,
+    MAX_LABEL,
+    MAX_MESHES,
+    MAX_MICROBATCHES,
+    MAX_RANKS,
+    MAX_STAGES,
+)
+from moec.passes.ir.mesh import Mesh
+from moec.passes.ir.program import Program, Stage
+from moec.passes.ir.texts.lines import Lines
+from moec.passes.ir.texts.parse_attributes import STRING, short_string
+from moec.passes.ir.texts.parse_block import BlockReader
+from moec.passes.ir.texts.parse_type import TypeReader, integer
+from moec.passes.ir.texts.text import program_lines
+
+_HEAD = re.compile(rf"program ({STRING})(?: from ({STRING}))? \{{")
+_MESH = re.compile(rf'  mesh "({LABEL})" \{{([a-z0-9=, ]++)\}}')
+_AXIS = re.compile(rf"({AXIS}) = ([0-9]++)")
+_TOKENS = re.compile(r"  tokens @ ([a-z0-9:() ]++)")
+_MICROBATCHES = re.compile(r"  microbatches ([0-9]++)")
+_STAGE = re.compile(r'  stage ([0-9]++) \{(".*")\}')
+
+
+def parse_program(text: str) -> Program:
+    """The Program that `text` prints. Raises `IrError` for a text that `print_program` does not print."""
+    lines = Lines(text)
+    try:
+        program = _read_program(lines)
+        lines.end()
+        lines.require_same(program_lines(program))
+    except UnreadableLineError as error:
+        raise IrError(lines.number, str(error)) from None
+    return program
+
+
+def _read_program(lines: Lines) -> Program:
+    head = lines.take_match(_HEAD, '`program "…" {`')
+    name = short_string(head[1])
+    main = short_string(head[2]) if head[2] else None
+    meshes: dict[str, Mesh] = {}
+    while lines.next_starts_with("  mesh "):
+        mesh = _read_mesh(lines)
+        if meshes.setdefault(mesh.name, mesh) is not mesh:
+            raise UnreadableLineError(f"the mesh {quoted(mesh.name)} stands twice")
+        at_most(len(meshes), MAX_MESHES, "meshes")
+    types = TypeReader({axis for mesh in meshes.values() for axis, _ in mesh.axes})
+    tokens = REPLICATED
+    if lines.next_starts_with("  tokens "):
+        tokens = types.layout(lines.take_match(_TOKENS, "a layout of tokens")[1])
+    microbatches = 1
+    if lines.next_starts_with("  microbatches "):
+        number = lines.take_match(_MICROBATCHES, "a number of micro-batches")[1]
+        microbatches = integer(number, "the number of micro-batches", 2, MAX_MICROBATCHES)
+    reader = BlockReader(lines, types, meshes.keys(), main)
+    blocks = []
+    while lines.next_starts_with("\n"):
+        lines.take_exactly("")
+        blocks.append(reader.block())
+        at_most(len(blocks), MAX_BLOCKS, "blocks")
+    stages: list[Stage] = []
+    while lines.next_starts_with("  stage "):
+        stages.append(_read_stage(lines, len(stages), reader.expanded.keys()))
+        at_most(len(stages), MAX_STAGES, "stages")
+    lines.take_exactly("}")
+    return Program(
+        name=name,
+        meshes=tuple(meshes.values()),
+        tokens=tokens,
+        blocks=tuple(blocks),
+        stages=tuple(stages),
+        microbatches=microbatches,
+    )
+
+
+def _read_mesh(lines: Lines) -> Mesh:
+    found = lines.take_match(_MESH, "a mesh")
+    at_most(len(found[1]), MAX_LABEL, "characters in a name")
+    axes: dict[str, int] = {}
+    for text in found[2].split(", "):
+        axis = _AXIS.fullmatch(text)
+        if axis is None or axis[1] in axes:
+            raise UnreadableLineError(f"an axis and its size are wanted, once, not {quoted(text)}")
+        axes[axis[1]] = integer(axis[2], "the size of an axis", 1, MAX_RANKS)
+        at_most(len(axes), MAX_AXES, "axes")
+    at_most(math.prod(axes.values()), MAX_RANKS, "ranks")
+    return Mesh(found[1], tuple(axes.items()))
+
+
+def _read_stage(lines: Lines, index: int, blocks: Collection[str]) -> Stage:
+    found = lines.take_match(_STAGE, "a stage")
+    if found[1] != str(index):
+        raise UnreadableLineError(f"stage {index} is wanted")
+    names = found[2][1:-1].split('", "')
+    for name in names:
+        if name not in blocks:
+            raise UnreadableLineError(f"there is no block {quoted(name)}")
+    if len(set(names)) < len(names):
+        raise UnreadableLineError("a block stands twice")
+    return Stage(index=index, blocks=tuple(names))

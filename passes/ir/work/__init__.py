@@ -1,0 +1,1 @@
+"""What an op says of its work: operations, bytes, and what backward keeps."""

@@ -1,0 +1,145 @@
+"""Cost formulas that several ops use: element-wise ops, projections, attention, experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moec.passes.ir.row_table import table_length
+from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
+
+if TYPE_CHECKING:
+    from moec.passes.ir.op import Op
+    from moec.passes.ir.value import Value
+    from moec.passes.ir.work.workload import Workload
+
+INT32 = 4
+"""Bytes of one number of a table of rows."""
+
+
+def elementwise(
+    op: Op,
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    workload: Workload,
+    *,
+    keeps: Sequence[Saved] = (),
+    forward: int = 1,
+    backward: int = 1,
+    scratch: tuple[float, float] = (0.0, 0.0),
+) -> Cost:
+    """No matrix product: each tensor is read or written once. `forward` and `backward` are kernel launches.
+
+    Backward reads `keeps` and the gradients of results, and writes the gradients of operands. An op without a
+    differentiable operand or result has no backward. `scratch` is that of `Cost`.
+    """
+    given = _differentiable(results)
+    trained = {name: value for name, value in op.named(operands).items() if not workload.is_frozen(value)}
+    wanted = _differentiable([value for name, value in trained.items() if name not in op.constants])
+    ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
+    if not given or not wanted:
+        return Cost(work=Work(forward=ahead), scratch=(scratch[0], 0.0))
+    kept = sum(saved.bytes for saved in keeps)
+    behind = Direction(moved=workload.bytes(*given, *wanted) + kept, launches=backward)
+    return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps), scratch=scratch)
+
+
+def _differentiable(values: Sequence[Value]) -> list[Value]:
+    return [value for value in values if value.dtype != "int64"]
+
+
+def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Workload) -> Work:
+    """`[…, in] × [out…, in]`, computed in `dtype`. Backward: one product for x and one for a weight that trains."""
+    local = workload.shape(weight)
+    k = math.prod(local[-contract:])
+    n = math.prod(local[:-contract])
+    ahead = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
+    names = ("linear_backward",) if workload.is_frozen(weight) else ("linear_backward", "linear_weights")
+    behind = Direction(products=tuple(replace(ahead, name=name) for name in names), launches=len(names))
+    return Work(forward=Direction(products=(ahead,), launches=1), backward=behind)
+
+
+def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, keys: float) -> Work:
+    """The products q·kᵀ and scores·v with `keys` keys for each token: those that it attends to, as in MFU figures.
+
+    Scores stay on chip. Backward counts twice the forward, without the scores that a fused kernel recomputes.
+    """
+    batch, sequence, heads, width = workload.shape(q)
+    rows, groups = batch * sequence * heads, batch * heads
+    scores = Product(name="scores", m=rows, n=keys, k=width, groups=groups, width=0)
+    values = Product(name="values", m=rows, n=workload.shape(v)[3], k=keys, groups=groups, width=0)
+    moved = workload.bytes(q, k, v, out)
+    return Work(
+        forward=Direction(products=(scores, values), moved=moved, launches=1),
+        backward=Direction(products=(scores, values) * 2, moved=2 * moved, launches=1),
+    )
+
+
+def experts_work(
+    rows: float,
+    largest: float,
+    experts: Sequence[Value],
+    workload: Workload,
+    *,
+    forward: int,
+    backward: int,
+    moved: float = 0,
+) -> Work:
+    """Up, activation and down over `rows` rows. `experts` are the rank's up, down and, where given, both biases.
+
+    The up product writes the pre-activation, which is saved, and the activated rows. Backward recomputes the activated
+    rows and writes the gradient of the pre-activation. `moved` are further bytes, the same forward and backward.
+    """
+    up, _, *biases = experts
+    groups, parts, hidden, dim = workload.shape(up)
+    width = workload.width(up.dtype)
+    wide = Product(name="up", m=rows, n=parts * hidden, k=dim, groups=groups, largest=largest, width=width)
+    narrow = replace(wide, name="down", n=dim, k=hidden)
+    behind = (
+        replace(narrow, name="down_backward"),
+        replace(narrow, name="down_weights"),
+        replace(wide, name="up_backward"),
+        replace(wide, name="up_weights"),
+    )
+    of_biases = rows * (parts * hidden + dim) * width if biases else 0
+    return Work(
+        forward=Direction(products=(wide, narrow), moved=rows * hidden * width + moved, launches=forward),
+        backward=Direction(
+            products=behind,
+            moved=2 * rows * parts * hidden * width + of_biases + moved,
+            launches=backward + len(biases),
+        ),
+    )
+
+
+def experts_scratch(
+    rows: float, largest: float, experts: Sequence[Value], workload: Workload, *, gathers: tuple[int, int]
+) -> tuple[float, float]:
+    """Scratch of `experts_work`: activated rows and, in backward, gradients of hidden rows.
+
+    On CPU buffers serve one expert at a time, on other devices all rows. `gathers` are copies of the model's width of
+    each expert's rows in forward and backward, where these do not lie side by side.
+    """
+    up = experts[0]
+    _, parts, hidden, dim = workload.shape(up)
+    at_once = (largest if workload.device == "cpu" else rows) * workload.width(up.dtype)
+    return at_once * (hidden + gathers[0] * dim), at_once * ((2 + parts) * hidden + gathers[1] * dim)
+
+
+def inner_of_experts(result: Value, rows: float, up: Value, workload: Workload) -> tuple[Saved, Saved]:
+    """What an op saves of `rows` rows: pre-activations in the dtype of `up`, and the table of rows."""
+    experts, parts, hidden, _ = workload.shape(up)
+    table = table_length(round(rows), round(experts))
+    return (
+        workload.inner(result, "hidden", rows * parts * hidden, up.dtype),
+        Saved(f"{result.name}:table", INT32 * table),
+    )
+
+
+def used_share(experts: Value, workload: Workload) -> float:
+    """The fraction of all experts that one token goes to."""
+    count = experts.shape[0]
+    assert isinstance(count, int)
+    return workload.sizes["choices"] * workload.share(experts) / count
