@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
+from moec.runtime.job.elementwise_optimizers import NarrowAdamW
 from moec.runtime.job.masters import has_closure, local_part
 from moec.runtime.job.matrix_optimizer import MatrixOptimizer
-from moec.runtime.job.narrow_states import NarrowAdamW
 
 _ZEROS = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})
 

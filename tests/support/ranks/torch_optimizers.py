@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer, Sgd
+from moec.grammar.spec.optimizers import Adafactor, AdamW, Muon, Optimizer, Sgd
 
 
 def torch_optimizers(spec: Optimizer, named: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:

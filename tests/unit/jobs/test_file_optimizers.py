@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import _muon
 
-from moec.passes.cost.optimizer_state import state_elements
+from moec.grammar.spec import optimizers as words
+from moec.passes.cost.optimizers import KINDS, kind_of
 from moec.runtime.errors import JobError
 from moec.runtime.job import muon
+from moec.runtime.job.optimizer import MAKERS
 
 DECAYING = OPTIMIZERS | {
     "sgd": "sgd(lr = 0.1, momentum = 0.9, weight_decay = 0.1)",
@@ -36,6 +38,13 @@ def test_a_frozen_parameter_is_not_changed(optimizer: str):
             update.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name in frozen), name
+
+
+def test_every_optimizer_of_the_language_is_declared_and_made():
+    kinds = set(words.OPTIMIZERS.values())
+    assert set(KINDS) == set(MAKERS) == kinds
+    assert {text.partition("(")[0] for text in OPTIMIZERS.values()} == set(words.OPTIMIZERS)
+    assert all(hasattr(kind, name) for kind in kinds for name in kind.betas)
 
 
 def test_muon_does_not_take_all_experts_for_one_matrix(monkeypatch):
@@ -103,7 +112,7 @@ def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer
 
 
 @pytest.mark.parametrize("optimizer", DECAYING)
-def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
+def test_the_states_are_those_that_a_plan_counts(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer], bias="all")
     with ending(job):
         update = job.optimizer(model)
@@ -111,8 +120,9 @@ def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
         update.step()
     spec, datas = job.plan.spec.train.optimizer, job.plan.parameters
     for name, parameter in model.named_parameters():
-        kept = sum(value.numel() for value in update.state[parameter].values() if value is not None and value.dim())
-        assert kept == state_elements(parameter.shape, spec, datas[name].matrices), name
+        state = {key: value for key, value in update.state[parameter].items() if key != "step" and value is not None}
+        sizes = {key: value.numel() for key, value in state.items()}
+        assert sizes == kind_of(spec).states(spec, parameter.shape, datas[name].matrices), name
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])

@@ -1,10 +1,12 @@
 """The number of elements of optimizer states, against the optimizers of torch."""
 
+import pytest
 import torch
 from support.tables import each_row
 
-from moec.grammar.spec import Adafactor, AdamW, Muon, Sgd
-from moec.passes.cost.optimizer_state import state_elements
+from moec.grammar.diagnostics.diagnostic import InternalError
+from moec.grammar.spec.optimizers import Adafactor, AdamW, Muon, Sgd
+from moec.passes.cost.optimizers import state_elements
 from moec.passes.ir import VECTOR, Matrices
 
 SHAPE = (6, 4, 10)
@@ -31,7 +33,8 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
 )
 def test_elements_are_those_that_torch_keeps(spec, of_torch, shape):
     expected = kept(of_torch([torch.nn.Parameter(torch.ones(shape))]))
-    assert state_elements(shape, spec) == expected
+    matrices = Matrices(max(len(shape) - 2, 0), min(len(shape) - 1, 1))
+    assert state_elements(shape, spec, matrices) == expected
 
 
 def test_muon_keeps_a_momentum_of_hidden_matrices_and_adamws_moments_of_all_others():
@@ -46,3 +49,11 @@ def test_adafactor_factors_the_matrices_that_the_parameter_declares():
     assert state_elements(SHAPE, Adafactor(), Matrices(rows=2, hidden=True)) == 6 * 4 + 10
     assert state_elements(SHAPE, Adafactor(), Matrices(rows=1, hidden=True)) == 6 + 4 * 10
     assert state_elements((6, 4), Adafactor(), Matrices(stack=1)) == 24
+
+
+def test_an_optimizer_without_a_declaration_is_an_error_and_not_an_adamw():
+    class Other(AdamW):
+        word = "other"
+
+    with pytest.raises(InternalError, match="`other` has no declaration"):
+        state_elements((8,), Other(), VECTOR)
