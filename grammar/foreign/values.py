@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from moec.grammar.spec.optimizers import OPTIMIZERS as OWN
+
 # fmt: off
 # ruff: noqa: E501
 
@@ -30,15 +32,11 @@ WORDS: dict[str, str] = {
 }
 """Values of other systems, in lower case unless they are Python's, and the word here that means the same."""
 
-ADAMW_DIFFERS = frozenset(("beta2", "weight_decay"))
-"""Arguments of `adamw` whose defaults are others elsewhere."""
-ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, PyTorch's are 0.999 and 0.01, DeepSpeed's 0.999 and 0"
-
 _ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
 _GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh, nor by a sigmoid"
 _ACTIVATION = "moec has `gelu`, `relu`, `relu2` and `silu`, and gated ones: `swiglu`, `geglu`"
 OPTIMIZERS = (
-    "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
+    f"moec's own are {', '.join(f'`{word}`' for word in OWN)}; a script may take element-wise ones of `torch.optim` instead "
     "(docs/optimizers.md)"
 )
 _AUX_LOSS = (
@@ -86,7 +84,7 @@ IN_BLOCKS: dict[tuple[str, str], str] = {
     **dict.fromkeys((("train", "bf16"), ("model", "bf16")), "amp"),
     **dict.fromkeys((("train", "fp16"), ("model", "fp16")), "use_fp16"),
     **dict.fromkeys((("train", "fp32"), ("model", "fp32")), "use_fp32"),
-    **dict.fromkeys((("train", "clip"), ("adamw", "clip"), ("sgd", "clip"), ("muon", "clip")), "clipping"),
+    **dict.fromkeys((("train", "clip"), *((word, "clip") for word, kind in OWN.items() if not hasattr(kind, "clip"))), "clipping"),
     **dict.fromkeys((("train", "schedule"), ("train", "cosine"), ("train", "linear")), "lr_schedule"),
     **dict.fromkeys((("train", "accumulation"), ("train", "accumulate")), "gradient_accumulation_steps"),
     ("cluster", "memory"): "device_memory",

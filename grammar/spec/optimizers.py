@@ -13,11 +13,13 @@ class _Optimizer(Node):
     """What every optimizer says of itself.
 
     `betas` are the fields that say how much of a state a step keeps. `wide`: why its states stay in fp32 between steps;
-    empty where `state = bf16` is allowed.
+    empty where `state = bf16` is allowed. `elsewhere` says what defaults other systems have of the fields `differ`.
     """
 
     betas: ClassVar[tuple[str, ...]] = ()
     wide: ClassVar[str] = ""
+    differ: ClassVar[frozenset[str]] = frozenset()
+    elsewhere: ClassVar[str] = ""
 
     def parts(self) -> tuple["_Optimizer", ...]:
         """Itself, and the optimizers of some parameters that it has."""
@@ -30,6 +32,10 @@ class AdamW(_Optimizer):
     word = "adamw"
     source = "Loshchilov & Hutter 2019, arXiv 1711.05101"
     betas = ("beta1", "beta2")
+    differ = frozenset(("beta2", "weight_decay"))
+    elsewhere = (
+        "its defaults are beta2 = 0.95 and weight_decay = 0.1, PyTorch's are 0.999 and 0.01, DeepSpeed's 0.999 and 0"
+    )
     lr: Annotated[float, more_than(0), Doc("learning rate")] = 3e-4
     beta1: Annotated[Beta, Doc("decay of the first moment")] = 0.9
     beta2: Annotated[Beta, Doc("decay of the second moment")] = 0.95
@@ -89,7 +95,7 @@ class Muon(_Optimizer):
 
 Optimizer = AdamW | Sgd | Adafactor | Muon
 
-OPTIMIZERS: dict[str, type[Node]] = {kind.word: kind for kind in get_args(Optimizer)}
+OPTIMIZERS: dict[str, type[_Optimizer]] = {kind.word: kind for kind in get_args(Optimizer)}
 """The optimizers by word."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.foreign.lookup import alias, near
-from moec.grammar.foreign.values import ADAMW_DEFAULTS, ADAMW_DIFFERS, OPTIMIZERS
+from moec.grammar.foreign.lookup import alias, defaults_elsewhere, near, synonym
+from moec.grammar.foreign.values import OPTIMIZERS
+from moec.grammar.spec.base import field_names
+from moec.grammar.spec.optimizers import OPTIMIZERS as OWN
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
@@ -175,7 +177,7 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
     help, edits = f"a value with settings is a call: write `{name} = {word}({arguments})`", []
     if name == "experts":
         help = f"experts are a product: write `{_experts(source, word if kind else 'swiglu', settings)}`"
-    elif kind is not None and name == "optimizer" and word not in ("sgd", "muon", "adafactor"):
+    elif kind is not None and name == "optimizer" and not _is_plain(word):
         help = _optimizer(source, word, _flat(settings))
     elif kind is not None and _flat(settings) == settings:
         edits = [(*place, f"{word}({arguments})")]
@@ -199,18 +201,25 @@ def _settings(notations: Notations, name: str, pairs: list[Pair], opener: Token,
 def _optimizer(source: str, word: str, settings: list[Pair]) -> str:
     """Help for an optimizer of DeepSpeed's or PyTorch's. DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
     given = {key: _text(source, value) for key, value in settings}
-    is_adamw = word == "adamw" or (word == "adam" and given.get("adam_w_mode", "true").lower() == "true")
-    if not is_adamw:
+    is_adam = word == "adam" and given.get("adam_w_mode", "true").lower() == "true"
+    same = "adamw" if is_adam else synonym(word) or word
+    if same not in OWN:
         return near(word) or OPTIMIZERS
     if betas := re.fullmatch(r"[\[(]\s*([^,\s]+)\s*,\s*([^,\s]+)\s*[\])]", given.get("betas", "")):
         given |= {"beta1": betas[1], "beta2": betas[2]}
-    texts = {key: given[key] for key in ("lr", "beta1", "beta2", "eps", "weight_decay") if key in given}
+    texts = {key: given[key] for key in field_names(OWN[same]) if key in given}
     texts = {key: "…" if text.strip("\"'") == "auto" else text for key, text in texts.items()}
-    call = f"adamw({', '.join(f'{key} = {text}' for key, text in texts.items())})"
+    call = f"{same}({', '.join(f'{key} = {text}' for key, text in texts.items())})"
     help = f"a value with settings is a call: write `optimizer = {call}`"
-    if word == "adam":
+    if is_adam:
         help = f"DeepSpeed's Adam is AdamW, unless `adam_w_mode` is false: write `optimizer = {call}`"
-    return help if texts.keys() >= ADAMW_DIFFERS else f"{help}; {ADAMW_DEFAULTS}"
+    other_defaults = defaults_elsewhere(same, texts)
+    return f"{help}; {other_defaults}" if other_defaults else help
+
+
+def _is_plain(word: str) -> bool:
+    """Whether the optimizer's settings have the same names here: it has no two betas, which are one pair elsewhere."""
+    return word in OWN and "beta1" not in field_names(OWN[word])
 
 
 def _experts(source: str, word: str, settings: list[Pair]) -> str:

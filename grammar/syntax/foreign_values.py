@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from moec.grammar.foreign.values import ADAMW_DEFAULTS, WORDS
+from moec.grammar.foreign.lookup import defaults_elsewhere
+from moec.grammar.foreign.values import WORDS
 from moec.grammar.syntax.notations import Notations
 from moec.grammar.syntax.tokens import Token
 
@@ -33,7 +34,7 @@ def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
                 end = token.start + len(name)
                 help = f"write `{word}`"
                 if optimizer:
-                    help = f"write `{word}(…)`; {ADAMW_DEFAULTS if word == 'adamw' else 'its defaults may be others'}"
+                    help = f"write `{word}(…)`; {defaults_elsewhere(word) or 'its defaults may be others'}"
                 edits = [] if optimizer else [(token.start, end, word)]
                 notations.add("MOE0109", token.start, end, f"`{name}` is PyTorch's name", help, *edits)
                 token = Token("NAME", word, token.start, end)
