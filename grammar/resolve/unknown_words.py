@@ -36,7 +36,7 @@ def diagnose_unknown_word(
         # Only the word is wrong, or its arguments too.
         arguments = value.arguments if isinstance(value, Call) else ()
         given = {argument.name.text for argument in arguments if argument.name}
-        other_defaults = defaults_elsewhere(same, given)
+        other_defaults = defaults_elsewhere(same, given | {"beta1", "beta2"} if "betas" in given else given)
         help = f"here it is called `{same}`" + (f"; {other_defaults}" if other_defaults else "")
         scope.error("MOE0201", name.span, message, help=help, instead=None if other_defaults else same)
         resolve(scope, known.kinds, Call(Name(same, name.span), arguments, value.span), known)

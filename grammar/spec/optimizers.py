@@ -93,7 +93,24 @@ class Muon(_Optimizer):
     adamw: Annotated[AdamW, Doc("optimizer of every other parameter")] = AdamW()
 
 
-Optimizer = AdamW | Sgd | Adafactor | Muon
+class Lion(_Optimizer):
+    """The sign of the momentum blended with the gradient, so that every element moves by `lr`; one state.
+
+    Against AdamW, `lr` is 3 to 10 times smaller and `weight_decay` as much larger (section 5).
+    """
+
+    word = "lion"
+    source = "Chen et al. 2023, arXiv 2302.06675, algorithm 2"
+    betas = ("beta2",)
+    differ = frozenset(("lr", "beta2"))
+    elsewhere = "its defaults are lr = 1e-4 and beta2 = 0.99, DeepSpeed's are 1e-3 and 0.999"
+    lr: Annotated[float, more_than(0), Doc("learning rate")] = 1e-4
+    beta1: Annotated[Beta, Doc("part of the momentum in what is taken the sign of")] = 0.9
+    beta2: Annotated[Beta, Doc("decay of the momentum")] = 0.99
+    weight_decay: Annotated[Decay, Doc("decoupled; norms are not decayed")] = 0.0
+
+
+Optimizer = AdamW | Sgd | Adafactor | Muon | Lion
 
 OPTIMIZERS: dict[str, type[_Optimizer]] = {kind.word: kind for kind in get_args(Optimizer)}
 """The optimizers by word."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moec.grammar.diagnostics.diagnostic import InternalError
-from moec.grammar.spec.optimizers import Adafactor, AdamW, Muon, Optimizer, Sgd, Update
+from moec.grammar.spec.optimizers import Adafactor, AdamW, Lion, Muon, Optimizer, Sgd, Update
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Matrices, Parameter
 
@@ -94,6 +94,10 @@ def _muon_states(optimizer: Muon, shape: Sequence[int], matrices: Matrices) -> M
     return {"momentum_buffer": math.prod(shape)}
 
 
+def _lion_states(_: Any, shape: Sequence[int], __: Matrices) -> Mapping[str, int]:
+    return {"exp_avg": math.prod(shape)}
+
+
 def _chunk(parts: Iterable[Part]) -> tuple[int, int]:
     """Elements of the parts that are updated at a time, and of the largest one."""
     sizes = [part.elements for part in parts]
@@ -117,6 +121,11 @@ def _sgd_work(update: Update, parts: Sequence[Part]) -> float:
     if not decaying:
         return 0.0
     return FP32 * (sum(part.elements for part in decaying) if update.state == "fp32" else _chunk(decaying)[0])
+
+
+def _lion_work(_: Update, parts: Sequence[Part]) -> float:
+    """The directions of a chunk."""
+    return FP32 * max((_chunk(together)[0] for together in _together(parts, _decays)), default=0)
 
 
 def _adafactor_work(_: Update, parts: Sequence[Part]) -> float:
@@ -146,5 +155,6 @@ KINDS: Mapping[type, OptimizerKind] = {
     Sgd: OptimizerKind(states=_sgd_states, work=_sgd_work),
     Adafactor: OptimizerKind(states=_adafactor_states, work=_adafactor_work, whole_matrices=True),
     Muon: OptimizerKind(states=_muon_states, work=_muon_work, whole_matrices=True, amplifies=True),
+    Lion: OptimizerKind(states=_lion_states, work=_lion_work),
 }
 """The optimizers by their class."""

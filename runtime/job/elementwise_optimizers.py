@@ -20,6 +20,7 @@ from torch.optim.sgd import sgd
 
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.optimizers import AdamW as AdamWSpec
+from moec.grammar.spec.optimizers import Lion as LionSpec
 from moec.grammar.spec.optimizers import Sgd as SgdSpec
 from moec.runtime.job.masters import Master, by_decay, chunks, local_part, loss_of
 
@@ -146,6 +147,28 @@ class NarrowSgd(Elementwise, SGD):
         sgd(chunk.parts, chunk.gradients, momentum, foreach=True, **{name: group[name] for name in options})
 
 
+class Lion(Elementwise):
+    """Chen et al. 2023, algorithm 2, by torch's foreach functions."""
+
+    kind = "lion"
+    names = ("exp_avg",)
+
+    def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
+        """Moves every element by `lr` against the sign of its blended momentum."""
+        (momentum,), (beta1, beta2) = chunk.states, group["betas"]
+        directions = torch._foreach_lerp(momentum, chunk.gradients, 1 - beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(chunk.parts, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(chunk.parts, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(momentum, chunk.gradients, 1 - beta2)
+
+
+class NarrowLion(Lion):
+    """The same, with a momentum in bf16 between steps."""
+
+    state_dtype = torch.bfloat16
+
+
 def _adamw(masters: Sequence[Master], spec: AdamWSpec, state_dtype: torch.dtype | None) -> Optimizer:
     kind = NarrowAdamW if state_dtype else AdamW
     groups = by_decay(masters, spec.weight_decay)
@@ -158,7 +181,12 @@ def _sgd(masters: Sequence[Master], spec: SgdSpec, state_dtype: torch.dtype | No
     return kind(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True)
 
 
+def _lion(masters: Sequence[Master], spec: LionSpec, state_dtype: torch.dtype | None) -> Optimizer:
+    options = {"lr": spec.lr, "betas": (spec.beta1, spec.beta2)}
+    return (NarrowLion if state_dtype else Lion)(by_decay(masters, spec.weight_decay), options)
+
+
 Maker = Callable[[Sequence[Master], Any, torch.dtype | None], Optimizer]
 """Makes an optimizer of masters, the file's numbers, and the dtype of states if it is not the masters'."""
 
-MAKERS: Mapping[type[Node], Maker] = {AdamWSpec: _adamw, SgdSpec: _sgd}
+MAKERS: Mapping[type[Node], Maker] = {AdamWSpec: _adamw, SgdSpec: _sgd, LionSpec: _lion}

@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "sgd": "sgd(lr = 0.3, momentum = 0.9, nesterov = true, weight_decay = 1e-3)",
     "adafactor": "adafactor(lr = 3e-2, weight_decay = 0.1)",
     "muon": "muon(adamw = adamw(lr = 3e-3))",
+    "lion": "lion(lr = 1e-3, weight_decay = 0.3)",
     "rms": "muon(lr = 3e-3, scale = rms, nesterov = false, adamw = adamw(lr = 3e-3))",
 }
 

@@ -1,4 +1,4 @@
-"""`sgd`, `adafactor` and `muon` of the file, on one rank."""
+"""Every optimizer of the file, on one rank."""
 
 import io
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending, job_and_model
 from support.plans import moe_plan
+from support.ranks.torch_optimizers import torch_optimizers
 from support.verified import require_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -19,6 +20,7 @@ from moec.runtime.job.optimizer import MAKERS
 
 DECAYING = OPTIMIZERS | {
     "sgd": "sgd(lr = 0.1, momentum = 0.9, weight_decay = 0.1)",
+    "lion": "lion(lr = 1e-3, weight_decay = 0.3)",
     "adafactor": "adafactor(weight_decay = 0.1)",
 }
 
@@ -66,6 +68,22 @@ def test_muon_does_not_take_all_experts_for_one_matrix(monkeypatch):
     torch.testing.assert_close(up.detach().flatten(0, 1), torch.stack(matrices).detach(), rtol=1e-2, atol=1e-3)
     change = (up.detach().flatten(0, 1) - torch.stack(matrices).detach()).norm() / up.detach().norm()
     assert change < 1e-2
+
+
+def test_lion_is_the_algorithm_of_its_paper():
+    job, model = job_and_model("lion(lr = 1e-2, beta1 = 0.8, beta2 = 0.95, weight_decay = 0.3)", bias="all")
+    update = job.optimizer(model)
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    (of_paper,) = torch_optimizers(job.plan.spec.train.optimizer, copies)
+    random = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+            copies[name].grad = parameter.grad.clone()
+        update.step()
+        of_paper.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, copies[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_embeddings_head_routers_norms_and_biases_take_muons_adamw():
@@ -161,7 +179,7 @@ def test_orthogonalized_is_the_iteration_of_torch_for_one_matrix():
 
 
 def test_verify_takes_a_step_of_every_optimizer():
-    for optimizer in ("sgd(lr = 1e-6)", "adafactor", "muon"):
+    for optimizer in ("sgd(lr = 1e-6)", "adafactor", "muon", "lion"):
         report = require_equal(moe_plan(optimizer=optimizer, tp=2, ep=2, dtype="bf16"))
         assert report.rounding.step < 0.02
 

@@ -16,7 +16,7 @@ from moec.passes.cost.optimizers import UPDATE_CHUNK, state_bytes
 from moec.runtime.errors import JobError
 from moec.runtime.job import masters
 
-NARROW = ("adamw", "sgd", "muon")
+NARROW = ("adamw", "sgd", "muon", "lion")
 
 
 def narrow_job(optimizer: str, state: str = "bf16"):

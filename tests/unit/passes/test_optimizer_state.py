@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support.ranks.torch_optimizers import PaperLion
 from support.tables import each_row
 
 from moec.grammar.diagnostics.diagnostic import InternalError
-from moec.grammar.spec.optimizers import Adafactor, AdamW, Muon, Sgd
+from moec.grammar.spec.optimizers import Adafactor, AdamW, Lion, Muon, Sgd
 from moec.passes.cost.optimizers import state_elements
 from moec.passes.ir import VECTOR, Matrices
 
@@ -28,6 +29,7 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
         (AdamW(), torch.optim.AdamW),
         (Sgd(lr=1.0), torch.optim.SGD),
         (Sgd(lr=1.0, momentum=0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
+        (Lion(), lambda p: PaperLion(p, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0})),
         (Adafactor(), torch.optim.Adafactor),
     ],
 )
