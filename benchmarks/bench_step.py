@@ -84,7 +84,7 @@ def handwritten(spec: Spec, weights: dict[str, Tensor]) -> Contender:
     parameters = list(model.parameters())
     assert spec.train is not None
     masters = [Master(parameter, parameter.dim() > 1) for parameter in parameters]
-    optimizer = make_optimizer(spec.train.optimizer, masters)
+    optimizer = make_optimizer(spec.update, masters)
     clip = lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM)  # noqa: E731
     return Contender(lambda tokens, labels: model(tokens, labels)[1], clip, optimizer)
 

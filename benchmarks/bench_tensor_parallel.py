@@ -157,7 +157,7 @@ def by_hand(spec: Spec, weights: dict[str, Tensor]) -> Step:
     parameters = list(model.parameters())
     assert spec.train is not None
     masters = [Master(parameter, parameter.dim() > 1) for parameter in parameters]
-    optimizer = slow(make_optimizer(spec.train.optimizer, masters))
+    optimizer = slow(make_optimizer(spec.update, masters))
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         loss, value = model(tokens, labels)

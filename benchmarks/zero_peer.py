@@ -17,7 +17,8 @@ from plain_weights import plain_state_dict
 from torch import Tensor, nn
 
 import moec
-from moec.grammar.spec import AdamW, Spec
+from moec.grammar.spec import Spec
+from moec.grammar.spec.optimizers import AdamW
 from moec.passes.degrees.degrees import choose_degrees
 
 MAX_NORM = 1.0

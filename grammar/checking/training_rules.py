@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.spec import Adafactor, Hash, ModelPart, Muon, Optimizer, Sgd, Spec, Train
+from moec.grammar.spec import Hash, ModelPart, Optimizer, Spec, Train
+from moec.grammar.spec.optimizers import Sgd
 
 SLOWEST = 2**-8
 """bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
 
 
 def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:
-    """Refuses `nesterov` without momentum and bf16 states of adafactor; warns of decays too slow for bf16."""
+    """Refuses `nesterov` without momentum and bf16 states that would not change; warns of decays too slow for bf16."""
     optimizer = train.optimizer if train else None
     if train and train.state == "bf16":
         yield from _narrow_states(train, train.optimizer)
@@ -31,20 +32,17 @@ def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:
 def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
     state = train.span("state")
     here = [Label(span=state, message="states are kept in bf16")] if state else ()
-    if isinstance(optimizer, Adafactor):
-        message = "its factors are small, and decay ever more slowly: bf16 would round their changes away"
-        yield diagnose("MOE0337", optimizer.span(), message, labels=here, help="leave `state` out")
+    if optimizer.wide:
+        yield diagnose("MOE0337", optimizer.span(), optimizer.wide, labels=here, help="leave `state` out")
         return
-    inner = [optimizer.adamw] if isinstance(optimizer, Muon) else []
-    for node in (optimizer, *inner):
-        for name in ("momentum", "beta1", "beta2"):
-            decay = getattr(node, name, None)
-            if decay is not None and 0 < 1 - decay < SLOWEST:
-                part, dropped = f"{100 * (1 - decay):.2g} %", f"{100 * SLOWEST:.2g} %"
-                message = f"each step replaces {part} of it; bf16 rounds away changes below {dropped}"
-                help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
-                at = node.span(name) if node.given(name) else train.span("state")
-                yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)
+    for node, name in ((part, name) for part in optimizer.parts() for name in part.betas):
+        kept = getattr(node, name)
+        if 0 < 1 - kept < SLOWEST:
+            part, dropped = f"{100 * (1 - kept):.2g} %", f"{100 * SLOWEST:.2g} %"
+            message = f"each step replaces {part} of it; bf16 rounds away changes below {dropped}"
+            help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
+            at = node.span(name) if node.given(name) else state
+            yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)
 
 
 def frozen_parts(spec: Spec) -> Iterator[Diagnostic]:

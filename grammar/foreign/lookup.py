@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,6 +11,7 @@ from moec.grammar.foreign import deepspeed, fastmoe, huggingface, megatron, shar
 from moec.grammar.foreign.row import SYSTEMS, Row
 from moec.grammar.foreign.values import IN_BLOCKS, NEAR, OURS, WORDS
 from moec.grammar.foreign.words import sentence
+from moec.grammar.spec.optimizers import OPTIMIZERS
 
 TABLES = {
     "mg": megatron.ROWS,
@@ -199,6 +200,12 @@ def elsewhere(word: str) -> Alias | None:
 def synonym(word: str) -> str | None:
     """The word here for a value of other systems: `bf16` for `bfloat16`."""
     return WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
+
+
+def defaults_elsewhere(word: str, given: Iterable[str] = ()) -> str:
+    """What defaults other systems have of the optimizer `word`, unless all that differ are `given`; or nothing."""
+    kind = OPTIMIZERS.get(word)
+    return "" if kind is None or kind.differ.issubset(given) else kind.elsewhere
 
 
 _BEST = re.compile(r"top[_-]?([1-9])")

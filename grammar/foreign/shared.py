@@ -6,7 +6,8 @@ Each name has `:` and the keys of its systems behind it.
 from __future__ import annotations
 
 from moec.grammar.foreign.row import ADAMW, ATTENTION, GQA, MOE, ROPE, SWITCH_LOSS, Row, off
-from moec.grammar.foreign.values import ADAMW_DEFAULTS, HUGGING_FACE_AUX_LOSS
+from moec.grammar.foreign.values import HUGGING_FACE_AUX_LOSS
+from moec.grammar.spec.optimizers import AdamW
 
 # A row is a line: the table is read by its columns.
 # fmt: off
@@ -60,7 +61,7 @@ ROWS: tuple[Row, ...] = (
     Row("global_batch_size:mg,tt global_batch:ot train_batch_size:ds", "train.batch", "batch = {}", "1024", "sequences per step, over all ranks"),
     Row("micro_batch_size:mg train_micro_batch_size_per_gpu:ds per_device_train_batch_size:hf local_batch_size:tt micro_batch:ot", "parallel.microbatches", "microbatches = 4", "", "how many micro-batches there are: a data-parallel rank's part of `batch`, divided by the size of a micro-batch"),
     Row("gradient_accumulation_steps:hf,ds num_microbatches:mg num_micro_batches:ot grad_accum:ot accumulation_steps:ot accumulate_grad_batches:pl gradient_accumulation:ot", "parallel.microbatches", "microbatches = {}", "4"),
-    Row("learning_rate:hf", f"{ADAMW}.lr", "optimizer = adamw(lr = {})", "3e-4", ADAMW_DEFAULTS),
+    Row("learning_rate:hf", f"{ADAMW}.lr", "optimizer = adamw(lr = {})", "3e-4", AdamW.elsewhere),
     Row("betas:hf,ds", f"{ADAMW}.beta1", "optimizer = adamw(beta1 = 0.9, beta2 = 0.95)", "", "each has a name of its own"),
     Row("epsilon:ot", f"{ADAMW}.eps", "optimizer = adamw(eps = {})", "1e-8"),
     Row("wd:ot", f"{ADAMW}.weight_decay", "optimizer = adamw(weight_decay = {})", "0.1"),

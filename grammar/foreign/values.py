@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+from moec.grammar.spec.optimizers import OPTIMIZERS as OWN
+
 # fmt: off
 # ruff: noqa: E501
 
@@ -19,7 +23,8 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("silu_glu", "swish_glu", "silu_gated"), "swiglu"),
     **dict.fromkeys(("swish",), "silu"),
     **dict.fromkeys(("squared_relu", "relu_squared", "relu^2"), "relu2"),
-    **dict.fromkeys(("adam_w",), "adamw"),
+    "adam_w": "adamw",
+    **{f"{kind}{word}{bits}": word for word in OWN for kind, bits in product(("", "fused", "fused_", "paged", "paged_", "deepspeedcpu"), ("", "32bit", "_32bit")) if kind + bits},
     **dict.fromkeys(("top_k", "topk_router"), "topk"),
     "noisy_top_k": "noisy_topk",
     **dict.fromkeys(("router_z_loss",), "z_loss"),
@@ -30,31 +35,29 @@ WORDS: dict[str, str] = {
 }
 """Values of other systems, in lower case unless they are Python's, and the word here that means the same."""
 
-ADAMW_DIFFERS = frozenset(("beta2", "weight_decay"))
-"""Arguments of `adamw` whose defaults are others elsewhere."""
-ADAMW_DEFAULTS = "its defaults are beta2 = 0.95 and weight_decay = 0.1, PyTorch's are 0.999 and 0.01, DeepSpeed's 0.999 and 0"
-
 _ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
 _GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh, nor by a sigmoid"
 _ACTIVATION = "moec has `gelu`, `relu`, `relu2` and `silu`, and gated ones: `swiglu`, `geglu`"
 OPTIMIZERS = (
-    "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
+    f"moec's own are {', '.join(f'`{word}`' for word in OWN)}; a script may take element-wise ones of `torch.optim` instead "
     "(docs/optimizers.md)"
 )
 HUGGING_FACE_AUX_LOSS = "Hugging Face's is `switch_loss(WEIGHT, over = model)` with WEIGHT its coefficient times k, and `group = batch` (docs/from)"
 _AUX_LOSS = f"the term is `switch_loss`; for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first choices alone; {HUGGING_FACE_AUX_LOSS}"
+_8_BIT = "no optimizer here keeps states in 8 bits: `state = bf16` in `train` keeps them in 16"
 _FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
 
 NEAR: dict[str, str] = {
     **dict.fromkeys(("adam", "fused_adam", "fusedadam"), _ADAM),
     **dict.fromkeys(("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "openai_gelu", "quick_gelu"), _GELU),
     **dict.fromkeys(("quick_geglu",), "no equal; nearest is `swiglu(WIDTH, alpha = 1.702)`, which adds 1 to the other factor"),
+    **{f"{kind}{word}{bits}": _8_BIT for word in OWN for kind, bits in product(("", "paged", "paged_"), ("8bit", "_8bit"))},
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "e4m3", "mxfp8", "fp4", "nvfp4"), _FP8),
     "seq_aux_loss": "Megatron's is `sequence_loss`, the same value: its fractions are of the best scores alone",
     "sequence_aux_loss": "DeepSeek's and Megatron's are `sequence_loss`",
     **dict.fromkeys(("elu", "selu", "celu", "mish", "softplus", "tanh", "leaky_relu", "prelu", "hardswish"), _ACTIVATION),
     **dict.fromkeys(("glu", "reglu", "bilinear"), _ACTIVATION),
-    **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), OPTIMIZERS),
+    **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lamb", "lars", "sophia", "shampoo", "soap"), OPTIMIZERS),
     **dict.fromkeys(("flash_attention", "flash_attn", "flash", "sdpa"), "the compiler chooses the kernel: write `gqa(heads = 32, kv_heads = 8, rope = rope())`"),
     "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and set `torch.backends.cuda.matmul.allow_tf32` in the script",
     **dict.fromkeys(("mqa", "multi_query_attention", "multi_query"), "multi-query attention is `gqa(heads = 32, kv_heads = 1)`"),
@@ -84,7 +87,7 @@ IN_BLOCKS: dict[tuple[str, str], str] = {
     **dict.fromkeys((("train", "bf16"), ("model", "bf16")), "amp"),
     **dict.fromkeys((("train", "fp16"), ("model", "fp16")), "use_fp16"),
     **dict.fromkeys((("train", "fp32"), ("model", "fp32")), "use_fp32"),
-    **dict.fromkeys((("train", "clip"), ("adamw", "clip"), ("sgd", "clip"), ("muon", "clip")), "clipping"),
+    **dict.fromkeys((("train", "clip"), *((word, "clip") for word, kind in OWN.items() if not hasattr(kind, "clip"))), "clipping"),
     **dict.fromkeys((("train", "schedule"), ("train", "cosine"), ("train", "linear")), "lr_schedule"),
     **dict.fromkeys((("train", "accumulation"), ("train", "accumulate")), "gradient_accumulation_steps"),
     ("cluster", "memory"): "device_memory",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from moec.grammar.checking.marks import marked
-from moec.grammar.foreign.lookup import synonym
+from moec.grammar.foreign.lookup import defaults_elsewhere, synonym
 from moec.grammar.resolve.expected import plain_words
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.resolve.values import resolve
@@ -19,8 +19,6 @@ from moec.grammar.syntax.parser import parse_value
 from moec.grammar.syntax.tree import Expression, Name, Negative, Number, Operation, String
 from moec.grammar.syntax.tree import Sequence as ListValue
 
-_HAS_OTHER_DEFAULTS = re.compile(r"adam_?w", re.IGNORECASE)
-"""The names of classes that are not the call of one name here: `ADAMW_DEFAULTS`."""
 _TIMES = re.compile(r"([0-9_.]+)[xX]")
 
 
@@ -74,10 +72,10 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
     if isinstance(value, String):
         plain = value.value.strip()
         yield plain, f"without quotes: `{plain}`"
-        if not _HAS_OTHER_DEFAULTS.match(plain):
+        if not defaults_elsewhere(synonym(plain) or plain.lower()):
             yield plain.lower(), f"here it is written `{plain.lower()}`"
         text, value = plain, Name(plain, value.span)
-    if isinstance(value, Name | Number) and (found := synonym(text)) and not _HAS_OTHER_DEFAULTS.match(text):
+    if isinstance(value, Name | Number) and (found := synonym(text)) and not defaults_elsewhere(found):
         yield found, f"here it is written `{found}`"
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield text_of(value.items[0]), f"one value, without brackets: `{text_of(value.items[0])}`"

@@ -5,8 +5,7 @@ Imported where there is an error.
 
 from __future__ import annotations
 
-from moec.grammar.foreign.lookup import near, synonym
-from moec.grammar.foreign.values import ADAMW_DEFAULTS, ADAMW_DIFFERS
+from moec.grammar.foreign.lookup import defaults_elsewhere, near, synonym
 from moec.grammar.resolve.expected import expected, plain_words, supported, words
 from moec.grammar.resolve.no_number import NONE
 from moec.grammar.resolve.rewriting import value_or_fixable
@@ -33,12 +32,12 @@ def diagnose_unknown_word(
     same = synonym(name.text) or name.text.lower()
     if help := _without(known, name.text, same):
         return scope.error("MOE0201", written, message, help=help)
-    if (isinstance(value, Call) or same == "adamw") and same in words(known.kinds) and not written.lets:
+    if (isinstance(value, Call) or defaults_elsewhere(same)) and same in words(known.kinds) and not written.lets:
         # Only the word is wrong, or its arguments too.
         arguments = value.arguments if isinstance(value, Call) else ()
         given = {argument.name.text for argument in arguments if argument.name}
-        other_defaults = same == "adamw" and not given >= ADAMW_DIFFERS
-        help = f"here it is called `{same}`" + (f"; {ADAMW_DEFAULTS}" if other_defaults else "")
+        other_defaults = defaults_elsewhere(same, given | {"beta1", "beta2"} if "betas" in given else given)
+        help = f"here it is called `{same}`" + (f"; {other_defaults}" if other_defaults else "")
         scope.error("MOE0201", name.span, message, help=help, instead=None if other_defaults else same)
         resolve(scope, known.kinds, Call(Name(same, name.span), arguments, value.span), known)
         return BROKEN

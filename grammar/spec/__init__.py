@@ -72,8 +72,9 @@ from moec.grammar.spec.model import (
     TokenEmbedding,
     distinct_layers,
 )
+from moec.grammar.spec.optimizers import Optimizer, Update
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
-from moec.grammar.spec.training import Adafactor, AdamW, ModelPart, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
+from moec.grammar.spec.training import ModelPart, Trace, Train, Uniform, Zipf
 
 
 class Spec(Node):
@@ -113,6 +114,11 @@ class Spec(Node):
         return own._replace(inner={layer.name: layer.moe for layer in self.layers})
 
     @property
+    def update(self) -> Update:
+        """The optimizer of `train`, else AdamW with its defaults."""
+        return Update(self.train.optimizer, self.train.state) if self.train else Update()
+
+    @property
     def sequence(self) -> int | None:
         """Tokens of a sequence in training: an image's patches, or `train.sequence`, else `context`, else None."""
         if self.has_model and self.model.length is not None:
@@ -124,8 +130,6 @@ class Spec(Node):
 
 __all__ = [
     "Activated",
-    "Adafactor",
-    "AdamW",
     "Adapt",
     "Attention",
     "AttentionRouter",
@@ -172,7 +176,6 @@ __all__ = [
     "Model",
     "ModelPart",
     "Moe",
-    "Muon",
     "Node",
     "NoisyTopK",
     "Ntk",
@@ -187,7 +190,6 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "SequenceLoss",
-    "Sgd",
     "Shadow",
     "Smear",
     "Soft",
@@ -203,6 +205,7 @@ __all__ = [
     "Train",
     "Uniform",
     "Unit",
+    "Update",
     "Windows",
     "Yarn",
     "ZLoss",

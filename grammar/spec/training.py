@@ -2,74 +2,8 @@
 
 from typing import Annotated, Literal
 
-from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, Text, at_least, at_most, less_than, more_than
-
-# ---- optimizers ----------------------------------------------------------------------------------------
-
-
-class AdamW(Node):
-    """Adam with decoupled weight decay."""
-
-    word = "adamw"
-    source = "Loshchilov & Hutter 2019, arXiv 1711.05101"
-    lr: Annotated[float, more_than(0), Doc("learning rate")] = 3e-4
-    beta1: Annotated[float, at_least(0), less_than(1), Doc("decay of the first moment")] = 0.9
-    beta2: Annotated[float, at_least(0), less_than(1), Doc("decay of the second moment")] = 0.95
-    eps: Annotated[float, more_than(0), Doc("added to the root of the second moment")] = 1e-8
-    weight_decay: Annotated[float, at_least(0), Doc("decoupled; norms are not decayed")] = 0.1
-
-
-class Sgd(Node):
-    """Gradient descent, with momentum if wanted. `weight_decay` is added to the gradient, as in PyTorch."""
-
-    word = "sgd"
-    source = "momentum as in Sutskever et al. 2013, PMLR 28(3)"
-    lr: Annotated[float, more_than(0), Doc("learning rate")]
-    momentum: Annotated[float, at_least(0), less_than(1), Doc("decay of the sum of gradients; 0 keeps no state")] = 0.0
-    nesterov: Annotated[bool, Doc("Nesterov's momentum")] = False
-    weight_decay: Annotated[
-        float, at_least(0), Doc("factor on the weight that is added to the gradient; norms are not decayed")
-    ] = 0.0
-
-
-class Adafactor(Node):
-    """Second moments as one row and one column per matrix, no first moment. Every expert is a matrix of its own."""
-
-    word = "adafactor"
-    source = "Shazeer & Stern 2018, arXiv 1804.04235"
-    lr: Annotated[float, more_than(0), Doc("largest step, relative to the weights; it is at most 1 / sqrt(t)")] = 1e-2
-    decay: Annotated[float, more_than(0), Doc("the second moment decays by 1 - t ** -decay (section 7.2)")] = 0.8
-    clip: Annotated[float, at_least(1), Doc("largest root mean square of an update (section 6)")] = 1.0
-    eps: Annotated[float, more_than(0), Doc("least root mean square of weights that a step's size is relative to")] = (
-        1e-3
-    )
-    weight_decay: Annotated[float, at_least(0), Doc("decoupled; norms are not decayed")] = 0.0
-
-
-class Muon(Node):
-    """Momentum, orthogonalised per hidden matrix and expert; embeddings, head, routers, norms, biases take `adamw`."""
-
-    word = "muon"
-    source = "Jordan et al. 2024, https://kellerjordan.github.io/posts/muon"
-    lr: Annotated[float, more_than(0), Doc("learning rate of matrices")] = 0.02
-    momentum: Annotated[float, at_least(0), less_than(1), Doc("decay of the mean of gradients")] = 0.95
-    nesterov: Annotated[bool, Doc("Nesterov's momentum")] = True
-    ns_steps: Annotated[PositiveInt, at_most(20), Doc("Newton-Schulz iterations")] = 5
-    scale: Annotated[
-        Literal["shape", "rms"],
-        Doc(
-            "factor on an update of n x m: `shape` sqrt(max(1, n / m)); `rms` 0.2 sqrt(max(n, m)), AdamW's size "
-            "(Liu et al. 2025, arXiv 2502.16982)"
-        ),
-    ] = "shape"
-    weight_decay: Annotated[float, at_least(0), Doc("decoupled")] = 0.1
-    adamw: Annotated[AdamW, Doc("optimizer of every other parameter")] = AdamW()
-
-
-Optimizer = AdamW | Sgd | Adafactor | Muon
-
-
-# ---- loads ---------------------------------------------------------------------------------------------
+from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, Text, at_least
+from moec.grammar.spec.optimizers import AdamW, Optimizer
 
 
 class Uniform(Node):

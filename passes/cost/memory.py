@@ -9,7 +9,6 @@ from functools import cached_property
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_forward, steps_of
-from moec.passes.cost.optimizer_state import widened_bytes
 from moec.passes.cost.optimizer_work import work_bytes
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.weights import WeightBytes, weight_bytes
@@ -116,9 +115,7 @@ class _Timeline:
             [weights.optimizer for weights in self.top_level.values()] + [of.largest_state for of in layers.values()]
         )
         called_blocks = [costs[op.block] for op in self.block.ops if isinstance(op, Call)]
-        widened = widened_bytes(whole.optimizer, largest, spec.train)
-        # Muon and Adafactor give narrow states back before the moment of their most bytes.
-        self.work = max(widened, work_bytes([costs[FORWARD], *called_blocks], spec.train))
+        self.work = work_bytes([costs[FORWARD], *called_blocks], whole.optimizer, largest, spec.update)
         self.alive = Buffers()
         self.alive.add("masters", "parameters", whole.masters)
         self.alive.add("states", "optimizer", whole.optimizer)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moec.grammar.spec import Spec, Train
-from moec.passes.cost.optimizer_state import state_bytes
+from moec.grammar.spec import Spec, Update
+from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
 from moec.passes.ir.interface import FORWARD, layer_calls
@@ -142,7 +142,7 @@ def tally(program: Program, spec: Spec) -> Tally:
     costs = costs_of(program, workload.even)
     most = costs_of(program, workload) if workload.exponent else costs
     runs = [(costs[name], count) for name, count in runs_of(program).items() if count]
-    counts = (_parameters(run, spec.train) for run in runs)
+    counts = (_parameters(run, spec.update) for run in runs)
     total, active, local, state = (sum(column) for column in zip(*counts, strict=True))
     flops = sum(count * cost.model_flops() for cost, count in runs)
     return Tally(
@@ -195,18 +195,18 @@ def runs_of(program: Program) -> dict[str, int]:
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
-def _parameters(run: tuple[BlockCost, int], train: Train | None) -> tuple[int, int, int, int]:
+def _parameters(run: tuple[BlockCost, int], update: Update) -> tuple[int, int, int, int]:
     """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
     cost, count = run
     totals = [0, 0, 0, 0]
     for p, *elements in cost.elements():
-        for i, number in enumerate((*elements, _state_bytes(p, cost.workload, train))):
+        for i, number in enumerate((*elements, _state_bytes(p, cost.workload, update))):
             totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
 
-def _state_bytes(p: Parameter, workload: Workload, train: Train | None) -> int:
+def _state_bytes(p: Parameter, workload: Workload, update: Update) -> int:
     """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32; of a frozen
     parameter its weight."""
     shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
@@ -214,7 +214,7 @@ def _state_bytes(p: Parameter, workload: Workload, train: Train | None) -> int:
     narrow = DTYPE_BYTES[p.dtype]
     if p.frozen:
         return math.prod(weight) * narrow
-    states = int(state_bytes(master, train, p.matrices))
+    states = state_bytes(master, update, p.matrices)
     copy = math.prod(weight) * narrow if narrow < MASTER_BYTES else 0
     return (math.prod(master) + math.prod(gradient)) * MASTER_BYTES + states + copy
 

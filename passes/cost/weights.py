@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.optimizer_state import state_bytes
+from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
@@ -72,7 +72,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
     weight, gradient, narrow = used * DTYPE_BYTES[p.dtype], used * MASTER_BYTES, DTYPE_BYTES[p.dtype] < MASTER_BYTES
     of_all = WeightBytes(
         masters=local,
-        optimizer=state_bytes(shape, spec.train, p.matrices),
+        optimizer=state_bytes(shape, spec.update, p.matrices),
         narrow=weight,
         wide=gradient if narrow else 0,
         reduced=local,

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.codegen.unknown_names import KnownNames
-from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.degrees.sequence_cuts import sequence_pieces
 from moec.passes.ir import Shard
 from moec.runtime import other_names
@@ -125,13 +124,11 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         Raises `JobError` for parameters that the plan does not have.
         """
         require_model(model, self.plan)
-        train = self.plan.spec.train
         named, datas = parameters_by_name(model, self.plan), self.plan.parameters
         trained = {name: parameter for name, parameter in named.items() if not datas[name].frozen}
         masters = [master_of(parameter, datas[name], self.number) for name, parameter in trained.items()]
-        spec, state = (train.optimizer, train.state) if train else (AdamWSpec(), "fp32")
         with torch.inference_mode(False):
-            optimizer = make_optimizer(spec, masters, model, state)
+            optimizer = make_optimizer(self.plan.spec.update, masters, model)
         self.finite.guard(optimizer, model)
         watch_steps(optimizer)
         return optimizer

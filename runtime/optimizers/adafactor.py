@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moec.grammar.spec import Adafactor as AdafactorSpec
+from moec.grammar.spec.optimizers import Adafactor as AdafactorSpec
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
 from moec.runtime.ranks.watch import collective
-from moec.runtime.weights.masters import Master, chunks, local_part
+from moec.runtime.weights.masters import Master, by_decay, chunks, local_part
 
 EPS = torch.finfo(torch.float32).eps
 """The least root of a second moment, as in `torch.optim.Adafactor`."""
@@ -43,13 +43,10 @@ class Adafactor(MatrixOptimizer):
     `variance`.
     """
 
-    def __init__(self, masters: Sequence[Master], spec: AdafactorSpec) -> None:
-        groups = [
-            {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
-            for decays, decay in ((True, spec.weight_decay), (False, 0.0))
-        ]
+    def __init__(self, masters: Sequence[Master], spec: AdafactorSpec, state_dtype: torch.dtype | None = None) -> None:
+        assert state_dtype is None, "MOE0337"
         options = {"lr": spec.lr, "decay": spec.decay, "clip": spec.clip, "eps": spec.eps}
-        super().__init__(masters, groups, options)
+        super().__init__(masters, by_decay(masters, spec.weight_decay), options)
 
     def update(self) -> None:
         """Updates every parameter group, a chunk of its parameters at a time."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
+from moec.runtime.optimizers.elementwise_optimizers import NarrowAdamW
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
-from moec.runtime.optimizers.narrow_states import NarrowAdamW
 from moec.runtime.weights.masters import has_closure, local_part
 
 _ZEROS = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})

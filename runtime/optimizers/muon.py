@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.grammar.spec import Muon as MuonSpec
+from moec.grammar.spec.optimizers import Muon as MuonSpec
+from moec.runtime.optimizers.elementwise_optimizers import MOMENTS, update_by_adamw, widened, widened_chunks
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
-from moec.runtime.optimizers.narrow_states import update_by_adamw, widened
 from moec.runtime.optimizers.newton_schulz import compute_dtype, orthogonalized
 from moec.runtime.optimizers.whole_matrices import Cut, of_whole
-from moec.runtime.weights.masters import Master, chunks, local_part
+from moec.runtime.weights.masters import Master, by_decay, chunks, local_part
 
 
 class Muon(MatrixOptimizer):
@@ -43,10 +43,7 @@ class Muon(MatrixOptimizer):
                 "adamw_size": spec.scale == "rms",
                 "weight_decay": spec.weight_decay,
             },
-            *(
-                {"params": [m.parameter for m in others if m.decays == decays], "weight_decay": decay, **options}
-                for decays, decay in ((True, second.weight_decay), (False, 0.0))
-            ),
+            *({**group, **options} for group in by_decay(others, second.weight_decay)),
         ]
         super().__init__(masters, groups, {"momentum": spec.momentum})  # schedulers that cycle it look there
 
@@ -91,7 +88,9 @@ class Muon(MatrixOptimizer):
     def _update_others(self, group: dict[str, Any]) -> None:
         options = {name: group[name] for name in ("beta2", "lr", "weight_decay", "eps")}
         options["beta1"] = group["momentum"]
-        update_by_adamw(group["params"], self.state, self.state_dtype, {**options, "grad_scale": self.grad_scale})
+        options["grad_scale"] = self.grad_scale
+        for chunk in widened_chunks(group["params"], self.state, MOMENTS, self.state_dtype):
+            update_by_adamw(chunk, options)
 
 
 def _of_one_shape(masters: Sequence[Master]) -> Iterator[list[Master]]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from moec.grammar.spec import Adafactor as AdafactorSpec
-from moec.grammar.spec import AdamW as AdamWSpec
-from moec.grammar.spec import Muon as MuonSpec
-from moec.grammar.spec import Optimizer as OptimizerSpec
-from moec.grammar.spec import Sgd as SgdSpec
+from moec.codegen.emit import DTYPES
+from moec.grammar.spec import Update
+from moec.grammar.spec import optimizers as words
+from moec.grammar.spec.base import Node
 from moec.runtime.errors import JobError
 from moec.runtime.optimizers.adafactor import Adafactor
+from moec.runtime.optimizers.elementwise_optimizers import MAKERS as ELEMENTWISE
+from moec.runtime.optimizers.elementwise_optimizers import Maker, narrow
 from moec.runtime.optimizers.muon import Muon
-from moec.runtime.optimizers.narrow_states import NarrowAdamW, NarrowSgd, narrow
 from moec.runtime.weights.home import home_of
 from moec.runtime.weights.masters import Master
 from moec.runtime.weights.state_dict_signing import KEY, require_own
@@ -29,32 +28,13 @@ OTHER_STATE = (
     "`set_state_dict` of `torch.distributed.checkpoint.state_dict`"
 )
 
+MAKERS: Mapping[type[Node], Maker] = {**ELEMENTWISE, words.Adafactor: Adafactor, words.Muon: Muon}
 
-def make_optimizer(
-    spec: OptimizerSpec, masters: Sequence[Master], model: nn.Module | None = None, state: str = "fp32"
-) -> Optimizer:
-    """The optimizer of `spec` over these masters, with states in the dtype `state`.
 
-    Its state is signed with this rank's parts of `model`.
-    """
-    groups = [
-        {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
-        for decays, decay in ((True, spec.weight_decay), (False, 0.0))
-    ]
-    optimizer: Optimizer
-    in_bf16 = state == "bf16"
-    match spec:
-        case AdamWSpec():
-            kind = NarrowAdamW if in_bf16 else AdamW
-            optimizer = kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
-        case SgdSpec():
-            optimizer = (NarrowSgd if in_bf16 and spec.momentum else SGD)(
-                groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
-            )
-        case AdafactorSpec():
-            optimizer = Adafactor(masters, spec)
-        case MuonSpec():
-            optimizer = Muon(masters, spec, torch.bfloat16 if in_bf16 else None)
+def make_optimizer(update: Update, masters: Sequence[Master], model: nn.Module | None = None) -> Optimizer:
+    """The optimizer that a file says, over these masters. Its state is signed with this rank's parts of `model`."""
+    state_dtype = None if update.state == "fp32" else DTYPES[update.state]
+    optimizer = MAKERS[type(update.optimizer)](masters, update.optimizer, state_dtype)
     optimizer.register_step_post_hook(_count_change)
     if getattr(optimizer, "state_dtype", None) is not None:
         optimizer.register_load_state_dict_post_hook(narrow)

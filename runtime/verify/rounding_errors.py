@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan
-from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer
+from moec.passes.cost.optimizers import kind_of
 from moec.passes.ir import local_slices
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.verify.cluster.routes import Routes
@@ -95,11 +95,11 @@ class RoundingErrors:
         Optimizers of whole matrices take one step over the joined parts. Muon's iteration amplifies what rounding adds
         to small singular values, so that its step is compared with the float64 step of the same gradient.
         """
-        plan, exact, optimizer = self._plan, dict(self._exact.gradients), _optimizer(self._plan)
+        plan, exact, kind = self._plan, dict(self._exact.gradients), kind_of(self._plan.spec.update.optimizer)
         gradients = {name: self._parts(name, summed[name]) for name in parameters}
-        if isinstance(optimizer, Adafactor | Muon):
+        if kind.whole_matrices:
             gradients = {name: [_joined(exact[name], parts)] for name, parts in gradients.items()}
-        amplified = [n for n in parameters if isinstance(optimizer, Muon) and plan.parameters[n].matrices.hidden]
+        amplified = [n for n in parameters if kind.amplifies and plan.parameters[n].matrices.hidden]
         exact |= {name: gradients[name][0][1].double() for name in amplified}
         wanted = _stepped(plan, {name: [(p.double(), exact[name])] for name, p in parameters.items()})
         cut = {
@@ -179,10 +179,6 @@ def _are_bf16(values: Tensor) -> bool:
     return torch.equal(values.bfloat16().to(values.dtype), values)
 
 
-def _optimizer(plan: Plan) -> Optimizer:
-    return plan.spec.train.optimizer if plan.spec.train else AdamW()
-
-
 def _joined(like: Tensor, parts: Sequence[Part]) -> Part:
     """The whole tensor of all ranks' parts, as one part; of equal parts the last counts."""
     whole = torch.zeros_like(like)
@@ -196,7 +192,7 @@ def _stepped(plan: Plan, parts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -
     made = {name: [_parameter(value, gradient) for value, gradient in each] for name, each in parts.items()}
     datas = plan.parameters
     masters = [Master(p, datas[name].decays, datas[name].matrices) for name, each in made.items() for p in each]
-    make_optimizer(_optimizer(plan), masters).step()
+    make_optimizer(plan.spec.update._replace(state="fp32"), masters).step()
     return {
         name: [p.detach().double() - before.double() for p, (before, _) in zip(each, parts[name], strict=True)]
         for name, each in made.items()

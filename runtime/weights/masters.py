@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.cost.optimizer_state import UPDATE_CHUNK
+from moec.passes.cost.optimizers import UPDATE_CHUNK
 from moec.passes.ir import VECTOR, Matrices
 from moec.passes.ir import Shard as Sharded
 from moec.passes.ir.mesh import group_name
@@ -72,6 +72,14 @@ def master_of(parameter: nn.Parameter, data: PlanParameter, job: str) -> Master:
     """The master that `data` describes; `job` is the prefix of the job's groups."""
     cuts = ((group_of(data, axis, job), p.dim) for axis, p in data.master.placements if isinstance(p, Sharded))
     return Master(parameter, data.decays, data.matrices, tuple(cuts))
+
+
+def by_decay(masters: Sequence[Master], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: the masters that decay, and the others."""
+    return [
+        {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+    ]
 
 
 def group_of(data: PlanParameter, axis: str, job: str) -> str:

@@ -135,7 +135,10 @@ def test_other_optimizers_of_torch_load_too(gloo: GlooPool, kind: str, tmp_path:
     check(gloo, kind, "ep 2", ["tp 2"], tmp_path)
 
 
-@pytest.mark.parametrize("kind", some(["muon", "adafactor", "narrow muon"], ["adafactor", "narrow muon"]))
+@pytest.mark.parametrize(
+    "kind",
+    some(["muon", "adafactor", "narrow muon", "lion", "narrow lion"], ["adafactor", "narrow muon", "narrow lion"]),
+)
 def test_the_files_optimizers_load_under_another_zero(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
     check(gloo, kind, "zero 1", ["zero 3", "one rank"], tmp_path)
 

@@ -24,7 +24,8 @@ from torch.optim import _muon
 
 import moec
 from moec.codegen.plan import Plan
-from moec.grammar.spec import Adafactor, Muon
+from moec.grammar.spec import Update
+from moec.grammar.spec.optimizers import Adafactor, Muon
 from moec.passes.ir import Matrices
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.weights.masters import Master, local_part
@@ -33,6 +34,7 @@ OPTIMIZERS = {
     "sgd": "sgd(lr = 0.3, momentum = 0.9, nesterov = true, weight_decay = 1e-3)",
     "adafactor": "adafactor(lr = 3e-2, weight_decay = 0.1)",
     "muon": "muon(adamw = adamw(lr = 3e-3))",
+    "lion": "lion(lr = 1e-3, weight_decay = 0.3)",
     "rms": "muon(lr = 3e-3, scale = rms, nesterov = false, adamw = adamw(lr = 3e-3))",
 }
 
@@ -137,7 +139,7 @@ def three_steps_cut_by_hand(kind: str) -> list[dict[str, Tensor]]:
                 parameter = nn.Parameter(whole.redistribute(mesh, [Shard(cuts[axis]) for axis in axes]))
                 groups = tuple((job.number + axis, dim) for axis, dim in cuts.items())
                 masters[name] = Master(parameter, matrices.rows > 0, matrices, groups)
-            optimizer = make_optimizer(spec_of(kind), list(masters.values()))
+            optimizer = make_optimizer(Update(spec_of(kind)), list(masters.values()))
             masters[FROZEN].parameter.requires_grad_(False)
             for step in (1, 2, 3):
                 for name, master in masters.items():
@@ -156,7 +158,7 @@ def spec_of(kind: str) -> Muon | Adafactor:
 
 def three_steps_whole(kind: str) -> dict[str, Tensor]:
     masters = {n: Master(nn.Parameter(values(n, 0)), m.rows > 0, m) for n, (_, m, _) in SHAPES.items()}
-    optimizer = make_optimizer(spec_of(kind), list(masters.values()))
+    optimizer = make_optimizer(Update(spec_of(kind)), list(masters.values()))
     for step in (1, 2, 3):
         for name, master in masters.items():
             master.parameter.grad = values(name, step) if name != FROZEN else None

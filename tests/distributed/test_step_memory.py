@@ -18,6 +18,15 @@ SIZES = {
 PLANS = {
     "bf16 on one rank": {"ranks": 1, "batch": 8, "dtype": "bf16"},
     "states in bf16": {"ranks": 1, "batch": 4, "sequence": 16, "state": "bf16"},
+    "decay of sgd": {"ranks": 1, "batch": 4, "sequence": 16, "optimizer": "sgd(lr = 1e-3, weight_decay = 0.1)"},
+    "lion": {"ranks": 1, "batch": 4, "sequence": 16, "optimizer": "lion(lr = 1e-4)"},
+    "lion with states in bf16": {
+        "ranks": 1,
+        "batch": 4,
+        "sequence": 16,
+        "optimizer": "lion(lr = 1e-4)",
+        "state": "bf16",
+    },
     "adafactor": {"ranks": 1, "batch": 4, "sequence": 16, "optimizer": "adafactor(lr = 1e-3)"},
     "muon with states in bf16": {
         "ranks": 1,

@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, object]] = {
     "experts choose": {"gate": "expert_choice(2)", "balance": "[]"},
     "sigmoid": {"gate": "topk(2, score = sigmoid, bias = online(1e-3), normalize = true)", "balance": "[]"},
     "recompute": {"recompute": "layer", "microbatches": 2},
+    "lion": {"optimizer": "lion(lr = 1e-3)"},
     "muon": {"optimizer": "muon(lr = 1e-3)"},
     "relu": {"expert": "relu(64)"},
 }

@@ -12,7 +12,7 @@ from moec.grammar import load_text
 from moec.grammar.spec import Spec
 from moec.passes.lower.lower_frozen import PARTS
 
-OPTIMIZERS = ["adamw(lr = 1e-3)", "sgd(lr = 0.1, momentum = 0.9)", "adafactor()", "muon()"]
+OPTIMIZERS = ["adamw(lr = 1e-3)", "sgd(lr = 0.1, momentum = 0.9)", "adafactor()", "muon()", "lion()"]
 
 
 @st.composite

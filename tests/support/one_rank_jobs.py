@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "sgd": "sgd(lr = 0.1, momentum = 0.9)",
     "adafactor": "adafactor(lr = 0.1)",
     "muon": "muon(adamw = adamw(lr = 1e-2))",
+    "lion": "lion(lr = 4e-3)",
 }
 """Every optimizer of the language."""
 

@@ -23,6 +23,8 @@ OF_FILES = {
     "muon": "muon(lr = 0.02)",
     "adafactor": "adafactor(lr = 0.01)",
     "narrow adamw": "adamw(lr = 3e-3); state = bf16",
+    "lion": "lion(lr = 1e-3)",
+    "narrow lion": "lion(lr = 1e-3); state = bf16",
     "narrow muon": "muon(lr = 0.02); state = bf16",
 }
 Options = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer, Sgd
+from moec.grammar.spec.optimizers import Adafactor, AdamW, Lion, Muon, Optimizer, Sgd
 
 
 def torch_optimizers(spec: Optimizer, named: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -19,6 +19,8 @@ def torch_optimizers(spec: Optimizer, named: Mapping[str, nn.Parameter]) -> list
         case Sgd():
             options = {"lr": spec.lr, "momentum": spec.momentum, "nesterov": spec.nesterov}
             return [torch.optim.SGD(_by_decay(named, spec.weight_decay), **options)]
+        case Lion():
+            return [PaperLion(_by_decay(named, spec.weight_decay), {"lr": spec.lr, "betas": (spec.beta1, spec.beta2)})]
         case Adafactor():
             options = {"lr": spec.lr, "beta2_decay": -spec.decay, "d": spec.clip, "eps": (None, spec.eps)}
             groups = _by_decay(named, spec.weight_decay)
@@ -52,6 +54,21 @@ def matrices_of(name: str, tensor: Tensor) -> Tensor:
     if "experts" in name and name.endswith("bias"):
         return tensor.flatten(1)
     return tensor if tensor.dim() == 3 else tensor[None]
+
+
+class PaperLion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv 2302.06675, algorithm 2, line by line."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            for theta in group["params"]:
+                g, m = theta.grad, self.state[theta].get("m", torch.zeros_like(theta))
+                if g is not None:
+                    c = beta1 * m + (1 - beta1) * g
+                    theta -= lr * (torch.sign(c) + decay * theta)
+                    self.state[theta]["m"] = beta2 * m + (1 - beta2) * g
 
 
 class _OfMatrices(torch.optim.Optimizer):

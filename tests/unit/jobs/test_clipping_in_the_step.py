@@ -66,7 +66,9 @@ def test_steps_and_gradients_after_them_are_those_of_gradients_scaled_before(opt
         for _ in range(3):
             run.backward(name)
             found[name].append(float(run.clip(name)))
-            assert isinstance(model.get_parameter(WEIGHT).grad, HandedOver) == (name == "inside" and optimizer != "sgd")
+            assert isinstance(model.get_parameter(WEIGHT).grad, HandedOver) == (
+                name == "inside" and optimizer not in ("sgd", "lion")
+            )
             update.step()
             found[name].append(model.get_parameter(WEIGHT).grad.clone())
             update.zero_grad()

@@ -1,4 +1,4 @@
-"""`sgd`, `adafactor` and `muon` of the file, on one rank."""
+"""Every optimizer of the file, on one rank."""
 
 import io
 
@@ -6,17 +6,21 @@ import pytest
 import torch
 from support.one_rank_jobs import OPTIMIZERS, TOKENS, ending, job_and_model
 from support.plans import moe_plan
+from support.ranks.torch_optimizers import torch_optimizers
 from support.verified import require_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import _muon
 
-from moec.passes.cost.optimizer_state import state_elements
+from moec.grammar.spec import optimizers as words
+from moec.passes.cost.optimizers import KINDS, kind_of
 from moec.runtime.errors import JobError
 from moec.runtime.optimizers import muon
+from moec.runtime.optimizers.optimizer import MAKERS
 
 DECAYING = OPTIMIZERS | {
     "sgd": "sgd(lr = 0.1, momentum = 0.9, weight_decay = 0.1)",
+    "lion": "lion(lr = 1e-3, weight_decay = 0.3)",
     "adafactor": "adafactor(weight_decay = 0.1)",
 }
 
@@ -38,6 +42,13 @@ def test_a_frozen_parameter_is_not_changed(optimizer: str):
         assert torch.equal(parameter, before[name]) == (name in frozen), name
 
 
+def test_every_optimizer_of_the_language_is_declared_and_made():
+    kinds = set(words.OPTIMIZERS.values())
+    assert set(KINDS) == set(MAKERS) == kinds
+    assert {text.partition("(")[0] for text in OPTIMIZERS.values()} == set(words.OPTIMIZERS)
+    assert all(hasattr(kind, name) for kind in kinds for name in kind.betas)
+
+
 def test_muon_does_not_take_all_experts_for_one_matrix(monkeypatch):
     """xt#1582."""
     monkeypatch.setattr(muon, "compute_dtype", lambda device: torch.bfloat16)
@@ -57,6 +68,22 @@ def test_muon_does_not_take_all_experts_for_one_matrix(monkeypatch):
     torch.testing.assert_close(up.detach().flatten(0, 1), torch.stack(matrices).detach(), rtol=1e-2, atol=1e-3)
     change = (up.detach().flatten(0, 1) - torch.stack(matrices).detach()).norm() / up.detach().norm()
     assert change < 1e-2
+
+
+def test_lion_is_the_algorithm_of_its_paper():
+    job, model = job_and_model("lion(lr = 1e-2, beta1 = 0.8, beta2 = 0.95, weight_decay = 0.3)", bias="all")
+    update = job.optimizer(model)
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    (of_paper,) = torch_optimizers(job.plan.spec.train.optimizer, copies)
+    random = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+            copies[name].grad = parameter.grad.clone()
+        update.step()
+        of_paper.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, copies[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_embeddings_head_routers_norms_and_biases_take_muons_adamw():
@@ -103,7 +130,7 @@ def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer
 
 
 @pytest.mark.parametrize("optimizer", DECAYING)
-def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
+def test_the_states_are_those_that_a_plan_counts(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer], bias="all")
     with ending(job):
         update = job.optimizer(model)
@@ -111,8 +138,9 @@ def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
         update.step()
     spec, datas = job.plan.spec.train.optimizer, job.plan.parameters
     for name, parameter in model.named_parameters():
-        kept = sum(value.numel() for value in update.state[parameter].values() if value is not None and value.dim())
-        assert kept == state_elements(parameter.shape, spec, datas[name].matrices), name
+        state = {key: value for key, value in update.state[parameter].items() if key != "step" and value is not None}
+        sizes = {key: value.numel() for key, value in state.items()}
+        assert sizes == kind_of(spec).states(spec, parameter.shape, datas[name].matrices), name
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
@@ -151,7 +179,7 @@ def test_orthogonalized_is_the_iteration_of_torch_for_one_matrix():
 
 
 def test_verify_takes_a_step_of_every_optimizer():
-    for optimizer in ("sgd(lr = 1e-6)", "adafactor", "muon"):
+    for optimizer in ("sgd(lr = 1e-6)", "adafactor", "muon", "lion"):
         report = require_equal(moe_plan(optimizer=optimizer, tp=2, ep=2, dtype="bf16"))
         assert report.rounding.step < 0.02
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import moec
 from moec.runtime.job.job import Job
 
-IN_BF16 = {f"{name}, bf16": f"{OPTIMIZERS[name]}; state = bf16" for name in ("adamw", "sgd", "muon")}
+IN_BF16 = {f"{name}, bf16": f"{OPTIMIZERS[name]}; state = bf16" for name in ("adamw", "sgd", "muon", "lion")}
 ALL = {**OPTIMIZERS, **IN_BF16}
 
 

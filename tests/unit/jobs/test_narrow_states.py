@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from moec.passes.cost.memory import memory_of
-from moec.passes.cost.optimizer_state import UPDATE_CHUNK, state_bytes, widened_bytes
+from moec.passes.cost.optimizer_work import widened_bytes
+from moec.passes.cost.optimizers import UPDATE_CHUNK, state_bytes
 from moec.runtime.errors import JobError
 from moec.runtime.weights import masters
 
-NARROW = ("adamw", "sgd", "muon")
+NARROW = ("adamw", "sgd", "muon", "lion")
 
 
 def narrow_job(optimizer: str, state: str = "bf16"):
@@ -74,7 +75,7 @@ def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: s
             losses[state] = job.step(model, TOKENS, TOKENS).item()
         tensors = [v for s in update.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
         sizes[state] = sum(tensor.nbytes for tensor in tensors)
-        spec, datas = job.plan.spec.train, job.plan.parameters
+        spec, datas = job.plan.spec.update, job.plan.parameters
         assert sizes[state] == sum(
             state_bytes(p.shape, spec, datas[name].matrices) for name, p in model.named_parameters()
         )
@@ -138,10 +139,10 @@ def test_the_budget_counts_half_the_states_and_the_chunk_that_a_step_widens():
     assert before["fp32"] == 2 * before["bf16"]
     # This model is one chunk: all states are widened at once.
     assert steps["bf16"].bytes.of["work"] - steps["fp32"].bytes.of.get("work", 0.0) == 2 * before["bf16"]
-    train = plans["bf16"].spec.train
-    assert widened_bytes(1e12, 1e6, train) == 2 * 4 * UPDATE_CHUNK
-    assert widened_bytes(1e12, 1e10, train) == 2e10
-    assert widened_bytes(1e12, 1e10, plans["fp32"].spec.train) == 0
+    update = plans["bf16"].spec.update
+    assert widened_bytes(1e12, 1e6, update) == 2 * 4 * UPDATE_CHUNK
+    assert widened_bytes(1e12, 1e10, update) == 2e10
+    assert widened_bytes(1e12, 1e10, plans["fp32"].spec.update) == 0
 
 
 @pytest.mark.parametrize("optimizer", NARROW)
