@@ -8,28 +8,14 @@ from moec.grammar.checking.mixture_rules import balanced, choice, unlearned
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.spec import (
-    AttentionRouter,
-    Dense,
-    DeviceLoss,
-    DSelectK,
-    GShard,
-    Hash,
-    Moa,
-    NoisyTopK,
-    SparseMixer,
-    Switch,
-    TopK,
-)
-
-HEAD_GATES = (AttentionRouter, Dense, DSelectK, GShard, Hash, NoisyTopK, SparseMixer, Switch, TopK)
-"""Gates that give every token as many choices as any other, whatever other tokens choose."""
+from moec.grammar.spec import DeviceLoss, Moa
+from moec.grammar.spec.gates import HEAD_GATES
 
 
 def head_mixture(moa: Moa) -> Iterator[Diagnostic]:
     """The gate against the groups of heads, and its balance terms against the gate."""
     gate = moa.gate
-    if not isinstance(gate, HEAD_GATES):
+    if not gate.for_heads:
         yield diagnose(
             "MOE0333",
             gate.span(),

@@ -1,7 +1,7 @@
 """`gate = …`: which tokens go to which experts, and with what weights."""
 
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from moec.grammar.spec.base import AsWritten, Doc, Node, Portion, PositiveInt, Ratio, at_least, at_most, more_than
 from moec.grammar.units import LARGEST_WHOLE
@@ -43,6 +43,8 @@ class _Gate(Node):
     equal_loads: ClassVar[bool] = False
     """Whether every expert takes as many tokens as every other."""
     leaks: ClassVar[Literal["", "training", "training and evaluation"]] = ""
+    for_heads: ClassVar[bool] = False
+    """Whether a token has as many choices as any other, whatever others choose: `moa` takes such gates."""
 
     def choices(self, experts: int) -> int:
         """The number of a token's choices among so many experts, those included that are −1."""
@@ -67,6 +69,7 @@ class TopK(_Gate):
 
     word = "topk"
     source = "Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088, section 2.1"
+    for_heads = True
     replays = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
@@ -99,6 +102,7 @@ class Switch(_Gate):
 
     word = "switch"
     source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
+    for_heads = True
     replays = True
     jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
 
@@ -108,6 +112,7 @@ class GShard(_Gate):
 
     word = "gshard"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1"
+    for_heads = True
     draws = True
     k: ClassVar[int] = 2
 
@@ -117,6 +122,7 @@ class NoisyTopK(_Gate):
 
     word = "noisy_topk"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 3 to 5"
+    for_heads = True
     gives = ("logits", "probabilities", "weights", "noise")
     draws = True
     positional = ("k",)
@@ -128,6 +134,7 @@ class SparseMixer(_Gate):
 
     word = "sparsemixer"
     source = "Liu et al. 2023, arXiv 2310.00811; GRIN, arXiv 2409.12136 (Phi-3.5-MoE)"
+    for_heads = True
     draws = True
     positional = ("k",)
     k: Annotated[PositiveInt, at_most(63), Doc("experts per token")] = 2
@@ -155,6 +162,7 @@ class Hash(_Gate):
 
     word = "hash"
     source = "Roller et al. 2021, arXiv 2106.04426, section 3.1 (random hash)"
+    for_heads = True
     takes = ("tokens",)
     gives = ()
     positional = ("k",)
@@ -181,6 +189,7 @@ class DSelectK(_Gate):
 
     word = "dselect_k"
     source = "Hazimeh et al. 2021, arXiv 2106.03760 (per-example gating)"
+    for_heads = True
     gives = ("probabilities", "weights")
     by_expert = True
     positional = ("k",)
@@ -226,6 +235,7 @@ class AttentionRouter(_Gate):
 
     word = "attention_router"
     source = "Yuan 2.0-M32, arXiv 2405.17976, section 2"
+    for_heads = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token, weighted by the softmax of their logits")]
 
@@ -235,6 +245,7 @@ class Dense(_Gate):
 
     word = "dense"
     source = "Jacobs et al. 1991, Adaptive Mixtures of Local Experts, eq. 1"
+    for_heads = True
 
     def choices(self, experts: int) -> int:
         return experts
@@ -279,3 +290,5 @@ Gate = (
     | Soft
     | Smear
 )
+
+HEAD_GATES: tuple[type[_Gate], ...] = tuple(kind for kind in get_args(Gate) if kind.for_heads)

@@ -131,6 +131,13 @@ class Op(ABC):
         """The sizes, over all ranks, of new symbols in the results' shapes. The first op to bind a symbol decides."""
         return {}
 
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        """What makes a token's result depend on others in evaluation, in words of the language; empty if nothing does.
+
+        It cannot generate a token at a time. What attention remembers of the tokens before does not count.
+        """
+        return f"`{self.mnemonic}`, which looks at several tokens"
+
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         """`operands` (of any Python type) by the names that the class declares; absent optional operands are missing.
 
@@ -177,6 +184,15 @@ class Op(ABC):
 
 
 _BASE_FIELDS = frozenset(f.name for f in fields(Op))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOp(Op):
+    """Base of ops that in evaluation compute a token from no other token."""
+
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        """Nothing."""
+        return ""
 
 
 @cache

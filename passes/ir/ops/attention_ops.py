@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Saved
@@ -47,7 +47,7 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
 
 
 @op("rope", "x positions? -> y", operator="rope")
-class Rope(Op):
+class Rope(TokenOp):
     """Rotary positions on `[batch, sequence, heads, head_dim]` (Su et al. 2021).
 
     The `width` dims from dim `start` turn, all where `width` is 0: the first half of them with the second (Llama), or
@@ -88,7 +88,7 @@ def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
 
 
 @op("clip", "x -> y")
-class Clip(Op):
+class Clip(TokenOp):
     """Clamps x `[batch, sequence, heads, head_dim]` to ± `limit` (`clip_qkv` of DBRX, Databricks 2024)."""
 
     limit: Positive
@@ -136,6 +136,9 @@ class Attention(Op):
     causal: bool = True
     window: DimCount = 0
     scale: NonNegative = 0.0
+
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "" if self.causal else "attention to later tokens (`causal = false`)"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         q, k, v, *beside = operands
@@ -187,7 +190,7 @@ def _kept_for_attention(q: Value, k: Value, v: Value, attended: Value, workload:
 
 
 @op("join_shared", "x shared -> y")
-class JoinShared(Op):
+class JoinShared(TokenOp):
     """x `[batch, sequence, heads, own]`, shared `[batch, sequence, 1, dims]` → `[batch, sequence, heads, own + dims]`:
     each head's own dims, then those that all heads share."""
 
@@ -207,7 +210,7 @@ class JoinShared(Op):
 
 
 @op("repeat_heads", "x -> copies")
-class RepeatHeads(Op):
+class RepeatHeads(TokenOp):
     """Repeats each head `copies` times: `[heads, …]` → `[heads · copies, …]`, copies side by side.
 
     Grouped-query attention over the copies is exact, and tensor parallelism may cut between copies.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moec.passes.ir.attribute_types import Count, RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @op("count_queues", "experts -> queues", operator="count_queues")
-class CountQueues(Op):
+class CountQueues(TokenOp):
     """Counts, for each piece of a sequence, its j-th choices of each expert.
 
     experts `[batch, sequence, k]` → `[batch, pieces, k, experts]`; a rank has one piece of each of its sequences.
@@ -48,7 +48,7 @@ class CountQueues(Op):
 
 
 @op("queue_starts", "counts -> starts", operator="queue_starts", resolved={"group": "int groups"})
-class QueueStarts(Op):
+class QueueStarts(TokenOp):
     """The start of each piece's choices in its group's queues: counts `[batch, pieces, k, experts]` → same shape."""
 
     group: RoutingGroup
@@ -78,6 +78,15 @@ class Capacity(Op):
     eval_parts: WideCount
     eval_whole: WideCount
     least: Count
+
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        """Nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
+        given = self.named(operands)
+        k, scored = given["experts"].shape[-1], given.get("starts") or given.get("logits")
+        experts = scored.shape[-1] if scored is not None else getattr(self, "num_experts", 0)
+        if isinstance(k, int) and isinstance(experts, int) and self.eval_parts * k >= self.eval_whole * experts:
+            return ""
+        return "a capacity, under which the choices of several tokens compete"
 
     @property
     def varies(self) -> bool:
@@ -136,7 +145,7 @@ class KeepChoices(Capacity):
 
 
 @op("largest_load", "experts -> places", operator="largest_load")
-class LargestLoad(Op):
+class LargestLoad(TokenOp):
     """Number of rows of a rank's busiest expert: experts `[batch, sequence, k]` → scalar.
 
     A choice of −1 is not counted. Not differentiated.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
@@ -74,7 +74,7 @@ def _cost(
 
 
 @op("chosen_heads", "x experts weight bias? -> q")
-class ChosenHeads(Op):
+class ChosenHeads(TokenOp):
     """Queries of the groups that each token chose: `q[t, h, j] = W[experts[t, j], h] x[t] + bias[experts[t, j], h]`.
 
     x `[batch, sequence, dim]`, experts `[batch, sequence, k]`, weight `[groups, heads, head_dim, dim]`, bias `[groups,
@@ -110,7 +110,7 @@ class ChosenHeads(Op):
 
 
 @op("mix_heads", "attended experts weights weight -> y")
-class MixHeads(Op):
+class MixHeads(TokenOp):
     """The weighted sum of the groups' projections: `y[t] = Σⱼ weights[t, j] · W[experts[t, j]] attended[t, :, j]`.
 
     attended `[batch, sequence, heads · k, head_dim]`, experts and weights `[batch, sequence, k]`, weight `[groups, dim,
@@ -167,7 +167,7 @@ class CountGroups(Op):
 
 
 @op("detached_shares", "weights -> shares")
-class DetachedShares(Op):
+class DetachedShares(TokenOp):
     """`w / Σⱼ wⱼ` of each token's k weights, with no gradient through the sum: weights → the same shape.
 
     Zhang et al. 2022, section 3: w_{i,t} = p_{i,t} / Detach(Σⱼ p_{j,t}). The weight of a single choice is 1, and it

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import BlockName, LayerNumber
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @op("call", "inputs* -> *", moves=True)
-class Call(Op):
+class Call(TokenOp):
     """Runs a block with the parameters of layer `layer`: identical layers share one body."""
 
     block: BlockName

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 from moec.passes.ir.attribute_types import AxisName, DimNumber, Reduction
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Sent
@@ -39,7 +39,7 @@ def kind_of(value: Value) -> Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion(Op):
+class Conversion(TokenOp):
     """Changes the placement of its first operand on one mesh axis. The value, seen over all ranks, stays the same.
 
     `sends` counts what a rank sends forward and backward, in units of (n−1)/n of the value (whole on the axis; in an

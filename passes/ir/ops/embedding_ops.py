@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, settled
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Direction, Saved, Work
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @op("embed", "ids table -> x")
-class Embed(Op):
+class Embed(TokenOp):
     """Looks up rows of a table: ids `[batch, sequence]`, table `[vocab, dim]` → `[batch, sequence, dim]`."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -42,7 +42,7 @@ class Embed(Op):
 
 
 @op("embed_positions", "ids table positions? -> x")
-class EmbedPositions(Op):
+class EmbedPositions(TokenOp):
     """Rows of a table by position: ids `[batch, sequence]`, table `[context, dim]` → as `embed`.
 
     `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
@@ -68,7 +68,7 @@ class EmbedPositions(Op):
 
 
 @op("rms_norm", "x weight -> y")
-class RmsNorm(Op):
+class RmsNorm(TokenOp):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dims of x, which are those of weight; in at least fp32.
 
     Zhang & Sennrich 2019.
@@ -112,7 +112,7 @@ class RmsNorm(Op):
 
 
 @op("layer_norm", "x weight bias? -> y")
-class LayerNorm(Op):
+class LayerNorm(TokenOp):
     """`(x − mean) / sqrt(variance + eps) * weight + bias` over the last dim, in at least fp32 (Ba et al. 2016).
 
     The bias is optional.

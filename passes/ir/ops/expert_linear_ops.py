@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, WindowFunction
 from moec.passes.ir.layout import Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.window_ops import require_window, window_saved
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @op("expert_linear", "rows weight bias? counts? -> y")
-class ExpertLinear(Op):
+class ExpertLinear(TokenOp):
     """Multiplies each row by its expert's matrix: rows `[experts, rows, in]`, weight `[experts, out, in]` → `[…, out]`.
 
     `bias` is `[experts, out]`. `counts` are those of ragged rows; padded rows `[experts, places, in]` have none.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
@@ -75,7 +75,7 @@ class MixtureMlp(Activates):
     constants={"rows"},
     moves=True,
 )
-class PermuteWeights(Op):
+class PermuteWeights(TokenOp):
     """Each row's weight: weights, positions, rows → weights of rows `[experts, rows]` or `[experts, places]`.
 
     Conversions then send weights and rows alike, and `expert_mlp` applies the weights. The operand `rows` only gives
@@ -98,7 +98,7 @@ class PermuteWeights(Op):
 
 
 @op("sum_rows", "rows positions counts -> mixed", operator="sum_rows", moves=True)
-class SumRows(Op):
+class SumRows(TokenOp):
     """Sums each token's weighted rows: rows, positions, counts → mixed; from the expert mesh to the dense mesh.
 
     Replaces `combine` and `combine_padded`, but saves neither rows nor weights.

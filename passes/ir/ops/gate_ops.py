@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @op("route", "logits bias? -> probabilities weights experts", operator="route", scores="logits", constants={"bias"})
-class Route(Op):
+class Route(TokenOp):
     """Chooses k experts for each token: logits `[batch, sequence, experts]` → probabilities, weights, experts.
 
     With the operand `bias`, fp32 `[experts]`, the k experts with the largest score + bias are chosen, whatever `order`
@@ -72,7 +72,7 @@ class Route(Op):
 
 
 @op("every_expert", "scores -> experts", constants={"scores"})
-class EveryExpert(Op):
+class EveryExpert(TokenOp):
     """All experts of each token, in their order: scores `[batch, sequence, experts]` → experts, the same shape."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -85,7 +85,7 @@ class EveryExpert(Op):
 
 
 @op("round_weights", "weights -> rounded")
-class RoundWeights(Op):
+class RoundWeights(TokenOp):
     """Weights of choices rounded to `dtype`, and wide again: `[batch, sequence, k]` → the same shape and dtype.
 
     Megatron and transformers round so. Under `torch.compile` Inductor may drop the round trip.
@@ -103,7 +103,7 @@ class RoundWeights(Op):
 
 
 @op("attend_experts", "projected -> logits")
-class AttendExperts(Op):
+class AttendExperts(TokenOp):
     """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
 
     The last dim is q, k and v, one number of each for every expert. Logit i is `Σⱼ softmaxⱼ(qᵢ · kⱼ) · vⱼ`: width 1, so
@@ -130,7 +130,7 @@ class AttendExperts(Op):
 
 
 @op("hash_route", "ids -> weights experts")
-class HashRoute(Op):
+class HashRoute(TokenOp):
     """A fixed choice of `k` different experts for each id: ids `[batch, sequence]` → weights, all 1 / k, and experts.
 
     The random hash of Roller et al. 2021 (arXiv 2106.04426, section 3.1), computed by a function instead of a table of

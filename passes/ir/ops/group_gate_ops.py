@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -41,6 +41,9 @@ class ChooseTokens(Op):
     parts: WideCount
     whole: WideCount
 
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "`expert_choice`, whose experts choose among all tokens of a group"
+
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, *real = operands
         require_scores(self, scores)
@@ -69,7 +72,7 @@ class ChooseTokens(Op):
     constants={"scores"},
     chooses="experts",
 )
-class BalancedAssignment(Op):
+class BalancedAssignment(TokenOp):
     """An expert for each token: scores `[batch, sequence, E]` → experts `[batch, sequence, 1]`.
 
     In training the matching of a group's tokens and experts with the largest sum of scores in which each expert gets

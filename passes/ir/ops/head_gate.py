@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @op("gate_heads", "x logits -> gated")
-class GateHeads(Op):
+class GateHeads(TokenOp):
     """x `[batch, sequence, heads, width]`, logits `[batch, sequence, heads]` or of x's shape → `x · sigmoid(logits)`.
 
     A gate after attention, for each head or each element (Qiu et al. 2025, arXiv 2505.06708, section 2.2).

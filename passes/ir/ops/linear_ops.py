@@ -9,7 +9,7 @@ from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Bounds, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Saved
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @op("linear", "x weight -> y")
-class Linear(Op):
+class Linear(TokenOp):
     """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
 
     contract: Annotated[int, Bounds(ge=1, le=MAX_RANK)] = 1
@@ -59,7 +59,7 @@ class Linear(Op):
 
 
 @op("add_bias", "x bias -> y")
-class AddBias(Op):
+class AddBias(TokenOp):
     """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. Separate from `linear`, which may give a partial sum."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -75,7 +75,7 @@ class AddBias(Op):
 
 
 @op("activation", "x -> y")
-class Activation(Op):
+class Activation(TokenOp):
     """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`, the others as in `kind_of`."""
 
     kind: ActivationName
@@ -109,7 +109,7 @@ class Activation(Op):
 
 
 @op("add", "terms* -> total")
-class Add(Op):
+class Add(TokenOp):
     """The sum of values of one type."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -129,7 +129,7 @@ class Add(Op):
 
 
 @op("scale", "x -> y")
-class Scale(Op):
+class Scale(TokenOp):
     """`x · factor`: multipliers as in Granite, after muP (Yang et al. 2022, arXiv 2203.03466, table 8).
 
     The op is linear: a partial sum stays one, and is reduced after it.
@@ -147,7 +147,7 @@ class Scale(Op):
 
 
 @op("router", "x weight bias? -> logits")
-class Router(Op):
+class Router(TokenOp):
     """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
 
     x and the weight are narrow or wide, each by itself. `bias` `[experts]`, of the weight's dtype, is added to the

@@ -30,6 +30,9 @@ class MergeShares(Op):
     With the operand `real` the mean is over real tokens; that of a sequence without any is 0.
     """
 
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "`smear`, whose expert is made of a whole sequence"
+
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight, *real = operands
         require(len(x.shape) == 3 and x.shape[2:] == weight.shape[1:], self, "wants tokens and a row of each expert")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Attribute, Value
 from moec.passes.ir.work.cost import Cost
@@ -36,7 +36,7 @@ def grouped(group: str, meshes: Meshes) -> Layout:
 
 
 @op("permute", "x experts -> rows counts positions", operator="permute", moves=True)
-class Permute(Op):
+class Permute(TokenOp):
     """Makes rows, sorted by expert: x, experts → rows (ragged), counts `[sources, experts]`, positions.
 
     Values go from the dense mesh to the expert mesh here: a rank's tokens become its rows. With `some_are_none` some
@@ -71,7 +71,7 @@ class Permute(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activates(Op):
+class Activates(TokenOp):
     """An op of experts with an activation between their projections: its word, and `PARAMETERS` that change it."""
 
     tiled: ClassVar[bool] = True
@@ -158,7 +158,7 @@ class ExpertMlp(Activates):
 
 
 @op("combine", "rows positions weights -> mixed", operator="combine", moves=True)
-class Combine(Op):
+class Combine(TokenOp):
     """Sums each token's weighted rows; from the expert mesh to the dense mesh."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

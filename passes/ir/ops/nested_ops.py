@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from moec.passes.ir.attribute_types import Count
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @op("nested_route", "logits -> probabilities weights experts", scores="logits")
-class NestedRoute(Op):
+class NestedRoute(TokenOp):
     """Chooses k outer experts, and within each of them `inner_k` inner ones: two gates in one op.
 
     logits `[batch, sequence, outer + outer · inner]`, those of the outer gate first, then those of each inner gate →

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import (
     Activates,
@@ -63,7 +63,7 @@ class PermutePadded(Capacity):
 
 
 @op("permute_dynamic", "x experts places -> rows counts positions", operator="permute_dynamic", moves=True)
-class PermuteDynamic(Op):
+class PermuteDynamic(TokenOp):
     """Like `permute_padded`, but each expert has `places` places, the rows of the busiest expert: x, experts, places.
 
     Drops only choices of −1 (Tutel, Hwang et al. 2023, section 3.3).
@@ -133,7 +133,7 @@ class ExpertMlpPadded(Activates):
 
 
 @op("combine_padded", "rows positions weights -> mixed", operator="combine_padded", moves=True)
-class CombinePadded(Op):
+class CombinePadded(TokenOp):
     """Sums each token's weighted rows, without dropped choices: rows, positions, weights."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.passes.ir.attribute_types import TokenId
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens, sum_tokens
 from moec.passes.ir.value import Value
 
 
 @op("real_tokens", "ids -> real")
-class RealTokens(Op):
+class RealTokens(TokenOp):
     """1 for each real token, 0 for each padding token: ids `[batch, sequence]` → int64 of the same shape."""
 
     padding: TokenId
@@ -41,7 +41,7 @@ class CountRealTokens(Op):
 
 
 @op("mask_choices", "experts real -> masked")
-class MaskChoices(Op):
+class MaskChoices(TokenOp):
     """experts `[batch, sequence, k]`, real `[batch, sequence]` → experts, −1 for every choice of a padding token.
 
     A choice of −1 gets no row and no place, and is not counted.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.limits import MAX_DIM
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Dim, Value
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @op("select_experts", "experts -> selected")
-class SelectExperts(Op):
+class SelectExperts(TokenOp):
     """The choices of one part of the experts: experts `[batch, sequence, k]` → the same shape.
 
     The part has `count` experts from `first` on, of `num_experts`. Its choices count from 0; all others become −1.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @op("sigmoid_gate", "x logits -> gated")
-class SigmoidGate(Op):
+class SigmoidGate(TokenOp):
     """x `[…, dim]`, logits `[…, 1]` → `x · sigmoid(logits)`: how Qwen2-MoE gates its shared expert."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -34,7 +34,7 @@ class SigmoidGate(Op):
 
 
 @op("mix", "first second logits -> mixed")
-class Mix(Op):
+class Mix(TokenOp):
     """first, second `[…, dim]`, logits `[…, 2]` → `first · c₀ + second · c₁` with c = softmax(logits).
 
     DeepSpeed's Residual-MoE (Rajbhandari et al. 2022, arXiv 2201.05596, section 4.1): first is the experts' result.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @op("best_score", "scores -> priorities", constants={"scores"})
-class BestScore(Op):
+class BestScore(TokenOp):
     """The largest score of each token: scores `[batch, sequence, n]` → `[batch, sequence]`. Not differentiated.
 
     The priority of batch prioritized routing, `max_i g(X)_{t,i}` (Riquelme et al. 2021, arXiv 2106.05974, section 4.1).
@@ -169,7 +169,7 @@ class Reroute(Capacity):
 
 
 @op("renormalize", "weights kept -> renormalized")
-class Renormalize(Op):
+class Renormalize(TokenOp):
     """`scale · wⱼ / Σ w` over a token's choices that found a place; 0 for the others: weights, kept → weights.
 
     Both are `[batch, sequence, k]`, and kept is −1 for a choice without a place. The sum is at least the epsilon of
@@ -202,7 +202,7 @@ class Renormalize(Op):
 
 
 @op("chosen_weights", "logits experts -> weights")
-class ChosenWeights(Op):
+class ChosenWeights(TokenOp):
     """The weights that `route` with the same attributes gives to choices made elsewhere: logits, experts → weights.
 
     Weights have the shape of experts, `[batch, sequence, k]`. A choice of −1 gets that of expert 0. With the score

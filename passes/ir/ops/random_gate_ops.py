@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, Stream
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_keys, require_training
 from moec.passes.ir.value import Value
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @op("uniform", "keys training -> numbers")
-class Uniform(Op):
+class Uniform(TokenOp):
     """Uniform numbers in [0, 1) of each token, multiples of 2⁻²⁴; 1/2 in evaluation.
 
     keys `[batch, sequence]` → `[batch, sequence, count]`. They are the factors of `jitter` by the amount 1, halved: a
@@ -39,7 +39,7 @@ class Uniform(Op):
 
 
 @op("second_at_random", "experts weights numbers training -> taken", chooses="taken", constants={"weights", "numbers"})
-class SecondAtRandom(Op):
+class SecondAtRandom(TokenOp):
     """Takes a token's second expert with probability `min(1, 2·w₂)` in training, and always in evaluation.
 
     experts, weights `[batch, sequence, 2]`, numbers `[batch, sequence, 1]` → experts, −1 in place of a second one that
@@ -61,7 +61,7 @@ class SecondAtRandom(Op):
 
 
 @op("add_learned_noise", "clean spread noise -> noisy deviation", constants={"noise"})
-class AddLearnedNoise(Op):
+class AddLearnedNoise(TokenOp):
     """`clean + noise · softplus(spread)`: H of Shazeer et al. 2017 (arXiv 1701.06538, eq. 4), all
     `[batch, sequence, experts]`; also the standard deviation softplus(spread). No gradient flows to the noise."""
 

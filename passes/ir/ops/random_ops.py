@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.attribute_types import Bounds, Positive, Stream
 from moec.passes.ir.layout import REPLICATED, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_keys, require_scores, require_training
 from moec.passes.ir.value import Value, promoted
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @op("token_keys", "ids sequences seed step -> keys", operator="token_keys")
-class TokenKeys(Op):
+class TokenKeys(TokenOp):
     """A random 64-bit key of each token in this step: ids `[batch, sequence]` → int64 of the same shape.
 
     `sequences` `[batch]` numbers the sequences of the global batch. The key of a token is two words of Philox4x32-10
@@ -44,7 +44,7 @@ class TokenKeys(Op):
 
 
 @op("jitter", "x keys training -> y", operator="jitter", numbered=True)
-class Jitter(Op):
+class Jitter(TokenOp):
     """`x · (1 + amount · u)` in training, with u uniform in [−1, 1) for each element; x itself in evaluation.
 
     x `[batch, sequence, dim]` → the same shape, in at least fp32. Fedus et al. 2021, section 2.2 (the input of a
@@ -71,7 +71,7 @@ class Jitter(Op):
 
 
 @op("add_noise", "logits noise -> noisy", constants={"noise"})
-class AddNoise(Op):
+class AddNoise(TokenOp):
     """`logits + std · noise`: `[batch, sequence, experts]` both → the same shape. The noise gets no gradient."""
 
     std: Positive
@@ -86,7 +86,7 @@ class AddNoise(Op):
 
 
 @op("normal_noise", "logits keys training -> noise", operator="normal_noise", numbered=True, constants={"logits"})
-class NormalNoise(Op):
+class NormalNoise(TokenOp):
     """Standard normal numbers for each logit in training, zeros in evaluation: logits `[batch, sequence, experts]` →
     the same shape and dtype. Only the shape and dtype of the logits are used.
 

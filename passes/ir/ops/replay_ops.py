@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, LayerNumber
 from moec.passes.ir.layout import Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @op("replay", "scores experts choices -> weights experts")
-class Replay(Op):
+class Replay(TokenOp):
     """Replaces a gate's choices by given ones: scores `[batch, sequence, experts]`, experts and choices
     `[batch, sequence, k]` → weights of the choices in the scores' dtype, experts.
 
@@ -53,7 +53,7 @@ class Replay(Op):
 
 
 @op("take_routes", "routes -> choices")
-class TakeRoutes(Op):
+class TakeRoutes(TokenOp):
     """The first k choices of one mixture: routes `[batch, sequence, mixtures, most]` → `[batch, sequence, k]`.
 
     `mixture` numbers the layers with a mixture from 0.
@@ -97,7 +97,7 @@ class StackRoutes(Op):
 
 
 @op("whole_sequences", "x -> whole", moves=True)
-class WholeSequences(Op):
+class WholeSequences(TokenOp):
     """The same whole numbers `[batch, sequence, …]`, of whole sequences on every rank of a tp group, as tokens are."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

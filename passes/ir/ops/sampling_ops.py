@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.attribute_types import Bounds
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_scores, require_training
 from moec.passes.ir.value import Value
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     chooses="outside full",
     constants={"numbers"},
 )
-class SampleExperts(Op):
+class SampleExperts(TokenOp):
     """Samples k different experts for each token, from logits `[batch, sequence, experts]`.
 
     In each round, over the experts not yet chosen, with m their largest logit (SparseMixer, Liu et al. 2023, arXiv
@@ -67,7 +67,7 @@ class SampleExperts(Op):
 
 
 @op("sampled_weights", "logits experts outside full -> weights")
-class SampledWeights(Op):
+class SampledWeights(TokenOp):
     """The weights of sampled experts: logits, and the `experts`, `outside` and `full` of `sample_experts` → weights.
 
     The weight of a round's choice is δ · p, with p its probability in the softmax of that round's candidates, and δ = 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, TokenId, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @op("segments", "ids -> segments positions")
-class Segments(Op):
+class Segments(TokenOp):
     """Splits each sequence after every `separator`: ids `[batch, sequence]` → segments and positions, int64.
 
     The segments of a sequence are numbered from 0. A separator is the last token of its segment. Positions start at 0
@@ -47,7 +47,7 @@ class Segments(Op):
 
 
 @op("number_segments", "given -> segments positions")
-class NumberSegments(Op):
+class NumberSegments(TokenOp):
     """Numbers the texts of each sequence from 0: segments as given → segments and positions, int64 `[batch, sequence]`.
 
     A text ends where the given number changes. Positions start at 0 in each segment.
@@ -79,6 +79,9 @@ class KeepInSegments(Op):
     eval_parts: WideCount
     eval_whole: WideCount
     least: Count
+
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "a capacity, under which the choices of a whole text compete for places"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, segments, *settings = self.named(operands).values()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Saved
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @op("decode_selectors", "codes alphas? -> weights experts entropies", chooses="experts", sparse=True)
-class DecodeSelectors(Op):
+class DecodeSelectors(TokenOp):
     """The weight of each of E = 2ᵐ experts from k binary codes of m numbers: codes `[batch, sequence, k · m]`.
 
     DSelect-k (Hazimeh et al. 2021, arXiv 2106.03760, section 2, with per-example gating): q = Σᵢ softmax(α)ᵢ · r(zᵢ).

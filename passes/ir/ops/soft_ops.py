@@ -39,6 +39,9 @@ class SlotWeights(Op):
     softmax is over real tokens, and both are 0 for padding.
     """
 
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "`soft`, whose experts take means of a whole sequence"
+
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, *real = operands
         require(logits.dtype != "int64" and len(logits.shape) == 3, self, "wants logits of every slot")

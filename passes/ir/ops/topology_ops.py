@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -59,7 +59,7 @@ class Placed(Op):
 
 
 @op("data_ranks", "x -> ranks", constants={"x"})
-class DataRanks(Op):
+class DataRanks(TokenOp):
     """The numbers of all data-parallel ranks, `0 … data_ranks − 1`: int64 `[data_ranks]`. `x` gives only the device.
 
     In the reference of a plan with micro-batches they repeat for each of them. Where they are cut over `dp`, a rank has
@@ -117,7 +117,7 @@ class TopologyLoss(Placed):
 
 
 @op("bound_far", "weights experts ranks training real? -> kept", chooses="kept", constants={"weights"})
-class BoundFar(Placed):
+class BoundFar(Placed, TokenOp):
     """Replaces far choices beyond a bound by −1, in training: weights, experts `[batch, sequence, k]`, ranks → kept.
 
     At most `⌊share / whole · n⌋` of a data rank's n choices may go to other nodes (He et al. 2022, FasterMoE,
@@ -150,7 +150,7 @@ class BoundFar(Placed):
 
 
 @op("choose_near", "scores kept ranks -> experts", chooses="experts", constants={"scores"})
-class ChooseNear(Placed):
+class ChooseNear(Placed, TokenOp):
     """Each choice of −1 becomes the token's next best near expert: scores `[batch, sequence, E]`, kept `[batch,
     sequence, k]`, ranks → experts, of the shape of kept.
 

@@ -31,6 +31,9 @@ class Windows(Op):
     before: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
     after: Annotated[int, Bounds(ge=0, le=MAX_DIM)]
 
+    def other_tokens(self, operands: Sequence[Value]) -> str:
+        return "`conv`, which sees neighbours in the sequence"
+
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, *of_tokens = operands
         batch, sequence, dim = x.shape

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from moec.grammar import Spec
 from moec.grammar import spec as s
-from moec.grammar.checking.head_mixture_rules import HEAD_GATES
 from moec.grammar.checking.rules import check
 from moec.grammar.diagnostics.diagnostic import Severity
 from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
 from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node
+from moec.grammar.spec.optimizers import OPTIMIZERS
 from moec.grammar.units import a_layer_holds
 
 LARGEST = 2**40
@@ -102,14 +102,14 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
             given["heads"] = given["kv_heads"] * (given["heads"] % 8 + 1)
     if cls is s.Mla:
         given["rope_dim"] *= 2
-    if cls is s.Sgd and not given.get("momentum"):
+    if cls is OPTIMIZERS["sgd"] and not given.get("momentum"):
         given.pop("nesterov", None)  # MOE0336
-    if cls is s.Train and isinstance(given.get("optimizer"), s.Adafactor):
+    if cls is s.Train and getattr(given.get("optimizer"), "wide", ""):
         given.pop("state", None)  # MOE0337
     if cls is s.Train and given.get("frozen"):  # MOE0342, MOE0343: every model has these, and a head or its embedding
         given["frozen"] = tuple(part for part in given["frozen"] if part in ("attention", "norms"))
     if cls is s.Moa:
-        if not isinstance(given["gate"], HEAD_GATES):  # MOE0333
+        if not given["gate"].for_heads:  # MOE0333
             given["gate"] = s.TopK(k=getattr(given["gate"], "k", 2))
         given["gate"], given["experts"] = chosen(given["gate"], given["experts"])
         given["balance"] = balancing(given.get("balance") or (), given["gate"], given["experts"])

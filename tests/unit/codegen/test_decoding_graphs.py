@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from support.plans import moe_plan
 from test_operators import FORMS
 from torch import fx
 
-from moec.codegen.emit.decodable import OF_ONE_TOKEN, refusal
+from moec.codegen.emit.decodable import refusal
 from moec.codegen.emit.decoding import Decoding
 from moec.codegen.emit.emit_decoding import emit_decoding
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Gate
 from moec.passes.fuse import Fuse
-from moec.passes.ir import Program
+from moec.passes.ir import Op, Program
 from moec.passes.ir import ops as o
+from moec.passes.ir.op import TokenOp
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 
@@ -25,10 +29,15 @@ NOT_IN_GENERATION = ("count_choices", "_loss", "group_totals", "sum_groups", "cr
 
 
 @cache
+def plans() -> dict[str, Plan]:
+    """A plan of each form of models."""
+    return {name: moe_plan(**options) for name, options in FORMS.items()}
+
+
+@cache
 def programs() -> dict[str, tuple[Program, Program]]:
     """The Programs of all forms of models: sharded, and as the reference runs them."""
-    plans = {name: moe_plan(**options) for name, options in FORMS.items()}
-    return {name: (plan.program, Fuse().apply(lower(plan.spec))) for name, plan in plans.items()}
+    return {name: (plan.program, Fuse().apply(lower(plan.spec))) for name, plan in plans().items()}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +91,17 @@ def test_every_layer_has_a_cache_for_each_attention_on_this_ranks_heads(decoding
     assert (cached.heads, cached.width) == (2, 4)
 
 
-def test_an_op_whose_tokens_meet_is_not_said_to_compute_one_token() -> None:
-    meeting = {o.Attention, o.ChooseTokens, o.Windows, o.MergeShares, o.SlotWeights, o.KeepInSegments, o.GridWindows}
-    assert not OF_ONE_TOKEN & meeting
-    assert not {kind for kind in OF_ONE_TOKEN if issubclass(kind, o.Capacity)}
+def test_a_gate_generates_unless_its_word_says_that_it_leaks_in_evaluation() -> None:
+    seen = set()
+    for name, plan in plans().items():
+        gates = [moe.gate for moe in plan.spec.subject.mixtures if moe is not None]
+        refused = refusal(plan.program)
+        leaking = {gate.word for gate in gates if "evaluation" in gate.leaks}
+        assert leaking == {gate.word for gate in gates if refused and refused.what.startswith(f"`{gate.word}`")}, name
+        seen |= {type(gate) for gate in gates}
+    assert seen >= {gate for gate in get_args(Gate) if "evaluation" in gate.leaks}
+
+
+def test_a_new_op_is_refused_until_it_says_that_tokens_do_not_meet_in_it() -> None:
+    assert o.GridWindows.other_tokens is Op.other_tokens
+    assert not issubclass(o.Capacity, TokenOp)
