@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from moec.codegen.kernels.model_calibration import calibrate, model_file, read_measurements, report, stored
-from moec.codegen.kernels.model_device import DEVICES, FREE
+from moec.codegen.kernels.model.model_calibration import calibrate, model_file, read_measurements, report, stored
+from moec.codegen.kernels.model.model_device import DEVICES, FREE
 
 LEAST_ROWS = 2 * len(FREE)
 

@@ -21,7 +21,7 @@ from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, Ways
 from moec.runtime import ops
 from moec.runtime.backends import forced_backend
-from moec.runtime.backends.triton import library_grouped_mm
+from moec.runtime.backends.triton.libraries import library_grouped_mm
 from moec.runtime.backends.triton.triton_launch import dtype_name
 from moec.runtime.backends.triton.triton_tiles import family_of
 

@@ -9,27 +9,27 @@ from typing import Any
 from torch import fx, nn
 
 from moec.codegen.emit.emit_attention import ATTENTION
-from moec.codegen.emit.emit_balance import BALANCE
-from moec.codegen.emit.emit_chosen_heads import CHOSEN_HEADS
 from moec.codegen.emit.emit_dense import DENSE
-from moec.codegen.emit.emit_gates import GATES
 from moec.codegen.emit.emit_images import IMAGES
-from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
-from moec.codegen.emit.emit_merge import MERGE
 from moec.codegen.emit.emit_mixtures import MIXTURES
-from moec.codegen.emit.emit_nested import NESTED
-from moec.codegen.emit.emit_random_gates import RANDOM_GATES
-from moec.codegen.emit.emit_replay import REPLAY
 from moec.codegen.emit.emit_sampling import SAMPLING
 from moec.codegen.emit.emit_segments import SEGMENTS
-from moec.codegen.emit.emit_selectors import SELECTORS
-from moec.codegen.emit.emit_soft import SOFT
-from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
-from moec.codegen.emit.emit_topology import TOPOLOGY
 from moec.codegen.emit.emit_windows import WINDOWS
 from moec.codegen.emit.emitter import Emitter, WaysOf, info_of, site_of, target_name
+from moec.codegen.emit.gating.emit_balance import BALANCE
+from moec.codegen.emit.gating.emit_chosen_heads import CHOSEN_HEADS
+from moec.codegen.emit.gating.emit_gates import GATES
+from moec.codegen.emit.gating.emit_loads import LOADS
+from moec.codegen.emit.gating.emit_merge import MERGE
+from moec.codegen.emit.gating.emit_nested import NESTED
+from moec.codegen.emit.gating.emit_random_gates import RANDOM_GATES
+from moec.codegen.emit.gating.emit_replay import REPLAY
+from moec.codegen.emit.gating.emit_selectors import SELECTORS
+from moec.codegen.emit.gating.emit_soft import SOFT
+from moec.codegen.emit.gating.emit_states import STATES
+from moec.codegen.emit.gating.emit_topology import TOPOLOGY
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State

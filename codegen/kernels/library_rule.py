@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from moec.codegen.kernels.model_calibration import device_model
-from moec.codegen.kernels.model_choice import best_way
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model_calibration import device_model
+from moec.codegen.kernels.model.model_choice import best_way
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moec.codegen.kernels.occupancy import blocks_per_sm
+from moec.codegen.kernels.model.occupancy import blocks_per_sm
 from moec.codegen.kernels.tiles import Tile
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from moec.codegen.data import Data
 from moec.codegen.kernels.library_rule import with_libraries
-from moec.codegen.kernels.model_device import FOLDER
+from moec.codegen.kernels.model.model_device import FOLDER
 from moec.codegen.kernels.tile_rule import load_of, reason, tiles_for
 from moec.codegen.kernels.tiles import KERNELS, WAY_PATTERN, Ways, parse_way
 

@@ -95,7 +95,7 @@ def _select(forced: str | None, device: str) -> Backend:
 
     unfit = complaint(device)
     if unfit is None and forced == "quack":
-        from moec.runtime.backends.triton.library_quack import installation_complaint
+        from moec.runtime.backends.triton.libraries.library_quack import installation_complaint
 
         unfit = installation_complaint()
     if unfit is None:

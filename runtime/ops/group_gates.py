@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
+from moec.passes.ir.ops.gating.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.runtime.ops.registry import check, define
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.queue_ops import KeepBest, KeepFirst, Reroute
+from moec.passes.ir.ops.gating.queue_ops import KeepBest, KeepFirst, Reroute
 from moec.runtime.backends import select
 from moec.runtime.ops.padded_rows import capacity_in_force
 from moec.runtime.ops.registry import check, define

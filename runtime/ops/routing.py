@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.gate_ops import Route
+from moec.passes.ir.ops.gating.gate_ops import Route
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 from moec.runtime.unscored import note

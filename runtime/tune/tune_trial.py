@@ -20,7 +20,7 @@ from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Library, Tile, Way, Ways
 from moec.runtime.backends import BackendError, forced_backend
-from moec.runtime.backends.triton.library_choice import MODULES
+from moec.runtime.backends.triton.libraries.library_choice import MODULES
 from moec.runtime.tune.tune_layer import TunedLayer, agree
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from support.kernel_tables import LAYERS, TOKENS
 
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.product_shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.tile_rule import in_bulk, tiles_for
 from moec.codegen.kernels.tiles import Ways

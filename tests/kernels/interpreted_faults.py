@@ -21,7 +21,8 @@ from triton.runtime import interpreter
 
 from moec.codegen.kernels.kernel_shape import render
 from moec.runtime import ops
-from moec.runtime.backends.triton import library_grouped_mm, triton_launch, triton_modules
+from moec.runtime.backends.triton import triton_launch, triton_modules
+from moec.runtime.backends.triton.libraries import library_grouped_mm
 from moec.runtime.backends.triton.triton_launch import Kernels
 
 EMPTY = [[5, 0, 0, 40, 0]]

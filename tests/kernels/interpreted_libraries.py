@@ -17,7 +17,8 @@ from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.runtime.backends import BackendError
-from moec.runtime.backends.triton import library_grouped_mm, triton_backend
+from moec.runtime.backends.triton import triton_backend
+from moec.runtime.backends.triton.libraries import library_grouped_mm
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_modules import kernels_in
 from moec.runtime.backends.triton.triton_tiles import target_at

@@ -27,7 +27,7 @@ from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.backends.triton import triton_experts, triton_tiles
-from moec.runtime.backends.triton.library_rows import Around
+from moec.runtime.backends.triton.libraries.library_rows import Around
 from moec.runtime.backends.triton.product_clock import Call, timed
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape

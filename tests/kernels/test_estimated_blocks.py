@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.kernel_tables import LAYERS, rule
 
-from moec.codegen.kernels.model_device import DEVICES
-from moec.codegen.kernels.model_tiles import Schedule, estimated_blocks
+from moec.codegen.kernels.model.model_device import DEVICES
+from moec.codegen.kernels.model.model_tiles import Schedule, estimated_blocks
 from moec.codegen.kernels.product_shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import KERNELS

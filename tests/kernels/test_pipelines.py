@@ -11,8 +11,8 @@ import pytest
 import triton
 from canonical import DEVICES, LAYERS, TOKENS, products_of, ways_on
 
-from moec.codegen.kernels.model_device import DEVICES as MODELS
-from moec.codegen.kernels.model_tiles import Schedule, estimated_blocks
+from moec.codegen.kernels.model.model_device import DEVICES as MODELS
+from moec.codegen.kernels.model.model_tiles import Schedule, estimated_blocks
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.resources import complaints
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways

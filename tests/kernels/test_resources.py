@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from moec.codegen.kernels.occupancy import LIMITS, blocks_per_sm
+from moec.codegen.kernels.model.occupancy import LIMITS, blocks_per_sm
 from moec.codegen.kernels.resources import Loop, Resources, complaints, instruction_columns
 from moec.codegen.kernels.tiles import Tile
 from moec.runtime.backends.triton.triton_compile import TARGETS

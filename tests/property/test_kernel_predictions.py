@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from moec.codegen.kernels.model_device import DEVICES
-from moec.codegen.kernels.model_layer import predict_layer
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model_device import DEVICES
+from moec.codegen.kernels.model.model_layer import predict_layer
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.stored_tiles import choose
 from moec.codegen.kernels.tiles import KERNELS, Ways
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from moec.codegen.kernels.model import Prediction
-from moec.codegen.kernels.model_device import DEVICES
-from moec.codegen.kernels.model_layer import LayerPrediction, moving, predict_layer, predict_schedules
-from moec.codegen.kernels.model_libraries import LARGE
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
+from moec.codegen.kernels.model.model import Prediction
+from moec.codegen.kernels.model.model_device import DEVICES
+from moec.codegen.kernels.model.model_layer import LayerPrediction, moving, predict_layer, predict_schedules
+from moec.codegen.kernels.model.model_libraries import LARGE
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.stored_tiles import choose
 from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Ways

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Literal
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.model import Prediction, predict
-from moec.codegen.kernels.model_calibration import device_model
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_layer import moving
-from moec.codegen.kernels.model_libraries import finds_rows_at_hand
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model import Prediction, predict
+from moec.codegen.kernels.model.model_calibration import device_model
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_layer import moving
+from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
 from moec.codegen.kernels.plan_ways import Experts, rows_per_rank, tokens_per_rank, ways_of
 from moec.codegen.kernels.product_shapes import ProductShape

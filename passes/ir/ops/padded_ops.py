@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.capacity_ops import Capacity
+from moec.passes.ir.ops.gating.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import (
     Activates,
     experts_layout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Dense, TopK
-from moec.passes.ir.ops import gate_ops as g
+from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
 from moec.passes.lower.gates.topk_gates import topk

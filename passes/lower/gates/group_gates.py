@@ -6,8 +6,8 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Base, ExpertChoice
 from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import ChosenWeights
-from moec.passes.ir.ops import gate_ops as g
-from moec.passes.ir.ops import group_gate_ops as gg
+from moec.passes.ir.ops.gating import gate_ops as g
+from moec.passes.ir.ops.gating import group_gate_ops as gg
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
 

@@ -6,7 +6,7 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import GShard
 from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import SecondAtRandom, Uniform
-from moec.passes.ir.ops import gate_ops as g
+from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
 

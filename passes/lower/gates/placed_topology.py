@@ -9,7 +9,7 @@ from moec.passes.degrees.degrees import Degrees, choose_degrees
 
 
 class PlacedTopology(Topology):
-    """A `topology` with the attributes of its ops (`passes/ir/ops/topology_ops.py`). No file writes it."""
+    """A `topology` with the attributes of its ops (`passes/ir/ops/gating/topology_ops.py`). No file writes it."""
 
     levels: tuple[int, ...]
     bandwidths: tuple[float, ...]

@@ -8,7 +8,7 @@ from typing import Any
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Smear
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops import merge_ops as m
+from moec.passes.ir.ops.gating import merge_ops as m
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
 from moec.passes.lower.gates.gated import Given
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Soft
 from moec.passes.ir.ops import Router
-from moec.passes.ir.ops import soft_ops as s
+from moec.passes.ir.ops.gating import soft_ops as s
 from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.gates.gated import Given
 

@@ -6,7 +6,7 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import BatchPriority, Online, Switch, TopK
 from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import AddNoise, Jitter, NormalNoise
-from moec.passes.ir.ops import gate_ops as g
+from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
 

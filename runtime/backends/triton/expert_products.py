@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels.tiles import Tile, Ways
-from moec.runtime.backends.triton.library_products import LibraryProducts, Source
+from moec.runtime.backends.triton.libraries.library_products import LibraryProducts, Source
 from moec.runtime.backends.triton.product_clock import run_product
 from moec.runtime.backends.triton.triton_launch import present
 from moec.runtime.backends.triton.triton_projection import Projection

@@ -21,8 +21,8 @@ from moec.codegen.kernels.tiles import Ways
 from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
 from moec.runtime.backends.triton.expert_products import ExpertProducts
-from moec.runtime.backends.triton.library_products import LibraryProducts
-from moec.runtime.backends.triton.library_rows import Around
+from moec.runtime.backends.triton.libraries.library_products import LibraryProducts
+from moec.runtime.backends.triton.libraries.library_rows import Around
 from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, too_many
 from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table

@@ -21,7 +21,7 @@ from moec.passes.ir import Block, Op
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import select
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.backends.triton.library_choice import runnable
+from moec.runtime.backends.triton.libraries.library_choice import runnable
 from moec.runtime.script import warn_first
 
 

@@ -17,7 +17,7 @@ from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, Ways
 from moec.runtime.backends import Backend
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.backends.triton import library_grouped_mm
+from moec.runtime.backends.triton.libraries import library_grouped_mm
 
 WIDTHS = (24, 16)
 

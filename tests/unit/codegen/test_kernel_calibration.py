@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from moec.codegen.kernels import model_calibration
-from moec.codegen.kernels.model_calibration import (
+from moec.codegen.kernels.model import model_calibration
+from moec.codegen.kernels.model.model_calibration import (
     Measurement,
     StoredModel,
     calibrate,
@@ -25,7 +25,7 @@ from moec.codegen.kernels.model_calibration import (
     residuals,
     stored,
 )
-from moec.codegen.kernels.model_device import DEVICES, FREE, DeviceModel
+from moec.codegen.kernels.model.model_device import DEVICES, FREE, DeviceModel
 from moec.codegen.kernels.tiles import KERNELS
 
 H200 = DEVICES["h200"]

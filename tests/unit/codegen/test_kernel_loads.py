@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.tables import each_row
 
-from moec.codegen.kernels.model_loads import Load, inclusions
+from moec.codegen.kernels.model.model_loads import Load, inclusions
 
 
 def test_expected_tiles_of_uniform_routing_are_those_of_the_binomial() -> None:

@@ -8,13 +8,13 @@ from math import inf
 import pytest
 from support.tables import each_row
 
-from moec.codegen.kernels.model import predict, predict_schedule
-from moec.codegen.kernels.model_choice import best_way
-from moec.codegen.kernels.model_device import DEVICES, SOURCES, DeviceModel, complaint
-from moec.codegen.kernels.model_layer import predict_layer
-from moec.codegen.kernels.model_libraries import LARGE, MEDIUM, SMALL, schedule_of_library
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule, estimated_blocks, step_of
+from moec.codegen.kernels.model.model import predict, predict_schedule
+from moec.codegen.kernels.model.model_choice import best_way
+from moec.codegen.kernels.model.model_device import DEVICES, SOURCES, DeviceModel, complaint
+from moec.codegen.kernels.model.model_layer import predict_layer
+from moec.codegen.kernels.model.model_libraries import LARGE, MEDIUM, SMALL, schedule_of_library
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule, estimated_blocks, step_of
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 
 H200 = DEVICES["h200"]

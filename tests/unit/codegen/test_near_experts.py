@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.tables import each_row
 
-from moec.codegen.emit.emit_topology import _chosen_near
+from moec.codegen.emit.gating.emit_topology import _chosen_near
 from moec.runtime.ops import route
 
 LOGITS = {

@@ -10,7 +10,7 @@ from support.wrong_plans import change_op, change_sums
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
-from moec.passes.ir.ops.gate_ops import Route
+from moec.passes.ir.ops.gating.gate_ops import Route
 from moec.runtime.verify.verification import verify
 
 GATE = "topk(2, score = sigmoid, scale = 2.5, groups = 4, keep_groups = 2)"

@@ -18,7 +18,7 @@ from moec.codegen.emit.emitter import Emitter
 from moec.codegen.emit.functions import EMISSIONS
 from moec.passes.ir import Meshes, Op, Placing, Program, Value
 from moec.passes.ir.op import Type, operand_names
-from moec.passes.ir.ops.gate_ops import Route
+from moec.passes.ir.ops.gating.gate_ops import Route
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.runtime import ops
 from moec.runtime.errors import JobError

@@ -23,7 +23,7 @@ from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.cost.totals import tally
 from moec.passes.ir import Block, Output, Program, Value
 from moec.passes.ir.ops import AllReduce
-from moec.passes.ir.ops.gate_ops import HashRoute
+from moec.passes.ir.ops.gating.gate_ops import HashRoute
 from moec.passes.ir.verifier import check_program
 from moec.passes.lower.lower_losses import of_tokens
 from moec.runtime.host.reference import reference

@@ -10,8 +10,8 @@ import torch
 
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Tile, Ways
 from moec.runtime.backends import BackendError
-from moec.runtime.backends.triton import library_choice, library_quack
-from moec.runtime.backends.triton.library_choice import runnable
+from moec.runtime.backends.triton.libraries import library_choice, library_quack
+from moec.runtime.backends.triton.libraries.library_choice import runnable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TILE = Tile(128, 128, 64, 8, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.triton.library_grouped_mm import times, times_transposed, transposed_times
+from moec.runtime.backends.triton.libraries.library_grouped_mm import times, times_transposed, transposed_times
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS, ENDS = 12, [3, 3, 9]  # the second expert has no rows, the last three rows belong to no expert

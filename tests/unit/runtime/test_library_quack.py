@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.backends import BackendError, _select, select
-from moec.runtime.backends.triton import library_quack
+from moec.runtime.backends.triton.libraries import library_quack
 
 OFFSETS = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 CUDA = torch.device("cuda")

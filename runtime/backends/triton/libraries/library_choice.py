@@ -12,7 +12,7 @@ from moec.codegen.kernels.library_rule import tile_instead
 from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, LIBRARIES, Kernel, Library, Tile, Way, Ways
 from moec.runtime.backends import VARIABLE, BackendError, forced_backend
-from moec.runtime.backends.triton import library_grouped_mm, library_quack
+from moec.runtime.backends.triton.libraries import library_grouped_mm, library_quack
 from moec.runtime.script import warn_first
 
 MODULES: dict[Library, ModuleType] = {"grouped_mm": library_grouped_mm, "quack": library_quack}

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import fx
 
-from moec.codegen.emit.emit_gates import WEIGHTS
 from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.gating.emit_gates import WEIGHTS
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o

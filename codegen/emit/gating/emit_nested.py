@@ -1,4 +1,4 @@
-"""Emits the ops of mixtures of mixtures (`passes/ir/ops/nested_ops.py`), and weighs pairs that are given."""
+"""Emits the ops of mixtures of mixtures (`passes/ir/ops/gating/nested_ops.py`), and weighs pairs that are given."""
 
 from __future__ import annotations
 

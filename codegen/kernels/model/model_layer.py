@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.model import Prediction, predict, predict_schedule
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_libraries import finds_rows_at_hand
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
+from moec.codegen.kernels.model.model import Prediction, predict, predict_schedule
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Ways

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationError
 
 from moec.codegen.data import Data
-from moec.codegen.kernels.model import predict
-from moec.codegen.kernels.model_device import DEVICES, FOLDER, FREE, DeviceModel
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model import predict
+from moec.codegen.kernels.model.model_device import DEVICES, FOLDER, FREE, DeviceModel
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.tiles import WAY_PATTERN, Kernel, parse_way
 
 if TYPE_CHECKING:

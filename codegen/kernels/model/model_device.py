@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "tuned"
+FOLDER = Path(__file__).parents[1] / "tuned"
 """What moec ships of devices: `h200.json`, an H200's tiles for shapes for which the rule would choose otherwise, and
 `h200.model.json`, constants fitted to measured kernels."""
 

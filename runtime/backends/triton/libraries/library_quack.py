@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.triton.library_grouped_mm import aligned, odd_width
+from moec.runtime.backends.triton.libraries.library_grouped_mm import aligned, odd_width
 
 PACKAGE = "quack-kernels"
 

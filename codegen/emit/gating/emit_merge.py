@@ -9,7 +9,7 @@ import torch
 from moec.codegen.emit.emit_tokens import real_column
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
-from moec.passes.ir.ops import merge_ops as m
+from moec.passes.ir.ops.gating import merge_ops as m
 
 aten = torch.ops.aten
 

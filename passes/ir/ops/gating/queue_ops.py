@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.capacity_ops import Capacity
+from moec.passes.ir.ops.gating.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices, require_scores

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from moec.codegen.emit.emit_nested import weights_of_pairs
 from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.gating.emit_nested import weights_of_pairs
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops import gate_ops as g
+from moec.passes.ir.ops.gating import gate_ops as g
 
 aten = torch.ops.aten
 

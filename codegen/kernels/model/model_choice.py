@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moec.codegen.kernels.model import predict
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.model.model import predict
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.tiles import Kernel, Way
 
 

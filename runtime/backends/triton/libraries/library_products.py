@@ -12,8 +12,8 @@ from functools import cached_property
 from torch import Tensor
 
 from moec.codegen.kernels.tiles import Library
-from moec.runtime.backends.triton.library_choice import MODULES
-from moec.runtime.backends.triton.library_rows import Around
+from moec.runtime.backends.triton.libraries.library_choice import MODULES
+from moec.runtime.backends.triton.libraries.library_rows import Around
 
 
 class Source:

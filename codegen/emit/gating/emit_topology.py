@@ -17,7 +17,7 @@ from torch import Tensor
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops.topology_ops import Placed
+from moec.passes.ir.ops.gating.topology_ops import Placed
 
 aten = torch.ops.aten
 

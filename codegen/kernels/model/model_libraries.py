@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_memory import gathered
-from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_memory import gathered
+from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.tiles import GATHERING_KERNELS, Kernel, Ways
 
 LARGE = Schedule(

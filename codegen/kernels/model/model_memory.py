@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.product_shapes import GROUP
 from moec.codegen.kernels.tiles import Kernel
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
 
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_libraries import passes_around, schedule_of_library
-from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_memory import of_rows, of_weights
-from moec.codegen.kernels.model_tiles import (
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.model_libraries import passes_around, schedule_of_library
+from moec.codegen.kernels.model.model_loads import Load
+from moec.codegen.kernels.model.model_memory import of_rows, of_weights
+from moec.codegen.kernels.model.model_tiles import (
     ExpertLayer,
     Schedule,
     epilogue,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.occupancy import blocks_per_sm
+from moec.codegen.kernels.model.model_device import DeviceModel
+from moec.codegen.kernels.model.occupancy import blocks_per_sm
 from moec.codegen.kernels.tiles import Kernel, Tile
 from moec.passes.ir.value import DTYPE_BYTES
 

@@ -1,0 +1,1 @@
+"""How ops of gates are emitted."""

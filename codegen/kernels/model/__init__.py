@@ -1,0 +1,1 @@
+"""A model of kernels' times, by which ways are chosen and predicted."""

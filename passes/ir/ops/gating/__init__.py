@@ -1,0 +1,1 @@
+"""Ops of gates: choices, places, loads and balance terms."""

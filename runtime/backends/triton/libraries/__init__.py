@@ -1,0 +1,1 @@
+"""Grouped products of libraries in the place of rendered kernels."""
