@@ -18,7 +18,7 @@ from moec.grammar.spec import Spec, Train
 from moec.runtime import other_names
 from moec.runtime.calls import called
 from moec.runtime.script import warn
-from moec.subject import is_plan, is_text, require_plan, require_source
+from moec.subject import is_plan, is_text, named, require_plan, require_source, require_world_size
 
 if TYPE_CHECKING:
     import torch
@@ -121,11 +121,11 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
             first = error.diagnostics[0]
             if len(plans) == 1 or first.code not in DEPENDS_ON_RANKS:
                 raise
-            reasons.append(f"{_named(source)}: {first.code}, {first.title}")
+            reasons.append(f"{named(source)}: {first.code}, {first.title}")
             continue
         if plan.world_size == world_size:
             return plan
-        reasons.append(f"{_named(source)} is for {plan.world_size}")
+        reasons.append(f"{named(source)} is for {plan.world_size}")
     reason = "; ".join(reasons) or "none was given"
     message = f"no plan is for {world_size} {'rank' if world_size == 1 else 'ranks'} ({reason})"
     help = f"compile one for a cluster of {world_size}, or start as many processes as a plan has ranks"
@@ -303,13 +303,6 @@ def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
     return compile_program(spec, stop_after)
 
 
-def _named(source: Plan | Source) -> str:
-    """What a message calls it: the path, or the name of the model."""
-    if isinstance(source, str | Path):
-        return "a text" if isinstance(source, str) and is_text(source) else str(source)
-    return source.subject.name if isinstance(source, Spec) else source.name
-
-
 def _plan_or_none(source: object) -> Plan | None:
     """The plan, or the plan of a folder; None for everything else, which may be compiled."""
     from moec.codegen.plan import Plan as PlanClass
@@ -325,15 +318,6 @@ def _plan(plan: Plan | str | Path, call: str) -> Plan:
     """A plan, or the plan of a folder. Raises MOE0751 for what `call` cannot take."""
     require_plan(plan, call)
     return load(plan) if isinstance(plan, str | Path) else plan
-
-
-def require_world_size(world_size: object) -> None:
-    """Raises MOE0750 unless it is a number of ranks."""
-    from moec.runtime.errors import wrong_argument
-
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        help = "give it the number of ranks, such as `int(os.environ['WORLD_SIZE'])` under torchrun"
-        raise wrong_argument(f"world_size must be a number, at least 1, not {world_size!r}", help)
 
 
 def _overridden(source: Source, lets: Mapping[str, object]) -> Spec:

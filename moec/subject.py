@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from moec.codegen.unknown_names import UnknownNameError, unknown_name
 from moec.grammar.diagnostics import DiagnosticError, diagnose
@@ -13,6 +14,9 @@ from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest
 from moec.runtime.errors import CallError
 from moec.runtime.uncaught import show_uncaught
+
+if TYPE_CHECKING:
+    from moec.codegen.plan import Plan
 
 
 def is_text(source: str) -> bool:
@@ -172,3 +176,19 @@ def _wrong(message: str, help: str) -> CallError:
 
 def _refused(message: str, help: str) -> DiagnosticError:
     return DiagnosticError([diagnose("MOE0751", None, message, help=help)])
+
+
+def require_world_size(world_size: object) -> None:
+    """Raises MOE0750 unless it is a number of ranks."""
+    from moec.runtime.errors import wrong_argument
+
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        help = "give it the number of ranks, such as `int(os.environ['WORLD_SIZE'])` under torchrun"
+        raise wrong_argument(f"world_size must be a number, at least 1, not {world_size!r}", help)
+
+
+def named(source: Plan | Spec | str | Path) -> str:
+    """What a message calls it: the path, or the name of the model."""
+    if isinstance(source, str | Path):
+        return "a text" if isinstance(source, str) and is_text(source) else str(source)
+    return source.subject.name if isinstance(source, Spec) else source.name

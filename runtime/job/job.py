@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -19,19 +17,14 @@ from moec.passes.ir import Shard
 from moec.runtime import other_names
 from moec.runtime.backends import select
 from moec.runtime.calls import called
-from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 from moec.runtime.errors import wrong_argument
 from moec.runtime.guards.every_guard import look_at
-from moec.runtime.guards.finite import Finite
 from moec.runtime.guards.guard import LogitsGiven, StepBegins
-from moec.runtime.inputs.attended_keys import AttendedKeys
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.inputs.beside import Beside
-from moec.runtime.job import loads
 from moec.runtime.job.accumulate import accumulating
+from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
-from moec.runtime.job.metrics import Metrics, OutputPath
-from moec.runtime.job.progress import Progress
 from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
@@ -54,7 +47,7 @@ TIMEOUT = 100.0
 """Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
 
 
-class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
+class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
     Entering it joins the process group (or uses the existing one) and builds the plan's meshes; the last job that
@@ -72,23 +65,11 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         on_nonfinite: str = "raise",
     ) -> None:
         require_arguments(device, check_replicas, timeout)
-        super().__init__(plan, device, timeout, checks)
+        super().__init__(plan, device, timeout, checks, on_nonfinite)
         self._check_every = check_replicas
-        self.attended_keys = AttendedKeys(plan.program, plan.spec)
-        """Of this rank's training since the job began."""
-        self.finite = Finite(self, on_nonfinite)
-        """Keeps what is not finite from the weights; counts the steps that it has left out."""
         self._seen = set[object]()
         self._scaled_later = WeakSet[PlanModule]()
         """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
-        self._displays = WeakSet[Progress]()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for display in tuple(self._displays):  # an error keeps the frame of a loop over one
-            display.close()
-        super().__exit__(kind, error, trace)
 
     def _require_device(self) -> None:
         select(self.device_type)  # raises for an unusable `MOEC_BACKEND`
@@ -283,63 +264,6 @@ class Job(JobCheckpoints, KnownNames, owner="job", other_names=other_names.JOB):
         if not self._running:  # `step` and `accumulate` know what their losses are divided by
             look_at(LogitsGiven(self._seen, whole, self.data_size))
         return whole
-
-    @called("job.expert_loads")
-    def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
-        """Rows per expert in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
-
-        A collective: every rank must call it, or none.
-        """
-        self._require_own(model)
-        return loads.of_last_pass(self, model, "job.expert_loads").experts
-
-    @called("job.head_loads")
-    def head_loads(self, model: PlanModule) -> dict[int, Tensor]:
-        """Choices of each group of attention heads (`moa`) in the last forward pass, over all ranks: layer → int64
-        `[groups]`, on the CPU.
-
-        A collective: every rank must call it, or none.
-        """
-        self._require_own(model)
-        return loads.of_last_pass(self, model, "job.head_loads").heads
-
-    @called("job.drop_rates")
-    def drop_rates(self, model: PlanModule) -> dict[int, float]:
-        """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
-
-        A collective: every rank must call it, or none.
-        """
-        self._require_own(model)
-        return loads.of_last_pass(self, model, "job.drop_rates").drop_rates(self.plan)
-
-    @called(
-        "job.metrics",
-        progress="leave it out; the display is a loop: `progress = job.progress(STEPS)`, `for step in progress:`, and "
-        "in it `progress.step(loss)`",
-    )
-    def metrics(
-        self, path: OutputPath = None, *, tensorboard: OutputPath = None, every: int = 1, start: int | None = None
-    ) -> Metrics:
-        """`with job.metrics("run.jsonl") as metrics:` and `metrics.step(…)` after every step write figures of training.
-
-        `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `every=N`: measure every N-th step. `start`:
-        steps taken before, by default `job.steps`. Raises `JobError` if ranks differ in arguments, or if the package
-        for `tensorboard` is missing.
-        """
-        return Metrics(self, path, tensorboard, every=every, start=start)
-
-    @called("job.progress")
-    def progress(self, steps: int | Iterable[Any] | None = None, *, total: int | None = None) -> Progress:
-        """`for step in progress` shows a bar of `progress = job.progress(1000)`; `progress.step(loss)` fills it.
-
-        `steps`: a number of steps, counted from 0; `range(job.steps, 1000)` in a run that goes on; batches to iterate
-        over; or None in a `with` block without a loop over it. `total`: how many there are, where `steps` does not say
-        so. On the first rank's stdout: step, figures, tokens/s, MFU and the time left; live on a terminal, a line at
-        most every ten seconds elsewhere. No collective.
-        """
-        progress = Progress(self, steps, total)
-        self._displays.add(progress)
-        return progress
 
     # ---- internal ------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from moec.runtime.ranks.groups import ALL_RANKS
 from moec.runtime.ranks.watch import collective
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.job.job_figures import JobFigures
 
 OTHER_LAYERS = "ranks have counted the rows of {least} to {most} experts: run the model on every rank, or on none"
 
@@ -50,7 +50,7 @@ class Loads:
         return rates
 
 
-def of_last_pass(job: Job, model: PlanModule, site: str, also: Sequence[int] = ()) -> Loads:
+def of_last_pass(job: JobFigures, model: PlanModule, site: str, also: Sequence[int] = ()) -> Loads:
     """What the last forward pass counted: an agreement of the ranks and an all_reduce. `site` names the call.
 
     `also`: counts of this rank's sequences, which are added over the data ranks. Raises `JobError` on every rank if one

@@ -25,7 +25,7 @@ from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import Complaint, MustMatch
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.job.job_figures import JobFigures
 
 OutputPath = str | PathLike[str] | None
 """Where an output goes; None leaves it out."""
@@ -72,7 +72,7 @@ class Metrics:
 
     def __init__(
         self,
-        job: Job,
+        job: JobFigures,
         path: OutputPath,
         tensorboard: OutputPath,
         *,

@@ -17,7 +17,7 @@ from moec.runtime.job.figures import model_flops, number, peak_flops, require_fi
 from moec.runtime.job.progress_display import Display, Loads, Shown, make_display
 
 if TYPE_CHECKING:
-    from moec.runtime.job.job import Job
+    from moec.runtime.job.job_figures import JobFigures
 
 
 class Progress(Iterable[Any]):
@@ -35,7 +35,7 @@ class Progress(Iterable[Any]):
     _pending: bool
     """Whether the last step is not shown yet."""
 
-    def __init__(self, job: Job, steps: int | Iterable[Any] | None, total: int | None) -> None:
+    def __init__(self, job: JobFigures, steps: int | Iterable[Any] | None, total: int | None) -> None:
         if is_whole(steps) and steps >= 0:
             steps = range(steps)
         elif isinstance(steps, str) or (steps is not None and not isinstance(steps, Iterable)):

@@ -16,8 +16,9 @@ from moec.passes.ir import local_slices
 from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
-from moec.runtime.verify.cluster.lockstep import BackwardError, Lockstep, PerRank, RecordedNode, StepError
+from moec.runtime.verify.cluster.lockstep import Lockstep
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, RecordedNode, StepError
 from moec.runtime.verify.cluster.uses import ReferenceValue, Uses
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import relative_error

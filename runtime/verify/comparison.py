@@ -17,7 +17,8 @@ from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.blame import first_difference
-from moec.runtime.verify.cluster.lockstep import BackwardError, Lockstep, PerRank, StepError, Watch
+from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
+from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, StepError
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import largest, relative_error
 from moec.runtime.verify.inputs import Inputs, global_batch, microbatches_of

@@ -13,7 +13,7 @@ from moec.passes.ir import REPLICATED, Layout, Partial, Shard, local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, Mesh
 from moec.passes.ir.mixture_values import MixtureValues
 from moec.passes.ir.ops import Conversion
-from moec.runtime.verify.cluster.lockstep import RecordedNode
+from moec.runtime.verify.cluster.recorded import RecordedNode
 from moec.runtime.verify.cluster.routes import layouts_of_choices
 from moec.runtime.verify.cluster.uses import ReferenceValue
 from moec.runtime.verify.distances import relative_error

@@ -15,7 +15,7 @@ from torch import Tensor
 from moec.passes.ir import Block, Program, Role
 from moec.passes.ir.ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 from moec.passes.ir.roles import IGNORED_LABEL
-from moec.runtime.verify.cluster.lockstep import RecordedNode
+from moec.runtime.verify.cluster.recorded import RecordedNode
 from moec.runtime.verify.cluster.uses import ReferenceValue
 
 BLOCK = "loss"

@@ -18,8 +18,9 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.attributes import attributes_of_type
 from moec.runtime.host.reference import reference_program
-from moec.runtime.verify.cluster.lockstep import BackwardError, StepError, Watch
+from moec.runtime.verify.cluster.lockstep import Watch
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.recorded import BackwardError, StepError
 from moec.runtime.verify.cluster.routes import Routes, shared_out
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.inputs import Inputs

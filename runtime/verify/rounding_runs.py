@@ -10,8 +10,9 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.backends import plain_torch
-from moec.runtime.verify.cluster.lockstep import FAILURES, BackwardError, Lockstep, Watch
+from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.distances import Part
 from moec.runtime.verify.inputs import Inputs

@@ -191,3 +191,11 @@ def scale_to(max_norm: float, norm: Tensor, gradients: Collection[Tensor]) -> No
     """Scales gradients of the global `norm`, in place, so that it is at most `max_norm`."""
     if gradients:
         torch._foreach_mul_(list(gradients), (max_norm / (norm + EPS)).clamp(max=1.0))
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to the parameter's gradient in place, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

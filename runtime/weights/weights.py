@@ -26,7 +26,7 @@ from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent,
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathered_again import Again, Handles
 from moec.runtime.weights.gathering import Gathering, Stamp, stamp_of
-from moec.runtime.weights.gradients import Bucket, Summed, by_groups
+from moec.runtime.weights.gradients import Bucket, Summed, accumulate, by_groups
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.microbatches import Collected, Microbatches
 from moec.runtime.weights.names import read_parameter, registered_parameter, split_name
@@ -302,7 +302,7 @@ class Weights:
             if parameter.grad_fn is not None:  # a parametrization computes it
                 torch.autograd.backward(parameter, added)
             else:
-                _accumulate(parameter, added)
+                accumulate(parameter, added)
 
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
@@ -328,14 +328,6 @@ class Weights:
         if scattered:
             self._microbatches.scattering = scattered
         return results, buckets
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to the parameter's gradient in place, as autograd does."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
 
 
 def _stamp_now(parameters: Sequence[ref[Tensor]]) -> Stamp:

@@ -8,7 +8,6 @@ operator (`shuffles.py`), so a missing or doubled reduction gives the same gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,73 +15,26 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.emit import LAYER, info_of, recomputed, target_name
-from moec.passes.ir import SEED, STEP, Op, OutputKey, Role, Setting, State, Value
+from moec.passes.ir import SEED, STEP, OutputKey, Role, Setting, State
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, result_role
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.verify.cluster.prepared_graphs import Graphs, PreparedGraph
+from moec.runtime.verify.cluster.recorded import FAILURES, PerRank, RecordedNode, StepError
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.cluster.shuffles import SHUFFLES
 
 VERIFY_SETTINGS: Mapping[str, int] = {SEED.name: 5, STEP.name: 3}
 """The settings under which a plan is verified."""
 
-PerRank = list[Any]
 Watch = Callable[[Literal["forward", "backward"], int, int], None]
 """Called with the direction, the layer and the number of ranks that run it."""
 Loads = Mapping[int, Tensor]
 _NOTHING: Mapping[Role, Sequence[Tensor]] = {}
 Use = tuple[str, str, str]
 """The module's path, the consumer's key and its operand's key."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedNode:
-    """A node that has run: the path of its module (`layers.1.`), and its value on every rank."""
-
-    path: str
-    node: fx.Node
-    values: PerRank
-
-    @property
-    def key(self) -> str:
-        """The node's name in its block."""
-        return info_of(self.node).key
-
-    @property
-    def op(self) -> Op | None:
-        """The op that it is part of; None for inputs and parameters."""
-        return info_of(self.node).op
-
-    @property
-    def value(self) -> Value | None:
-        """The value or parameter of the Program that it computes, if any."""
-        return info_of(self.node).value
-
-    @property
-    def used(self) -> list[str]:
-        """The keys of the nodes that it uses."""
-        return [info_of(node).key for node in self.node.all_input_nodes]
-
-
-FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)
-"""Exceptions of operators for invalid inputs."""
-
-
-class StepError(Exception):
-    """A node could not run because of its inputs: the plan is wrong at this node or before it."""
-
-    def __init__(self, path: str, node: fx.Node, error: Exception) -> None:
-        info = info_of(node)
-        value = info.value or (info.op.results[0] if info.op is not None else None)
-        super().__init__(f"{path}{value.name if value is not None else info.key}: {error}")
-        self.path, self.node = path, node
-
-
-class BackwardError(Exception):
-    """The backward pass could not run to its end: a gradient does not fit its op."""
 
 
 class Lockstep:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir.ops import Conversion
-from moec.runtime.verify.cluster.lockstep import Lockstep, RecordedNode
+from moec.runtime.verify.cluster.lockstep import Lockstep
+from moec.runtime.verify.cluster.recorded import RecordedNode
 
 ReferenceValue = tuple[str, str]
 """A value of the lowered Program: the path of the module, and the value's name there."""

@@ -12,8 +12,9 @@ from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Layout, local_slices
 from moec.passes.place.between_steps import conversions_between
 from moec.runtime.backends.triton.triton_tiles import ways_on
-from moec.runtime.verify.cluster.lockstep import FAILURES, BackwardError, Lockstep, PerRank, Watch
+from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
+from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError, PerRank
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.cluster.shuffles import forward_shuffle
 

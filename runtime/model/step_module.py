@@ -1,0 +1,147 @@
+"""What a job asks of a model in a step: its counts, its states, its micro-batches and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from moec.codegen.emit import Function
+from moec.passes.ir import STEP
+from moec.runtime.errors import JobError
+from moec.runtime.guards.leftover_gradients import STEP_RAISED
+from moec.runtime.inputs.batches import ImageLimits, Limits
+from moec.runtime.inputs.beside import Takes
+from moec.runtime.model.plan_layer import Layer, layer_inside
+from moec.runtime.model.state_updates import Updates
+from moec.runtime.model.step_counts import StepCounts
+from moec.runtime.model.top_level import TopLevel
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.weights import Weights
+
+
+class StepModule(nn.Module):
+    """The part of `PlanModule` that only jobs call; `PlanModule` sets its attributes."""
+
+    layers: nn.ModuleList
+    limits: Limits | ImageLimits
+    takes: Takes
+    settings: dict[str, int]
+    seen: set[object]
+    _agreed: tuple[Tensor, bool] | None
+    _counts: StepCounts
+    _draws: bool
+    _microbatches: Microbatches
+    _scalars: dict[str, Function]
+    _top: TopLevel
+    _updates: Updates
+
+    @property
+    def draws(self) -> bool:
+        """Whether its forward pass in training draws random numbers."""
+        return self._draws
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a user's hook runs before `forward`."""
+        hooks = self._forward_pre_hooks or nn.modules.module._global_forward_pre_hooks
+        return bool(hooks) or "forward" in self.__dict__
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether balance terms skip padding, so that tokens and labels need separate counts."""
+        return (self.limits.padding is not None or self.takes.padding) and "num_tokens" in self._scalars
+
+    def new_states(self, loads: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The new value that these loads (layer → int64 `[sources, experts]`) give each state, by its full name."""
+        return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
+
+    def open_step_complaint(self) -> Complaint | None:
+        """Why nothing may be saved or loaded now, or None: a step has begun, and its gradients and states are parts."""
+        if self._counts.sequences is None:
+            return None
+        words = "a checkpoint was asked for inside of job.accumulate or job.step, whose step has begun and not ended"
+        return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
+
+    def update_complaint(self) -> Complaint | None:
+        """Why `update_states` has nothing to update, or None."""
+        in_step = self._counts.sequences is not None
+        if not self._updates.any or (self._updates.loads and not in_step):
+            return None
+        words = "job.update_states was called, and no forward pass in training came since states were last updated"
+        if in_step:
+            words = "job.update_states was called inside job.step or job.accumulate, which update states at their end"
+        return Complaint("MOE0713", words)
+
+    def update_states(self) -> None:
+        """Gives every state its new value, from the rows that experts got in training since the last update.
+
+        `job.step` and `job.accumulate` do this at their end. A collective: every rank must call it, or none.
+        """
+        self._updates.apply(self.layers)
+
+    def drop_loads(self) -> None:
+        """Drops the loads of earlier passes: they belong to states that were replaced by those of a file."""
+        self._updates.loads.clear()
+
+    @contextmanager
+    def counting(
+        self, labels: Tensor | None, tokens: Tensor | None, sequences: int, *, passes: int, skips: bool = False
+    ) -> Iterator[StepCounts]:
+        """Inside the block, losses are divided by these counts instead of each forward pass's counts.
+
+        The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
+        ZeRO 1 and 2 gather weights once if no parameter has hooks; it adds 1 to `step` unless it raises. `skips`:
+        router logits that are not finite make the loss NaN, and raise nothing.
+        """
+        if self._counts.sequences is not None:
+            raise JobError(
+                "MOE0713",
+                "job.step or job.accumulate was called inside job.accumulate of the same model: one step at a time",
+                "end the block of job.accumulate first",
+            )
+        # A parameter's hook may step, and fused and foreach steps on DTensors leave no count of changes.
+        keeps = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        self._counts = StepCounts(labels, tokens, sequences, skips=skips)
+        self._updates.loads.clear()
+        self._microbatches.keeps = keeps
+        try:
+            yield self._counts
+        except BaseException:
+            self.seen.add(STEP_RAISED)
+            raise
+        finally:
+            self._microbatches.keeps = False
+            for weights in self.all_weights(wrapped=True):
+                weights.drop_kept()
+            self._counts = StepCounts()
+            self._updates.loads.clear()
+        self.next_step()
+
+    def next_step(self) -> None:
+        """Adds 1 to the setting `step`."""
+        self.settings[STEP.name] += 1
+
+    def agreed(self, tokens: Tensor, look: bool) -> None:
+        """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""
+        self._agreed = tokens, look
+
+    @contextmanager
+    def one_step(self) -> Iterator[Microbatches]:
+        """Collects gradients of micro-batches inside the block; drops those left at its end."""
+        try:
+            yield self._microbatches
+        finally:
+            self._microbatches.drop()
+            self._agreed = None
+
+    def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
+        """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""
+        yield from self._top.weights
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                yield layer._weights
+            elif wrapped and (found := layer_inside(layer)) is not None:
+                yield found[1]._weights
