@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -184,8 +184,11 @@ def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, Dev
     return by_name
 
 
-def forget_meshes() -> None:
-    """Empties DTensor's caches, which outlive a job.
+def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
+    """Empties DTensor's caches, which outlive a job, and lets go of the groups of `meshes`, which parameters keep.
+
+    Gloo's threads end with their group. One that frees its last work while the interpreter ends aborts the process, or
+    waits for it for ever (torch 2.13: such works have Python objects, which threads then may not touch).
 
     They find a mesh by its shape and give that of an earlier job, whose groups have ended: `full_tensor()` would not
     find them, or find others of the same name. They also keep the connections of every job open.
@@ -193,6 +196,8 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
+    for mesh in meshes:
+        getattr(mesh, "_pg_registry", {}).clear()  # torch.compile's; collectives find groups by their names
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:

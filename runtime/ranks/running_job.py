@@ -81,8 +81,8 @@ class RunningJob:
             tp_ranks = next(ranks for ranks in self.plan.meshes["dense"].groups("tp") if self.rank in ranks)
             self.checks = JobChecks(self.checks.mode, self.number, self.rank, self.world_size, tp_ranks, self._place)
             stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
-            stack.callback(forget_meshes)
             self._meshes = device_meshes(self.plan.meshes, self.device_type)
+            stack.callback(forget_meshes, self._meshes.values())
             named = process_groups(self._meshes, self.device_type, self._timeout)
             if self.world_size > 1:
                 seconds = self._timeout.total_seconds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -107,3 +108,21 @@ def late_in_the_job_with_the_longer_timeout() -> float:
 def test_a_job_has_its_own_timeout_in_a_process_group_that_another_job_made(gloo: GlooPool) -> None:
     first, second = gloo.run(2, late_in_the_job_with_the_longer_timeout, initialize=False)
     assert first == second
+
+
+def threads_of_a_job() -> tuple[int, int, int]:
+    """Threads of this process before a job that makes its process group, in it, and after it; its model stays."""
+    counts = [len(os.listdir("/proc/self/task"))]
+    with moec.launch(moe_plan(ranks=2, ep=2)) as job:
+        model = job.build()
+        job.step(model, TOKENS[:, :-1], TOKENS[:, 1:])
+        counts.append(len(os.listdir("/proc/self/task")))
+    counts.append(len(os.listdir("/proc/self/task")))
+    assert model.training
+    return counts[0], counts[1], counts[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_the_threads_of_gloo_end_with_the_job_and_not_with_the_interpreter(gloo: GlooPool) -> None:
+    for before, inside, after in gloo.run(2, threads_of_a_job, initialize=False):
+        assert before == after < inside
