@@ -166,6 +166,15 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """The number of parts that the batch is cut into."""
         return self.meshes["dense"].size("dp")
 
+    @property
+    def sharers(self) -> int:
+        """How many ranks are given the same part of the batch, and count the same tokens: those of a tp group."""
+        return self.meshes["dense"].size("tp")
+
+    def sharers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that are given the same part of the batch as `rank`."""
+        return next(ranks for ranks in self.meshes["dense"].groups("tp") if rank in ranks)
+
     @cached_property
     def result_layout(self) -> Layout:
         """The layout of the logits `[batch, sequence, vocab]` of a forward pass, or of a layer's y."""

@@ -55,9 +55,8 @@ def accumulating(
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
         job.checks.require("end of job.accumulate", used.complaint(flat, look=look, numbered=model.draws))
-        tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
         each = limits.tokens_per_label
-        job.count_tokens(used.given * each, used.given_of_all * each // tp)
+        job.count_tokens(used.given * each, used.given_of_all * each // job.plan.sharers)
         if not job.finite.stops_at_loss(model, torch.as_tensor(used.loss)):
             model.update_states()
 

@@ -67,7 +67,7 @@ def custom_loss(
     del given  # whole logits: not held while ranks agree
     computed = LossComputed(
         model.seen, name, None if complaint or error else summed, labels, by_labels=step.count is None,
-        group=f"{job.number}tp", group_size=job.plan.meshes["dense"].size("tp"),
+        group=f"{job.number}tp", group_size=job.plan.sharers,
     )  # fmt: skip
     of_guards = first_complaint(computed)  # a collective, also on a rank that has a complaint
     depends = isinstance(summed, Tensor) and summed.requires_grad
@@ -116,7 +116,7 @@ def custom_count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[st
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a custom count") as peers:
             dist.all_reduce(total, group=peers)
-        total /= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+        total /= job.plan.sharers
     if float(total) == 0:
         raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
     return total.to(step.tokens.device, torch.float32)

@@ -61,7 +61,7 @@ def of_last_pass(job: JobFigures, model: PlanModule, site: str, also: Sequence[i
     sizes = [counts.numel() for counts in found]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
     (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
-    tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    sharers = job.plan.sharers
     counts = torch.cat([*found, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
     if job.world_size > 1 and counts.numel():
         with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
@@ -70,4 +70,6 @@ def of_last_pass(job: JobFigures, model: PlanModule, site: str, also: Sequence[i
     summed = iter(of_all_layers)
     experts, heads, made = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
     of_choices = {layer: int(total) for layer, total in made.items()}
-    return Loads(experts, heads, tokens // tp, of_choices, tuple(total // tp for total in summed_also.tolist()))
+    return Loads(
+        experts, heads, tokens // sharers, of_choices, tuple(total // sharers for total in summed_also.tolist())
+    )

@@ -68,10 +68,10 @@ def agree(job: Job, model: PlanModule, step: Step) -> Agreed:
         inputs=inputs,
         counts=(int(users_code), given, *counts, event.number, event.number**2),
     )
-    tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same sequences
-    job.count_tokens(given, totals[1] // tp)
+    sharers = job.plan.sharers
+    job.count_tokens(given, totals[1] // sharers)
     if on_host:
-        num_labels, num_tokens = torch.tensor(totals[2:]) // tp
+        num_labels, num_tokens = torch.tensor(totals[2:]) // sharers
     else:
         counted = model.takes.real(step.beside, step.tokens) if model.takes.padding else step.tokens
         num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)

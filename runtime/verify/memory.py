@@ -33,7 +33,7 @@ def recomputes(plan: Plan) -> bool:
     batch, sequence = batch_shape(plan, microbatches_of(plan))
     program = reference_program(plan.spec)
     saved = activation_bytes(program, costs_of(program, Workload(batch=batch, sequence=sequence)))
-    saved *= plan.meshes["dense"].size("tp") * 8 / DTYPE_BYTES[plan.spec.subject.dtype]
+    saved *= plan.sharers * 8 / DTYPE_BYTES[plan.spec.subject.dtype]
     return saved + plan.world_size * plan.spec.subject.depth * GRAPH_BYTES > KEPT_BYTES
 
 
