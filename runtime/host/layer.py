@@ -29,6 +29,7 @@ from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, loa
 from moec.runtime.host.states_of_experts import give_whole_states
 from moec.runtime.inputs.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.inputs.settings import require_seed, setting_values
+from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import count_experts
 from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.weights.backward_pass import in_backward
@@ -111,6 +112,19 @@ class MoeLayer(nn.Module):
         self.aux_loss = self.expert_counts = None
         self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
+        self._announce_experts()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._announce_experts()  # those of a copy
+
+    def _announce_experts(self) -> None:
+        """Tells torch's clipping, optimizers and checkpoints that other ranks have other experts, if they have."""
+        if self._home.expert_group:
+            experts = self.get_submodule("experts")
+            count_experts(experts, self._home.expert_group)
+            give_whole_states(experts, self._home)
+            refuse_replica_optimizers(experts)
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any floating dtype: `[batch, sequence, dim]`; `[tokens, dim]` is one sequence; more dims are batches.
@@ -230,11 +244,7 @@ class MoeLayer(nn.Module):
         checks = self._home.checks
         kind = ("forward", self.training)
         if dist.is_initialized():
-            experts = self.get_submodule("experts")
-            if self._hosts is None:  # the first pass of this layer, or of its copy
-                count_experts(experts, self._home.expert_group)
-                give_whole_states(experts, self._home)
-            self._hosts = hosts.check_hosts(experts, self._home.ranks, self._hosts)
+            self._hosts = hosts.check_hosts(self.get_submodule("experts"), self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
         complaint = self.biases.complaint if self.training else None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():

@@ -24,8 +24,6 @@ from moec.runtime.errors import JobError
 from moec.runtime.host.experts_of_rank import ExpertsOfRank, refused
 from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import EXPERTS, first_of_parts
-from moec.runtime.host.states_of_experts import give_whole_states
-from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.checks import JobChecks
 from moec.runtime.ranks.groups import ALL_RANKS, HOST
@@ -200,9 +198,6 @@ def make_layer(
     target = torch.device(device) if device is not None else torch.get_default_device()
     home = LayerHome(plan, ranks, reduction, over_all=group is None, device=target, seed=seed)
     layer = MoeLayer(plan.program, plan.spec, home)
-    if home.expert_group:
-        refuse_replica_optimizers(layer.get_submodule("experts"))
-        give_whole_states(layer.get_submodule("experts"), home)
     return layer
 
 

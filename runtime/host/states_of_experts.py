@@ -22,8 +22,6 @@ from moec.runtime.host.layer_state import EXPERTS
 
 
 class _Home(Protocol):
-    @property
-    def expert_group(self) -> str: ...
     def whole(self, name: str, part: Tensor) -> Tensor: ...
 
 
@@ -32,10 +30,9 @@ _sharded: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
 
 
 def give_whole_states(experts: nn.Module, home: _Home) -> None:
-    """From now on the optimizer's state of `experts` is saved and loaded whole, if ranks have different ones."""
-    if home.expert_group:
-        _install()
-        _sharded[experts] = home
+    """From now on the optimizer's state of `experts`, of which ranks have different ones, is saved and loaded whole."""
+    _install()
+    _sharded[experts] = home
 
 
 @functools.cache

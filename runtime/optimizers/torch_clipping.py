@@ -2,7 +2,7 @@
 
 `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`, which accelerate and the `Trainer` of
 transformers call too, see the gradients of this rank alone: each rank would scale by another factor, and replicas would
-drift apart. From the first forward pass of a layer over several ranks on they are right for its experts, and for
+drift apart. From the first layer over several ranks on they are right for its experts, and for
 gradients that are DTensors beside them. Gradients of others are computed by torch as before.
 """
 
@@ -21,15 +21,13 @@ from torch.nn.utils import clip_grad
 from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
 
 _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules of experts that have run, and the group whose ranks have the others."""
+"""Modules of experts, and the group whose ranks have the others."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def count_experts(experts: nn.Module, group: str) -> None:
     """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name."""
-    if group:
-        _install()
-        _sharded[experts] = group
+    _install()
+    _sharded[experts] = group
 
 
 @functools.cache

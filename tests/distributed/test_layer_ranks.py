@@ -365,7 +365,7 @@ def resumed(folder: str, whole: bool) -> bool:
         optimizer.step()
 
     options = StateDictOptions(full_state_dict=whole)
-    trained, other = made(1), made(2)
+    trained, other = copy.deepcopy((made(1), made(2)))  # copies are known too
     step(*trained)
     states = get_state_dict(*trained, options=options)
     if whole:
