@@ -28,6 +28,9 @@ PREFIX, OPTIONS = "optimizer/", "options/"
 IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
 """Entries of a group that are of the running optimizer: its parameters, and how a step is computed."""
 
+BY_CLASS = {"moec.runtime.job.muon.Muon": "muon", "moec.runtime.job.adafactor.Adafactor": "adafactor"}
+"""Names in older checkpoints, which followed from where a class was."""
+
 
 def kind_of(optimizer: Optimizer) -> str:
     """The optimizer's own name of its kind (`kind`), or its class as a script imports it."""
@@ -163,8 +166,9 @@ def targets_of(
             "load the model alone, `job.load(path, model)`; if job.resume found it, move it to another folder, and "
             "load it from there before job.resume",
         )
-    if entry.kind != kind_of(optimizer):
-        raise _other(f"the checkpoint has the state of a {entry.kind}, but the optimizer is a {kind_of(optimizer)}")
+    saved = BY_CLASS.get(entry.kind, entry.kind)
+    if saved != kind_of(optimizer):
+        raise _other(f"the checkpoint has the state of a {saved}, but the optimizer is a {kind_of(optimizer)}")
     names = {id(parameter): name for name, parameter in named.items()}
     _require_groups(optimizer, entry, names)
     found = {}

@@ -43,6 +43,8 @@ class Adafactor(MatrixOptimizer):
     `variance`.
     """
 
+    kind = "adafactor"
+
     def __init__(self, masters: Sequence[Master], spec: AdafactorSpec, state_dtype: torch.dtype | None = None) -> None:
         assert state_dtype is None, "MOE0337"
         options = {"lr": spec.lr, "decay": spec.decay, "clip": spec.clip, "eps": spec.eps}

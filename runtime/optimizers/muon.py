@@ -27,6 +27,8 @@ class Muon(MatrixOptimizer):
     The `momentum` of AdamW's groups is its beta1, so that a scheduler cycles both.
     """
 
+    kind = "muon"
+
     def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
         self.state_dtype = state_dtype
         hidden = [master for master in masters if master.matrices.hidden]

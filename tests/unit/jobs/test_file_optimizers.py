@@ -144,6 +144,21 @@ def test_the_states_are_those_that_a_plan_counts(optimizer: str):
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_a_checkpoint_that_names_the_class_by_its_former_place_loads(monkeypatch, tmp_path, optimizer: str):
+    job, model = job_and_model(DECAYING[optimizer])
+    with ending(job):
+        update, other = job.optimizer(model), job.optimizer(model)
+        job.step(model, TOKENS, TOKENS)
+        update.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(update), "kind", f"moec.runtime.job.{optimizer}.{type(update).__name__}")
+            job.save(tmp_path / "1", model, update).wait()
+        job.load(tmp_path / "1", model, other)
+    for parameter in model.parameters():
+        assert other.state[parameter].keys() == update.state[parameter].keys() != set()
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_states_go_through_torchs_checkpoint_helpers(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer])
     with ending(job):
