@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,8 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
         return None
     file = path.with_suffix(".moe")
     try:
-        changed = max(map(_changed, _with_used(file, set())))
-        is_newer = changed > (path / PLAN).stat().st_mtime_ns
+        compiled = (path / PLAN).stat()
+        is_newer = any(_is_newer(each.stat(), compiled) for each in _with_used(file, set()))
     except (OSError, ValueError):
         return None
     if not is_newer or load_file(file).spec == plan.spec:
@@ -39,10 +40,9 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     return diagnose("MOE0605", None, message, help=help, severity=Severity.WARNING)
 
 
-def _changed(file: Path) -> int:
-    """When the file was written or put there, in ns: an older one that is moved or copied there keeps its time."""
-    stat = file.stat()
-    return max(stat.st_mtime_ns, stat.st_ctime_ns)
+def _is_newer(file: os.stat_result, plan: os.stat_result) -> bool:
+    """Whether the file was written later, or put there later: an older one that is moved or copied keeps its time."""
+    return file.st_mtime_ns > plan.st_mtime_ns or file.st_ctime_ns > plan.st_ctime_ns
 
 
 def _with_used(file: Path, seen: set[Path]) -> Iterator[Path]:

@@ -75,10 +75,18 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
                     tree = encode(value, f"optimizer.state[{name}][{key!r}]", inside)
                     _require_no_tensors(key, name, inside)
                     numbers.setdefault(name, {})[key] = tree
-    begun_with = {**optimizer.defaults, **_begun_with.get(optimizer, {})}
-    made = encode(scalars_of(begun_with), "optimizer.defaults", [])
+    made = encode(scalars_of(_made_with(optimizer)), "optimizer.defaults", [])
     entry = {"kind": kind_of(optimizer), "made": made, "groups": groups, "numbers": numbers}
     return OptimizerContent(entry, tensors)
+
+
+def _made_with(optimizer: Optimizer) -> dict[str, Any]:
+    """The options with which the run's first optimizer was made, but for those of this script that its groups have."""
+    return {
+        key: value if all(group.get(key) == value for group in optimizer.param_groups) else begun
+        for key, value in optimizer.defaults.items()
+        for begun in (_begun_with.get(optimizer, {}).get(key, value),)
+    }
 
 
 def scalars_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_states
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -38,6 +39,24 @@ def give_whole_states(experts: nn.Module, home: _Home) -> None:
 @functools.cache
 def _install() -> None:
     torch_states._state_dict_fn = _of_all_ranks(torch_states._state_dict_fn)  # type: ignore[assignment]
+    saves = state_dict_saver._stateful_to_state_dict
+    state_dict_saver._stateful_to_state_dict = _without_optimizers(saves)  # type: ignore[assignment]
+
+
+def _without_optimizers(inner: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Torch's function that asks objects for their states (torch 2.13, checkpoint/state_dict_saver.py)."""
+
+    @functools.wraps(inner)
+    def states_of(objects: dict[str, Any]) -> Any:
+        if any(isinstance(each, Optimizer) and _wholes_of(each) for each in objects.values()):
+            raise JobError(
+                "MOE0746",
+                "the optimizer itself gives this rank's states of experts, and they would be saved as if they were all",
+                "save what `get_state_dict(model, optimizer)` of `torch.distributed.checkpoint.state_dict` gives",
+            )
+        return inner(objects)
+
+    return states_of
 
 
 def _of_all_ranks(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[Any, str], Callable[..., Any]]:
@@ -51,7 +70,7 @@ def _of_all_ranks(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[
             return method
         if name == "state_dict":
             return lambda: _with_wholes(method(), owner, wholes)
-        return lambda state_dict: method(_with_parts(state_dict, owner, wholes))
+        return lambda state_dict: method(state_dict=_with_parts(state_dict, owner, wholes))
 
     return method_of
 

@@ -389,17 +389,20 @@ def test_torchs_checkpoint_keeps_the_optimizers_state_of_every_ranks_experts(
 
 
 def factored() -> str:
-    """What is said of a state that has another shape than its experts."""
+    """What is said of a state that has another shape than its experts, and of an optimizer that gives its own."""
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     layer = moec.layer(layer_text(ranks=None))
     optimizer = torch.optim.Adafactor(layer.expert_parameters())
-    return refusal(get_optimizer_state_dict, layer, optimizer)
+    itself = refusal(lambda: dcp.save({"optimizer": optimizer}, checkpoint_id="nowhere"))
+    return refusal(get_optimizer_state_dict, layer, optimizer) + itself
 
 
 def test_a_state_of_another_shape_than_its_experts_is_not_saved_as_if_it_were_all(gloo: GlooPool) -> None:
     for said in gloo.run(2, factored):
         assert re.search(r"MOE0746.*`row_var` .* of this rank's experts", said)
+        assert "the optimizer itself gives this rank's states of experts" in said
 
 
 def wrapped_late(host: str) -> str:

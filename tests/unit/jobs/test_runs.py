@@ -251,6 +251,11 @@ def test_options_that_the_checkpoint_replaces_are_named(job: Job, tmp_path: Path
         assert told in said
         job.save(tmp_path / str(number), model, optimizer, scheduler=scheduler).wait()
     assert resume(*made(1e-3, weight_decay=0.1)) == []
+    for group in optimizer.param_groups:  # by hand, as one who has read it
+        group["weight_decay"] = 0.2
+    job.save(tmp_path / "4", model, optimizer, scheduler=scheduler).wait()
+    (said,) = resume(*made(1e-3, weight_decay=0.1))
+    assert "made with other options: weight_decay 0.2, here 0.1. Those of the checkpoint" in said
     # The scheduler alone: its optimizer's rate would stay wrong.
     _, alone = made(1e-3, weight_decay=0.1)
     _, (said,) = said_by(lambda: job.load(tmp_path / "1", model, scheduler=alone))
