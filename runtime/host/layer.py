@@ -120,9 +120,9 @@ class MoeLayer(nn.Module):
 
     def _announce_experts(self) -> None:
         """Tells torch's clipping, optimizers and checkpoints that other ranks have other experts, if they have."""
+        experts = self.get_submodule("experts")
+        count_experts(experts, self._home.expert_group)
         if self._home.expert_group:
-            experts = self.get_submodule("experts")
-            count_experts(experts, self._home.expert_group)
             give_whole_states(experts, self._home)
             refuse_replica_optimizers(experts)
 

@@ -9,7 +9,7 @@ gradients that are DTensors beside them. Gradients of others are computed by tor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,10 @@ _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def count_experts(experts: nn.Module, group: str) -> None:
-    """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name."""
+    """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name.
+
+    Without a name no other rank has others: then it only takes them beside DTensors, which torch refuses.
+    """
     _install()
     _sharded[experts] = group
 
@@ -82,7 +85,7 @@ def _clip_with_norm(inner: Callable[..., None]) -> Callable[..., None]:
     return clip_grads_with_norm_
 
 
-def _groups_of(gradients: Iterable[Tensor]) -> dict[int, str]:
+def _groups_of(gradients: Sequence[Tensor]) -> dict[int, str]:
     """By the id of each gradient of experts, the group whose ranks have the others."""
     given = set(map(id, gradients))
     found = {
@@ -92,5 +95,7 @@ def _groups_of(gradients: Iterable[Tensor]) -> dict[int, str]:
         if parameter.is_leaf and parameter.grad is not None
     }
     found = {gradient: group for gradient, group in found.items() if gradient in given}
+    if not any(found.values()) and not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return {}
     names = canonical(found.values())
     return {gradient: names[group] for gradient, group in found.items()}

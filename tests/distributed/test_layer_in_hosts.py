@@ -141,6 +141,18 @@ def optimizers_over_experts() -> list[str]:
     return said
 
 
+def of_one_rank() -> tuple[float, float]:
+    """The norms that torch and moec take of a model in `fully_shard` on one rank, which ignores the experts."""
+    host, _ = in_fsdp(Transformer(lambda number: moec.layer(layer_text(ranks=1), seed=number)))
+    (host(batch(1)[0]).clone().square().sum() + host.aux_loss()).backward()
+    return float(torch.nn.utils.clip_grad_norm_(host.parameters(), 1e9)), float(moec.clip_grad_norm_(host, 1e9))
+
+
+def test_torch_clips_a_model_in_fully_shard_on_one_rank(gloo: GlooPool) -> None:
+    ((of_torch, of_moec),) = gloo.run(1, of_one_rank)
+    assert of_torch == pytest.approx(of_moec, rel=1e-6)
+
+
 def joining() -> str:
     host, _ = in_ddp(Transformer(lambda number: moec.layer(layer_text(ranks=2, ep=2), seed=number)))
     with pytest.raises(JobError) as raised, host.join():
