@@ -30,7 +30,7 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     try:
         compiled = (path / PLAN).stat()
         is_newer = any(_is_newer(each.stat(), compiled) for each in _with_used(file, set()))
-    except (OSError, ValueError):
+    except OSError:
         return None
     if not is_newer or load_file(file).spec == plan.spec:
         return None
@@ -51,7 +51,7 @@ def _with_used(file: Path, seen: set[Path]) -> Iterator[Path]:
         return
     seen.add(file)
     yield file
-    for name in USE.findall(file.read_text(encoding="utf-8")):
+    for name in USE.findall(file.read_text(encoding="utf-8", errors="replace")):
         for used in (file.parent / name, file.parent / f"{name}.moe"):
             if used.is_file():
                 yield from _with_used(used, seen)

@@ -82,11 +82,11 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
 
 def _made_with(optimizer: Optimizer) -> dict[str, Any]:
     """The options with which the run's first optimizer was made, but for those of this script that its groups have."""
-    return {
-        key: value if all(group.get(key) == value for group in optimizer.param_groups) else begun
-        for key, value in optimizer.defaults.items()
-        for begun in (_begun_with.get(optimizer, {}).get(key, value),)
-    }
+    begun, made = _begun_with.get(optimizer, {}), dict(optimizer.defaults)
+    for key, value in made.items():
+        if any(group.get(key) != value for group in optimizer.param_groups):
+            made[key] = begun.get(key, value)
+    return made
 
 
 def scalars_of(options: Mapping[str, Any]) -> dict[str, Any]:

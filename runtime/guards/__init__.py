@@ -1,1 +1,1 @@
-"""What watches a user's hands: mistakes that torch would let pass."""
+"""Looks for mistakes of scripts that torch would let pass."""

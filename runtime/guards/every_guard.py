@@ -23,12 +23,14 @@ Event = StepBegins | BatchAgreed | LossComputed | LogitsGiven | StepEnds
 
 def first_complaint(event: Event) -> Complaint | None:
     """The first complaint of the guards that look at this event; every one of them looks, and may warn."""
-    complaints = []
+    first = None
     for guard in tuple(_looking_at(event)):
         if guard.once:
             event.seen.add(guard.once)
-        complaints.append(guard.look(event))
-    return next((complaint for complaint in complaints if complaint is not None), None)
+        complaint = guard.look(event)
+        assert complaint is None or complaint.code == guard.code
+        first = first or complaint
+    return first
 
 
 def look_at(event: Event) -> None:

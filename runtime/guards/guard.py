@@ -1,4 +1,4 @@
-"""What a guard is: it looks at what a script's hands do, at one event of a step, and warns or refuses.
+"""What a guard is: it looks at what a script gives, at one event of a step, and warns or refuses.
 
 A new guard is a file here with a `Guard`, and its line in `every_guard.py`.
 """

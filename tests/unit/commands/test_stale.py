@@ -66,9 +66,10 @@ def test_a_script_is_told_on_rank_0(moec: Run, compiled: Path, monkeypatch: pyte
 
 
 def test_a_file_that_no_longer_parses_warns_too(moec: Run, compiled: Path) -> None:
-    compiled.write_text("model {")
-    newer(compiled)
-    assert moec("launch", "model.plan", "train.py").err.startswith(SAID)
+    for content in (b"model {", b"model \xff"):
+        compiled.write_bytes(content)
+        newer(compiled)
+        assert moec("launch", "model.plan", "train.py").err.startswith(SAID)
 
 
 @pytest.mark.parametrize("change", ["", "# a comment\n"])
