@@ -14,11 +14,13 @@ from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
+from moec.passes.ir.schedule_rules import scheduled
 from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
 from moec.passes.lower.lower_model import lower
 from moec.passes.place.communicate import Communicate
 from moec.passes.place.partition import Partition
 from moec.passes.place.place import Place
+from moec.passes.place.schedule import Schedule
 from moec.passes.place.shard import ShardLayouts
 from moec.passes.place.tensor_parallel import TensorParallel
 
@@ -58,7 +60,7 @@ class Compilation:
     records: list[Record] = field(default_factory=list)
 
 
-PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition", "budget")
+PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition", "schedule", "budget")
 
 
 def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
@@ -70,13 +72,14 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
         PassStep("partition", Partition().apply, (staged, has_interface)),
+        PassStep("schedule", Schedule().apply, (scheduled,)),
         PassStep("budget", Budget(spec, degrees, _placed).apply, ()),
     )
 
 
 def _placed(spec: Spec, degrees: Degrees) -> Program:
     """The Program of `spec` before the budget."""
-    return compile_program(spec, "partition", degrees).program
+    return compile_program(spec, "schedule", degrees).program
 
 
 def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees | None = None) -> Compilation:

@@ -7,7 +7,6 @@ import sys
 import time
 from types import CodeType, TracebackType
 
-from moec.codegen.unknown_names import UnknownNameError
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
 from moec.grammar.source import Source, Span
 from moec.runtime.errors import CallError, JobError, RankError
@@ -15,8 +14,8 @@ from moec.runtime.script import of_library, shown_path
 
 HEAD_START_SECONDS = 2.0
 OWN_ERROR_SECONDS = 10.0
-"""After which a rank prints its own wrong call. Of a call that all ranks make, rank 0 has exited by then, and the
-launcher has ended this rank."""
+"""After which a rank prints an error that ranks have not agreed on. Of a call that all ranks make, rank 0 has exited by
+then, and the launcher has ended this rank; a rank that ended sooner could break a slow rank 0's connections."""
 
 CLIP_HELP = (
     "help: parameters of experts lie on another mesh than those of other layers: call `job.clip_grad_norm_(model, "
@@ -87,7 +86,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         _print(error, trace)
     else:
         # The launcher kills all ranks when the first one exits: rank 0 must print before that.
-        is_own = isinstance(error, CallError | UnknownNameError)
+        is_own = isinstance(error, CallError) or not isinstance(error, JobError)
         time.sleep(OWN_ERROR_SECONDS if is_own else HEAD_START_SECONDS)
         if is_own:
             print(f"rank {rank}:", file=sys.stderr)

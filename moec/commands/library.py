@@ -35,7 +35,7 @@ def models() -> list[ListedModel]:
 
 def _listed(name: str) -> ListedModel:
     spec = to_spec(text_that_uses(name))
-    counts = count_parameters(run_passes(spec, "partition").program, spec)
+    counts = count_parameters(run_passes(spec, "schedule").program, spec)
     experts = "-".join(counts.notation.split("-")[2:])
     total, active = round(counts.whole.total), round(counts.whole.active)
     return ListedModel(name=name, title=title(name), total=total, active=active, experts=experts)
@@ -102,7 +102,7 @@ def _letters(name: str) -> str:
 def _fits(text: str) -> bool:
     """Whether a training step of the file fits its devices. A `layer` alone is a part of another model's step."""
     spec = to_spec(text)
-    program = run_passes(spec, "partition").program  # `budget` would try remedies
+    program = run_passes(spec, "schedule").program  # `budget` would try remedies
     return not spec.has_model or memory_of(program, spec).peak.bytes.total <= spec.cluster.device.memory
 
 

@@ -16,6 +16,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.interface import FORWARD, layers_by_block, result_role
 from moec.passes.ir.ops import Call
 from moec.passes.ir.work.workload import Workload
+from moec.passes.place.schedule import is_last_backward, order_of_step
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
@@ -104,7 +105,7 @@ class _Timeline:
         self.top_level = weight_bytes(costs[FORWARD], spec, program.microbatches)
         self.loss = steps_of(costs["loss"]) if result_role(program) == "logits" else ()
         self.loss_block = costs["loss"].block if self.loss else None
-        self.micros = min(program.microbatches, 2)
+        self.order = order_of_step(program, min(program.microbatches, 2))
         self.last = last_uses(self.steps)
         self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
         self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
@@ -133,11 +134,22 @@ class _Timeline:
         return replace(step, saved=saved)
 
     def moments(self) -> Iterator[Moment]:
-        """Every event of the step in order."""
-        for number in range(self.micros):
-            micro = _Micro(is_first=number == 0, is_last=number == self.micros - 1)
-            yield from _merged([*self._forward(), *self._loss_and_backward(micro)])
-        yield from self._end()
+        """Every event of the step in order; of a micro-batch, the worst moment of each."""
+        of_microbatch = list[Moment]()
+        for action in self.order:
+            match action.kind:
+                case "forward":
+                    of_microbatch += self._forward()
+                case "loss":
+                    of_microbatch += self._loss()
+                case "backward":
+                    micro = _Micro(is_first=action.microbatch == 0, is_last=is_last_backward(self.order, action))
+                    yield from _merged([*of_microbatch, *self._backward(micro)])
+                    of_microbatch.clear()
+                case "sum":
+                    yield self._sums_end()
+                case "update":
+                    yield self._update()
 
     # ---- forward -----------------------------------------------------------------------------------
 
@@ -154,6 +166,12 @@ class _Timeline:
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
             self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved}))
+        # A step refers to its logits until the next ones.
+        self.alive.save(self.block.output_values()[0].name, self._result_bytes, "logits and loss")
+
+    @property
+    def _result_bytes(self) -> float:
+        return self.steps[-1].results.get(self.block.output_values()[0].name, 0.0)
 
     def _copies(self, step: Step, index: int) -> Bytes:
         """The bytes of the compute copies that an op makes; leaves only those that last."""
@@ -186,29 +204,30 @@ class _Timeline:
 
     # ---- loss and backward -------------------------------------------------------------------------
 
-    def _loss_and_backward(self, micro: _Micro) -> Iterator[Moment]:
+    def _loss(self) -> Iterator[Moment]:
+        """The loss, forward and backward: backward begins with it."""
+        assert self.loss_block is not None
+        inside = Buffers()
+        for _, moment in run_forward(self.loss, inside, {value.name for value in self.loss_block.inputs}):
+            yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+        self.alive.drop("previous logits")
+        inside.add(f"d {self.loss_block.outputs[0].name}", "work", 0.0)
+        for _, moment in run_backward(self.loss, inside):
+            yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+
+    def _backward(self, micro: _Micro) -> Iterator[Moment]:
         result = self.block.output_values()[0]
-        size = self.steps[-1].results.get(result.name, 0.0)
-        self.alive.save(result.name, size, "logits and loss")  # a step refers to its logits until the next ones
-        if self.loss_block is not None:
-            inside = Buffers()
-            for _, moment in run_forward(self.loss, inside, {value.name for value in self.loss_block.inputs}):
-                yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
-            self.alive.drop("previous logits")
-            inside.add(f"d {self.loss_block.outputs[0].name}", "work", 0.0)
-            for _, moment in run_backward(self.loss, inside):
-                yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
-        self.alive.add(f"d {result.name}", "work", size)
+        self.alive.add(f"d {result.name}", "work", self._result_bytes)
         for value in self.block.output_values()[1:]:
             if value.dtype != "int64":
                 self.alive.add(f"d {value.name}", "work", 0.0)
-        yield from self._backward(micro)
+        yield from self._backward_of_all(micro)
         self.alive.alias("previous logits", result.name)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")
 
-    def _backward(self, micro: _Micro) -> Iterator[Moment]:
+    def _backward_of_all(self, micro: _Micro) -> Iterator[Moment]:
         for number, (step, moment) in enumerate(run_backward(self.steps, self.alive)):
             index = len(self.steps) - 1 - number
             if isinstance(step.op, Call):
@@ -258,20 +277,24 @@ class _Timeline:
 
     # ---- after the last backward -------------------------------------------------------------------
 
-    def _end(self) -> Iterator[Moment]:
-        """Sums end layer by layer, each with a copy of its part; then the optimizer reads what remains."""
+    def _sums_end(self) -> Moment:
+        """Sums end layer by layer, each with a copy of its part."""
         self.alive.drop("sent")
         most = max(weights.cloned for weights in self.sums)
-        yield Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
+        moment = Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
         layers = [op.layer for op in self.block.ops if isinstance(op, Call)]
         names = [(name, name) for name in self.top_level] + [(f"layer {number}", str(number)) for number in layers]
         for of_sum, of_copies in names:
             self.alive.drop(f"sum {of_sum}")
             self.alive.drop(f"lasting {of_copies}")
         self.alive.drop("previous logits")
+        return moment
+
+    def _update(self) -> Moment:
+        """The optimizer reads the sums."""
         reduced = sum(weights.reduced for weights in self.sums)
         work = Bytes({"work": self.work} if self.work else {})
-        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + work)
+        return Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + work)
 
 
 def _merged(moments: Iterable[Moment]) -> list[Moment]:

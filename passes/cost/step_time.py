@@ -17,6 +17,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, MixtureMlp
 from moec.passes.ir.work.cost import Cost, Direction
+from moec.passes.place.schedule import order_of_step
 from moec.passes.place.shard_zero import is_zero_gather
 
 EXPERTS = ExpertMlp | ExpertMlpPadded | MixtureMlp
@@ -37,16 +38,18 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
 
     A block's `recompute` is that of its cost.
     """
-    seconds = 0.0
+    seconds, order = 0.0, order_of_step(program, program.microbatches)
     for name, count in runs_of(program).items():
         cost = costs[name]
-        computed = program.microbatches * sum(_op_seconds(of_op, cost, spec, again) for of_op, again in _ops(cost))
+        for of_op, again in _ops(cost):
+            forward, backward = _op_seconds(of_op, cost, spec, again)
+            seconds += count * (order.count("forward") * forward + order.count("backward") * backward)
         sent = sum(
             (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
             for sending in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
         )
         updated = sum(2 * (w.masters + w.optimizer) for w in weight_bytes(cost, spec, program.microbatches).values())
-        seconds += count * (computed + sent + updated / spec.cluster.device.bandwidth)
+        seconds += count * (sent + updated / spec.cluster.device.bandwidth)
     return seconds
 
 
@@ -58,13 +61,14 @@ def _ops(cost: BlockCost) -> Iterator[tuple[Cost, bool]]:
             yield of_op, word == "layer" or (word == "experts" and isinstance(op, EXPERTS))
 
 
-def _op_seconds(of_op: Cost, cost: BlockCost, spec: Spec, again: bool) -> float:
+def _op_seconds(of_op: Cost, cost: BlockCost, spec: Spec, again: bool) -> tuple[float, float]:
+    """Seconds in a forward pass and in a backward pass; `again`: backward computes the op again."""
     forward, backward = (_seconds(direction, spec) for direction in (of_op.work.forward, of_op.work.backward))
     for sent in of_op.sent:
         bandwidth = _bandwidth(cost, sent.axis, spec.cluster)
         forward += sent.forward / bandwidth
         backward += sent.backward / bandwidth
-    return forward * (2 if again else 1) + backward
+    return forward, backward + forward * again
 
 
 def _seconds(direction: Direction, spec: Spec) -> float:

@@ -13,6 +13,7 @@ from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
 from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.roles import Role
+from moec.passes.ir.schedule import Order
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Parameter, Setting, State, Value
 
@@ -115,7 +116,8 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Blocks over meshes; `stages` once partitioned. Passes return new Programs.
+    """Blocks over meshes; `stages` once partitioned, and then the order of a step for the ranks of each stage. Passes
+    return new Programs.
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
@@ -129,6 +131,7 @@ class Program:
     tokens: Layout = REPLICATED
     blocks: tuple[Block, ...]
     stages: tuple[Stage, ...] = ()
+    orders: tuple[Order, ...] = ()
     data_ranks: int = 1
     microbatches: int = 1
 

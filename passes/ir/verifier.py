@@ -13,6 +13,7 @@ from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, grad
 from moec.passes.ir.ops import Call, Conversion
 from moec.passes.ir.parameter_rules import parameter_complaint, uneven
 from moec.passes.ir.program import Block, Program
+from moec.passes.ir.schedule_rules import scheduled
 from moec.passes.ir.value import Parameter, Value
 
 Invariant = Callable[[Program], None]
@@ -23,7 +24,8 @@ def check_program(program: Program) -> None:
 
     Raises `InternalError` that names the block, the op and its line.
     """
-    for invariant in (well_typed, called_once, placed, laid_out, evenly_cut, connected, staged, has_interface):
+    of_blocks = (well_typed, called_once, placed, laid_out, evenly_cut, connected)
+    for invariant in (*of_blocks, staged, has_interface, scheduled):
         invariant(program)
 
 

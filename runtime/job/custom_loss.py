@@ -14,7 +14,6 @@ from moec.passes.ir import Shard
 from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import LossComputed
-from moec.runtime.inputs.beside import Beside
 from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.model.model_output import ModelOutput
@@ -33,18 +32,16 @@ def custom_loss(
     job: Job,
     model: PlanModule,
     step: Step,
-    batch: tuple[Tensor, Tensor],
-    beside: Beside,
+    output: ModelOutput,
+    labels: Tensor,
     inputs: Mapping[str, Tensor],
     total: Tensor,
 ) -> tuple[Tensor, bool]:
-    """The custom loss of a micro-batch, divided by `total` or by the count that takes logits.
+    """The custom loss of a micro-batch's `output`, divided by `total` or by the count that takes logits.
 
     Also returns whether any rank's loss depends on the model.
     """
-    tokens, labels = batch
     trains = tuple(parameter.requires_grad for parameter in model.parameters())
-    output: ModelOutput = model(tokens, **beside.given())
     if step.count_takes_logits:
         total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
     name, function = (

@@ -15,6 +15,7 @@ from moec.codegen.unknown_names import KnownNames
 from moec.passes.degrees.sequence_cuts import sequence_pieces
 from moec.passes.ir import Shard
 from moec.runtime import other_names
+from moec.runtime.action_log import note_action
 from moec.runtime.backends import select
 from moec.runtime.calls import called
 from moec.runtime.errors import wrong_argument
@@ -234,6 +235,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         """
         self._require_own(model)
         require_max_norm(max_norm)
+        note_action("clip")
         named = parameters_by_name(model, self.plan)
         self._take_back(model)
         sharded = {name: groups_of_shards(self.plan.parameters[name], self.number) for name in named}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moec.passes.place.schedule import is_last_backward, order_of_step
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError, is_whole
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import StepEnds
 from moec.runtime.inputs.beside import NOTHING, Beside
 from moec.runtime.job.custom_loss import custom_count, custom_loss
-from moec.runtime.job.step_agreement import agree
+from moec.runtime.job.step_agreement import Agreed, agree
+from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
 
@@ -114,41 +118,73 @@ class Step:
 
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
-    """Forward and backward of every micro-batch; returns the global loss, detached."""
-    agreed = agree(job, model, step)
-    total = agreed.num_labels.float()
-    if step.count is not None and not step.count_takes_logits:
-        total = custom_count(job, step, None, step.inputs)
+    """Takes the actions of a step in the order of the plan; returns the global loss, detached.
+
+    The script calls the last two: `job.clip_grad_norm_` and the optimizer.
+    """
+    order = order_of_step(model.program, step.microbatches)
+    parts, under_way, losses = step.parts(), dict[int | None, _UnderWay](), dict[int | None, Tensor]()
     sum_of_losses, graded = torch.zeros((), dtype=torch.float32, device=step.tokens.device), False
-    labels = None if step.has_custom_loss else agreed.num_labels
-    with (
-        model.one_step() as microbatches,
-        model.counting(
-            labels, agreed.num_tokens, step.tokens.shape[0], passes=step.microbatches, skips=job.finite.skips
-        ),
-    ):
-        for index, part in enumerate(step.parts()):
-            microbatches.more = index < step.microbatches - 1
-            if agreed.on_forward and index == 0:
-                model.agreed(part[0], agreed.look)
-            loss, depends = _loss(job, model, step, part, total)
-            graded |= depends
-            loss.backward()  # type: ignore[no-untyped-call]
-            sum_of_losses += loss.detach()
-        look_at(StepEnds(model.seen, graded))
-        microbatches.finish()
-        if not job.finite.stops_at_loss(model, sum_of_losses):
-            model.update_states()
+    with ExitStack() as contexts:
+        for action in order:
+            if action.kind in ("agree", "loss", "sum", "states"):
+                note_action(action.kind)
+            match action.kind:
+                case "agree":
+                    agreed = agree(job, model, step)
+                    total = _divisor(job, step, agreed)
+                    microbatches = contexts.enter_context(model.one_step())
+                    contexts.enter_context(_counting(job, model, step, agreed))
+                case "forward":
+                    part = next(parts)
+                    if agreed.on_forward and action.microbatch == 0:
+                        model.agreed(part[0], agreed.look)
+                    under_way[action.microbatch] = _forward(model, step, part)
+                case "loss":
+                    loss, depends = _loss(job, model, step, under_way.pop(action.microbatch), total)
+                    losses[action.microbatch], graded = loss, graded or depends
+                case "backward":
+                    microbatches.sums = is_last_backward(order, action)
+                    loss = losses.pop(action.microbatch)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    sum_of_losses += loss.detach()
+                case "sum":
+                    look_at(StepEnds(model.seen, graded))
+                    microbatches.finish()
+                    stops = job.finite.stops_at_loss(model, sum_of_losses)
+                case "states" if not stops:
+                    model.update_states()
     return sum_of_losses
 
 
-def _loss(job: Job, model: PlanModule, step: Step, part: Part, total: Tensor) -> tuple[Tensor, bool]:
+_UnderWay = tuple[Part, ModelOutput]
+"""A micro-batch, and the model's output for it."""
+
+
+def _divisor(job: Job, step: Step, agreed: Agreed) -> Tensor:
+    if step.count is not None and not step.count_takes_logits:
+        return custom_count(job, step, None, step.inputs)
+    return agreed.num_labels.float()
+
+
+def _counting(job: Job, model: PlanModule, step: Step, agreed: Agreed) -> AbstractContextManager[Any]:
+    labels = None if step.has_custom_loss else agreed.num_labels
+    return model.counting(
+        labels, agreed.num_tokens, step.tokens.shape[0], passes=step.microbatches, skips=job.finite.skips
+    )
+
+
+def _forward(model: PlanModule, step: Step, part: Part) -> _UnderWay:
+    tokens, labels, beside, _ = part
+    return part, model(tokens, **beside.given()) if step.has_custom_loss else model(tokens, labels, **beside.given())
+
+
+def _loss(job: Job, model: PlanModule, step: Step, under_way: _UnderWay, total: Tensor) -> tuple[Tensor, bool]:
     """The loss of a micro-batch, divided, and whether it depends on the model's logits on any rank."""
-    tokens, labels, beside, inputs = part
+    (_, labels, _, inputs), output = under_way
     if step.has_custom_loss:
-        loss, depends = custom_loss(job, model, step, (tokens, labels), beside, inputs, total)
+        loss, depends = custom_loss(job, model, step, output, labels, inputs, total)
     else:
-        output = model(tokens, labels, **beside.given())
         assert output.loss is not None
         loss, depends = output.loss, True
     if not loss.requires_grad:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from moec.codegen.emit import emit_graph, info_of, site_of, weight_users
 from moec.passes.ir import Output, OutputKey, Program, Role, Setting
 from moec.passes.ir.interface import FORWARD
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
@@ -96,6 +97,7 @@ class TopLevel:
                 case "call_module":
                     layer = model.layers[_layer_number(node)]
                     next(coming, None)
+                    note_action("forward", f"layers.{_layer_number(node)}")
                     values[node] = layer(*(values[arg] for arg in node.args))
                 case _:
                     assert callable(node.target)

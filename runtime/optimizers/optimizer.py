@@ -14,6 +14,7 @@ from moec.codegen.emit import DTYPES
 from moec.grammar.spec import Update
 from moec.grammar.spec import optimizers as words
 from moec.grammar.spec.base import Node
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.optimizers.adafactor import Adafactor
 from moec.runtime.optimizers.elementwise_optimizers import MAKERS as ELEMENTWISE
@@ -45,6 +46,7 @@ def make_optimizer(update: Update, masters: Sequence[Master], model: nn.Module |
 
 def _count_change(optimizer: Optimizer, *_: Any) -> None:
     """Tells autograd of the step: fused optimizers, and foreach ones on DTensors, change parameters unnoticed."""
+    note_action("update")
     updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     increment_version(updated)
 

@@ -60,7 +60,7 @@ def without_repeats(plan: Plan, compiled: Program) -> Shortened:
     if len(kept) == depth or not _is_compiled_around_bodies(plan, compiled):
         return whole
     spec = _shorter_spec(plan.spec, kept)
-    shorter = compile_program(spec, "partition").program
+    shorter = compile_program(spec, "schedule").program
     forward = _shorter_forward(program.block(FORWARD), kept)
     if not _alike(compiled, shorter, kept) or _nameless(forward) != _nameless(shorter.block(FORWARD)):
         return whole

@@ -54,7 +54,7 @@ def verify(
     """
     require_executable(plan.parameters)
     select("cpu")  # otherwise every operator would fail, and the plan would be blamed
-    compiled = compile_program(plan.spec, "partition").program
+    compiled = compile_program(plan.spec, "schedule").program
     short = without_repeats(plan, compiled)
     if scale is None:
         scale = weight_bytes(short.plan) > MAX_BYTES

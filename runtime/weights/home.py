@@ -167,4 +167,4 @@ def own_weights(
     for name in names:
         add_parameter(owner, name, partial(home.parameter, path + name))
         specs.append(replace(home.weight(path + name, sites[name]), name=name))
-    return Weights(owner, specs, microbatches)
+    return Weights(owner, path.rstrip(".") or names[0], specs, microbatches)

@@ -20,8 +20,8 @@ class Microbatches:
     """What the layers of a model share: the step's micro-batches, and the collectives that run ahead of their use."""
 
     def __init__(self) -> None:
-        self.more = False
-        """Whether another micro-batch follows: then gradients are collected and not summed."""
+        self.sums = True
+        """Whether backward sums gradients over ranks: all but the passes of a step before its last, which collect."""
         self.keeps = False
         """Whether gathered weights serve all forward passes until the end of the step."""
         self.pending: dict[Weights, None] = {}
@@ -42,7 +42,7 @@ class Microbatches:
 
     def drop(self) -> None:
         """Drops the collected gradients of a step."""
-        self.more, self.scattering = False, ()
+        self.sums, self.scattering = True, ()
         for weights in self.pending:
             weights.forget()
         self.pending.clear()

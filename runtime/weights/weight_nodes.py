@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.action_log import note_action
 from moec.runtime.refused_derivatives import once
 from moec.runtime.weights.gathered_again import Again, changed
 from moec.runtime.weights.gathering import version_of
@@ -104,6 +105,7 @@ class Narrow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
         one_pass.require_unchanged()
+        note_action("backward", one_pass.weights.unit)
         if one_pass.again is not None:
             one_pass.again.drop()
         wide = [

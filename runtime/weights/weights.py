@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.weights.backward_pass import in_backward
@@ -45,7 +46,9 @@ class _Kept:
 class Weights:
     """The parameters of one module. A call, once per forward pass, returns its graphs' inputs."""
 
-    def __init__(self, owner: nn.Module, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
+    def __init__(self, owner: nn.Module, unit: str, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
+        self.unit = unit
+        """The name of these parameters in a schedule (`moec.passes.place.schedule.Unit`)."""
         self.specs = tuple(specs)
         # Weak: autograd's nodes refer to this, the layer to its `aux_loss`, and Python sees no cycle through autograd.
         self._owner = ref(owner)
@@ -167,6 +170,7 @@ class Weights:
 
     @torch.no_grad()
     def _gathering(self, local: Sequence[Tensor], stamp: Stamp) -> Gathering:
+        note_action("gather", self.unit)
         return Gathering(self.specs, self._narrow(local), stamp)
 
     def _again(self, taken: Taken) -> Again:
@@ -251,7 +255,7 @@ class Weights:
         Before the last micro-batch it only collects gradients, unless a parameter's hook needs them, or ZeRO scatters
         them in every pass.
         """
-        later = [spec.collects and self._microbatches.more and not one_pass.hooked for spec in self.specs]
+        later = [spec.collects and not self._microbatches.sums and not one_pass.hooked for spec in self.specs]
         collects = tuple(n and spec.collects for n, spec in zip(one_pass.needed, self.specs, strict=True))
         if any(later):
             self._collect([g if wait else None for g, wait in zip(gradients, later, strict=True)], collects, device)
@@ -261,6 +265,7 @@ class Weights:
         return self._start(now, [n and not wait for n, wait in zip(one_pass.needed, later, strict=True)], device)
 
     def _collect(self, gradients: list[Tensor | None], needed: tuple[bool, ...], device: torch.device) -> None:
+        note_action("collect", self.unit)
         fresh = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
         earlier = self._collected
         if earlier is None:
@@ -327,6 +332,8 @@ class Weights:
                 scattered.append(bucket)
         if scattered:
             self._microbatches.scattering = scattered
+        if buckets:
+            note_action("sum", self.unit)
         return results, buckets
 
 

@@ -25,6 +25,7 @@ from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
 from moec.passes.place.communicate import Communicate
 from moec.passes.place.partition import Partition
+from moec.passes.place.schedule import Schedule
 from moec.passes.place.shard import ShardLayouts
 
 EP, ETP = 2, 2
@@ -54,7 +55,7 @@ def sliced_plan(*, copied: bool = False) -> Plan:
     """A model of `moe_spec` on 4 ranks, with a mesh of experts `ep 2 × etp 2`."""
     spec = moe_spec(ranks=EP * ETP, ep=EP)
     program = _sliced(compile_program(spec, stop_after="tensor_parallel").program, copied)
-    for each in (ShardLayouts(), Communicate(), Fuse(), Partition()):
+    for each in (ShardLayouts(), Communicate(), Fuse(), Partition(), Schedule()):
         program = each.apply(program)
     check_program(program)
     return make_plan(spec, program, moec.__version__)

@@ -30,7 +30,7 @@ def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ..
     else:
         loaded = read(path, **lets)
         spec, warnings = loaded.unwrap(), loaded.diagnostics
-        program = run_passes(spec, "partition").program  # before `budget`: what does not fit is counted too
+        program = run_passes(spec, "schedule").program  # before `budget`: what does not fit is counted too
     counts = count_parameters(program, spec)
     emit(style, lambda: to_lines(spec, counts), lambda: counted(spec, counts))
     return warnings

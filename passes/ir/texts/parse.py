@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from moec.passes.ir.ir_error import IrError, UnreadableLineError, at_most, quoted
 from moec.passes.ir.layout import REPLICATED
@@ -27,6 +28,7 @@ from moec.passes.ir.limits import (
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.program import Program, Stage
 from moec.passes.ir.texts.lines import Lines
+from moec.passes.ir.texts.order_text import OrderReader
 from moec.passes.ir.texts.parse_attributes import STRING, short_string
 from moec.passes.ir.texts.parse_block import BlockReader
 from moec.passes.ir.texts.parse_type import TypeReader, integer
@@ -80,8 +82,7 @@ def _read_program(lines: Lines) -> Program:
     while lines.next_starts_with("  stage "):
         stages.append(_read_stage(lines, len(stages), reader.expanded.keys()))
         at_most(len(stages), MAX_STAGES, "stages")
-    lines.take_exactly("}")
-    return Program(
+    program = Program(
         name=name,
         meshes=tuple(meshes.values()),
         tokens=tokens,
@@ -89,6 +90,12 @@ def _read_program(lines: Lines) -> Program:
         stages=tuple(stages),
         microbatches=microbatches,
     )
+    orders, reader_of_orders = [], OrderReader(lines, program)
+    while lines.next_starts_with("  order "):
+        orders.append(reader_of_orders.order())
+        at_most(len(orders), len(stages), "orders")
+    lines.take_exactly("}")
+    return replace(program, orders=tuple(orders))
 
 
 def _read_mesh(lines: Lines) -> Mesh:

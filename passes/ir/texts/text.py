@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Output, Program
 from moec.passes.ir.source_line import SourceLine
+from moec.passes.ir.texts.order_text import order_lines
 from moec.passes.ir.value import VECTOR, Attribute, Parameter, Value
 
 BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -51,6 +52,8 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
         yield from _block(block, place)
     for stage in program.stages:
         yield f"  stage {stage.index} {{{', '.join(json.dumps(name) for name in stage.blocks)}}}"
+    for order in program.orders:
+        yield from order_lines(order)
     yield "}"
 
 

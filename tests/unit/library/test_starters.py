@@ -53,7 +53,7 @@ def test_half_of_the_nodes_would_not_fit() -> None:
         smaller = text.replace("nodes = 2 ", "nodes = 1 ").replace("batch     = 16", "batch     = 8")
         spec = to_spec(smaller.replace("zero      = 1", f"zero      = {zero}"))
         # Up to the budget, which would look for a remedy.
-        program = run_passes(spec, "partition").program
+        program = run_passes(spec, "schedule").program
         assert memory_of(program, spec).peak.bytes.total > spec.cluster.device.memory
 
 

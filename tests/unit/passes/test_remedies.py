@@ -40,7 +40,7 @@ LITTLE = 1.0005
 
 @cache
 def placed(spec: Spec, degrees: Degrees | None = None) -> Program:
-    return compile_program(spec, "partition", degrees).program
+    return compile_program(spec, "schedule", degrees).program
 
 
 def first_change(spec: Spec, place: Placing = placed) -> Change | None:

@@ -18,7 +18,7 @@ def seconds(inner: str, outer: str, ep: int) -> float:
     """Of a step on two nodes of two devices."""
     levels = f'level "node" {{ size = 2; bandwidth = {inner} }}; level "rail" {{ size = 2; bandwidth = {outer} }}'
     spec = load_text(moe_text(ranks=4, ep=ep, dp=4, levels=levels, depth=2)).unwrap()
-    program = compile_program(spec, "partition").program
+    program = compile_program(spec, "schedule").program
     workload = Workload.of(spec, program)
     part = replace(workload, batch=workload.batch // program.microbatches)
     return step_seconds(costs_of(program, part), program, spec)

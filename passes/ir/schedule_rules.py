@@ -1,0 +1,106 @@
+"""The rules of a step's order: each action once, after those whose results it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from moec.grammar.diagnostics import InternalError
+from moec.passes.ir.program import Program
+from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Round
+
+
+class OrderError(ValueError):
+    """An action is missing, stands twice, or stands before an action whose result it takes."""
+
+
+class OrderRules:
+    """Takes the actions of a stage's order one by one. Every method raises `OrderError`."""
+
+    def __init__(self, stage: int, microbatches: int, *, has_loss: bool, has_states: bool) -> None:
+        self._stage, self._microbatches = stage, microbatches
+        self._passes = [kind for kind in OF_MICROBATCH if kind != "loss" or has_loss]
+        self._end = [kind for kind in AT_END if kind != "states" or has_states]
+        self._done: Counter[ActionKind] = Counter()
+
+    @classmethod
+    def of(cls, program: Program, stage: int) -> OrderRules:
+        """The rules for the ranks of a stage of `program`."""
+        has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
+        return cls(stage, program.microbatches, has_loss=has_loss, has_states=has_states)
+
+    def take(self, action: Action) -> None:
+        """The next action."""
+        kind = action.kind
+        if kind not in ("agree", *self._passes, *self._end):
+            raise OrderError(f"this step has no `{kind}`")
+        of_stage, of_microbatch = kind in ("forward", "backward"), kind in OF_MICROBATCH
+        if (action.stage is None) is of_stage or (action.microbatch is None) is of_microbatch:
+            raise OrderError(f"`{action}` names no stage or micro-batch where it should, or one where it should not")
+        if of_stage and action.stage != self._stage:
+            raise OrderError(f"`{action}` is of another stage than {self._stage}")
+        self._require_inputs(action)
+        self._done[kind] += 1
+
+    def _require_inputs(self, action: Action) -> None:
+        kind = action.kind
+        if kind in self._passes:
+            place = self._passes.index(kind)
+            number = self._done[kind]
+            if action.microbatch != number or number >= self._microbatches:
+                complete = number >= self._microbatches
+                wanted = "there are no more micro-batches" if complete else f"micro-batch {number} is the next"
+                raise OrderError(f"`{action}`, but {wanted}")
+            before = ["agree", *self._passes][place]
+            self._require_done(action, before, 1 if place == 0 else number + 1)
+            return
+        if self._done[kind]:
+            raise OrderError(f"`{kind}` stands twice")
+        if kind in self._end:
+            place = self._end.index(kind)
+            before = self._end[place - 1] if place else "backward"
+            self._require_done(action, before, 1 if place else self._microbatches)
+
+    def _require_done(self, action: Action, before: ActionKind, times: int) -> None:
+        if self._done[before] < times:
+            missing = f"{before} of {self._done[before]}" if before in OF_MICROBATCH else before
+            raise OrderError(f"`{action}` stands before `{missing}`, whose result it takes")
+
+    def repeat(self, actions: Sequence[Action], times: int) -> None:
+        """The other repetitions of actions that were taken once.
+
+        Each moves on by one micro-batch, so that what the last repetition may take the others may too.
+        """
+        kinds = Counter(action.kind for action in actions)
+        if times < 2 or not actions or any(number > 1 for number in kinds.values()):
+            raise OrderError("a round has at least one action, none of a kind twice, and at least two repetitions")
+        if not set(kinds) <= set(self._passes):
+            raise OrderError("only actions of micro-batches are repeated")
+        for kind in kinds:
+            self._done[kind] += times - 2
+        for action in actions:
+            self.take(action.later(times - 1))
+
+    def end(self) -> None:
+        """Requires that no action is left."""
+        for kind in ("agree", *self._passes, *self._end):
+            if self._done[kind] < (self._microbatches if kind in self._passes else 1):
+                number = f" of {self._done[kind]}" if kind in self._passes else ""
+                raise OrderError(f"`{kind}{number}` is missing")
+
+
+def scheduled(program: Program) -> None:
+    """Each stage has the order of its ranks' actions in a step, which keeps the rules. Raises `InternalError`."""
+    if [order.stage for order in program.orders] != [stage.index for stage in program.stages]:
+        raise InternalError("a stage without an order of its actions, or an order without a stage")
+    for order in program.orders:
+        rules = OrderRules.of(program, order.stage)
+        try:
+            for part in order.parts:
+                for action in part.actions if isinstance(part, Round) else (part,):
+                    rules.take(action)
+                if isinstance(part, Round):
+                    rules.repeat(part.actions, part.times)
+            rules.end()
+        except OrderError as error:
+            raise InternalError(f"order of stage {order.stage}: {error}") from None

@@ -1,0 +1,157 @@
+"""schedule: the order of a training step, and what happens to weights and gradients inside of its actions.
+
+These rules are the only ones: the job's weights follow them, memory and time count by them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from moec.passes.ir import Parameter, Program
+from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.ops import Call
+from moec.passes.ir.schedule import Action, Order, one_stage
+from moec.passes.place.shard_zero import zero_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One stage, without a pipeline: its micro-batches one after the other."""
+
+    def apply(self, program: Program) -> Program:
+        """The Program with the order of its step."""
+        return replace(program, orders=(_one_stage(program, program.microbatches),))
+
+
+def order_of_step(program: Program, microbatches: int) -> Order:
+    """The order of a step in so many micro-batches: what the plan says, or with another number the same kind."""
+    for order in program.orders:
+        if order.count("forward") == microbatches:
+            return order
+    return _one_stage(program, microbatches)
+
+
+def _one_stage(program: Program, microbatches: int) -> Order:
+    has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
+    return one_stage(microbatches, has_loss=has_loss, has_states=has_states)
+
+
+# ---- weights and gradients ---------------------------------------------------------------------------------
+
+
+def gathers_again(p: Parameter) -> bool:
+    """Whether every use gathers the weight, in forward and in backward, and drops it afterwards (ZeRO 3)."""
+    return zero_stage(p) == 3
+
+
+def is_gathered(p: Parameter, first: bool) -> bool:
+    """Whether a forward pass gathers the weight; `first`: it is the first of a step, whose weights the others keep."""
+    return gathers_again(p) or (zero_stage(p) > 0 and first)
+
+
+def is_summed(p: Parameter, last: bool) -> bool:
+    """Whether a backward pass sums the gradient over ranks; `last`: it is the last of a step. Gradients of other passes
+    are collected, but ZeRO 2 and 3 scatter those of every pass."""
+    return not p.frozen and (last or zero_stage(p) >= 2)
+
+
+def is_sent(p: Parameter) -> bool:
+    """Whether several ranks have terms of the gradient."""
+    return bool(p.sum_over) or zero_stage(p) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered and summed together: those of a layer, or those that `forward` first uses between
+    two layers. `first_use` and `last_use`: the places in `forward` where they are used, as numbers of ops.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    first_use: int
+    last_use: int
+    is_layer: bool = True
+
+
+def units_of(program: Program) -> tuple[Unit, ...]:
+    """The units of a Program in the order of their first use."""
+    forward = program.block(FORWARD)
+    scope = {f"@{parameter.name}": parameter for parameter in forward.parameters}
+    units, uses = list[Unit](), dict[str, list[int]]()
+    for place, op in enumerate(forward.ops):
+        if isinstance(op, Call):
+            units.append(Unit(f"layers.{op.layer}", program.block(op.block).parameters, place, place))
+        for name in op.operands:
+            if name in scope:
+                uses.setdefault(name, []).append(place)
+    layers, segments = [unit.first_use for unit in units], dict[int, list[str]]()
+    for name, places in uses.items():
+        segments.setdefault(bisect(layers, places[0]), []).append(name)
+    for names in segments.values():
+        parameters, last_use = tuple(scope[name] for name in names), max(uses[name][-1] for name in names)
+        units.append(Unit(parameters[0].name, parameters, uses[names[0]][0], last_use, is_layer=False))
+    return tuple(sorted(units, key=lambda unit: unit.first_use))
+
+
+def events(order: Order, units: Sequence[Unit], saved: Container[str]) -> Iterator[str]:
+    """Everything that the ranks of a stage do in a step, in order: actions, and inside of them `gather`, `forward`,
+    `backward`, `collect` and `sum` of a unit. `saved` names the units of which backward needs a weight.
+
+    A gather begins one unit ahead, and so does a sum: it ends while others run, at the latest where `sum` stands.
+    """
+    forwards = backwards = 0
+    microbatches = order.count("backward")
+    for action in order:
+        match action.kind:
+            case "forward":
+                yield from _forward(units, first=forwards == 0)
+                forwards += 1
+            case "backward":
+                backwards += 1
+                yield from _backward(units, saved, last=backwards == microbatches)
+            case kind:
+                yield kind
+
+
+def _forward(units: Sequence[Unit], *, first: bool) -> Iterator[str]:
+    gathered = [unit.name for unit in units if any(is_gathered(p, first) for p in unit.parameters)]
+    ahead = iter([unit.name for unit in units])
+    name = next(ahead, None)
+    if name in gathered:
+        yield f"gather {name}"
+    for unit in units:
+        name = next(ahead, None)
+        if name in gathered:
+            yield f"gather {name}"
+        if unit.is_layer:
+            yield f"forward {unit.name}"
+
+
+def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> Iterator[str]:
+    """A unit begins where `forward` uses it last, with the gather of what backward needs, and ends where it is used
+    first."""
+    again = [unit.name for unit in units if unit.name in saved and any(map(gathers_again, unit.parameters))]
+    begins = [(unit.last_use, 1, unit) for unit in units if unit.name in again]
+    ends = [(unit.first_use, 0, unit) for unit in units if any(not p.frozen for p in unit.parameters)]
+    begun = set[str]()
+    for _, is_begin, unit in sorted([*begins, *ends], key=lambda point: point[:2], reverse=True):
+        if is_begin:
+            place = again.index(unit.name)
+            for name in reversed(again[max(place - 1, 0) : place + 1]):
+                if name not in begun:
+                    begun.add(name)
+                    yield f"gather {name}"
+            continue
+        yield f"backward {unit.name}"
+        trained = [p for p in unit.parameters if not p.frozen]
+        if not all(is_summed(p, last) for p in trained):
+            yield f"collect {unit.name}"
+        if any(is_summed(p, last) and is_sent(p) for p in trained):
+            yield f"sum {unit.name}"
+
+
+def is_last_backward(order: Order, action: Action) -> bool:
+    """Whether `action` is the last backward pass of its stage: the sums of collected gradients begin in it."""
+    return action.kind == "backward" and action.microbatch == order.count("backward") - 1

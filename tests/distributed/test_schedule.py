@@ -1,0 +1,65 @@
+"""What jobs do in a step is what the plan's schedule says: random plans on gloo ranks, line by line."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from property.random_specs import specs
+from support.examples import examples
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import batches_of
+
+import moec
+from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
+from moec.grammar.spec import Spec
+from moec.passes.cost.totals import costs_of
+from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.work.workload import Workload
+from moec.passes.place.schedule import events, units_of
+from moec.runtime.action_log import VARIABLE
+
+
+def one_step(plan: Plan) -> list[str]:
+    """The actions that this rank has noted in a step."""
+    tokens, labels = batches_of(plan.spec, 1)[0]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        moec.launch(plan, device="cpu") as job,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        patch.setenv(VARIABLE, folder)
+        mine = (part.chunk(job.data_size)[job.data_rank] for part in (tokens, labels))
+        job.step(model, *mine)
+        job.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        return (Path(folder) / f"rank{os.environ['RANK']}.actions").read_text().splitlines()
+
+
+def scheduled(plan: Plan) -> list[str]:
+    """The actions that the plan says."""
+    program = plan.program
+    costs = costs_of(program, Workload.of_microbatch(plan.spec, program))
+    blocks = {f"layers.{call.layer}": costs[call.block] for call in layer_calls(program)}
+    saved = {name for name, cost in blocks.items() if cost.saved_parameters()}
+    units = units_of(program)
+    of_forward = costs[FORWARD].saved_parameters()
+    saved |= {unit.name for unit in units if any(f"@{p.name}" in of_forward for p in unit.parameters)}
+    return list(events(program.orders[0], units, saved))
+
+
+@examples(12, 100)
+@given(specs(max_ranks=4))
+def test_a_job_does_what_its_schedule_says(gloo: GlooPool, spec: Spec):
+    assume(
+        spec.cluster.ranks > 1
+    )  # one rank alone in fp32 has no sums and no casts, and its backward is autograd's alone
+    plan = compile_source(spec)
+    for noted in gloo.run(plan.world_size, one_step, plan, initialize=False):
+        assert noted == scheduled(plan)
