@@ -16,7 +16,6 @@ from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.work.cost import MASTER_BYTES, Cost
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.shard_zero import is_zero_gather
 
 # ---- a block -------------------------------------------------------------------------------------------
 
@@ -41,18 +40,16 @@ class BlockCost:
         return {name: size for _, names in self.newly_saved() for name, size in names.items()}
 
     def newly_saved(self) -> Iterator[tuple[Op, dict[str, float]]]:
-        """Each op with the activations that it saves and no earlier op saves. ZeRO gathers weights again instead."""
-        known = {op.results[0].name for op, _ in self.costs if is_zero_gather(op)}
+        """Each op with the activations that it saves and no earlier op saves."""
+        known: set[str] = set()
         for op, cost in self.costs:
             new = {s.name: s.bytes for s in cost.saved if s.name not in known and not s.is_parameter}
             known.update(new)
             yield op, new
 
     def saved_parameters(self) -> set[str]:
-        """The parameters (`@name`) that ops save for backward, themselves or as ZeRO gathered them."""
-        gathered = {op.results[0].name: op.operands[0] for op, _ in self.costs if is_zero_gather(op)}
-        names = (s.name for _, cost in self.costs for s in cost.saved)
-        return {gathered.get(name, name) for name in names if name in gathered or name.startswith("@")}
+        """The parameters (`@name`) that ops save for backward."""
+        return {s.name for _, cost in self.costs for s in cost.saved if s.is_parameter}
 
     def model_flops(self) -> float:
         """FLOPs of forward and backward over all ranks; replicated computation counts once."""
@@ -85,7 +82,12 @@ class BlockCost:
         used = self.used()
         for p in self.block.parameters:
             whole = self.workload.whole(p)
-            yield p, whole, int(whole * used.get(f"@{p.name}", 1.0)), math.prod(self.workload.shape(p))
+            yield (
+                p,
+                whole,
+                int(whole * used.get(f"@{p.name}", 1.0)),
+                math.prod(self.workload.shape(replace(p, layout=p.weight))),
+            )
 
     def skew(self) -> float:
         """Rows of the busiest rank over the mean. 1 where rows stay on their rank, or are padded to equal places."""
@@ -209,7 +211,7 @@ def _parameters(run: tuple[BlockCost, int], update: Update) -> tuple[int, int, i
 def _state_bytes(p: Parameter, workload: Workload, update: Update) -> int:
     """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32; of a frozen
     parameter its weight."""
-    shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
+    shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.weight, p.gradient, p.optimizer_state))
     weight, gradient, master = shapes
     narrow = DTYPE_BYTES[p.dtype]
     if p.frozen:
@@ -224,7 +226,7 @@ def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
     bytes_of: dict[tuple[str, int, str], float] = {}
     for block_cost, count in runs:
         meshes, experts = block_cost.workload.meshes, block_cost.block.experts
-        for sent in (sent for op, cost in block_cost.costs if not is_zero_gather(op) for sent in cost.sent):
+        for sent in (sent for _, cost in block_cost.costs for sent in cost.sent):
             if sent.purpose == "counts":
                 continue
             key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)
