@@ -88,12 +88,7 @@ class Function:
 
 
 def emit_function(
-    program: Program,
-    block: str,
-    *,
-    groups: str = "",
-    float64: bool = False,
-    ways: WaysOf | None = None,
+    program: Program, block: str, *, groups: str = "", float64: bool = False, ways: WaysOf | None = None
 ) -> Function:
     """The block called `block` as a function.
 
@@ -115,12 +110,7 @@ def emit_function(
 
 
 def emit_graph(
-    program: Program,
-    block: Block,
-    *,
-    groups: str = "",
-    float64: bool = False,
-    ways: WaysOf | None = None,
+    program: Program, block: Block, *, groups: str = "", float64: bool = False, ways: WaysOf | None = None
 ) -> fx.Graph:
     """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
     emitter = Emitter(program, block, groups, float64, ways)

@@ -68,26 +68,12 @@ class BlockCost:
         of_experts = axes.intersection(EXPERT_AXES)
         return max(math.prod(map(meshes.size, of_experts)), math.prod(map(meshes.size, axes - of_experts)))
 
-    def used(self) -> dict[str, float]:
-        """The fraction of each value and parameter (`@name`) that one token uses: below 1 only for experts."""
-        found: dict[str, float] = {}
-        for op, cost in reversed(self.costs):
-            # An op that only moves a parameter uses the same fraction of it as of its result.
-            share = cost.used * (found.get(op.results[0].name, 1.0) if op.moves else 1.0)
-            found.update(dict.fromkeys(op.operands, share))
-        return found
-
     def elements(self) -> Iterator[tuple[Parameter, int, int, int]]:
         """Each parameter with the number of its elements: all, those that a token uses, those that a rank holds."""
-        used = self.used()
+        used = {name: cost.used for op, cost in reversed(self.costs) for name in op.operands}
         for p in self.block.parameters:
-            whole = self.workload.whole(p)
-            yield (
-                p,
-                whole,
-                int(whole * used.get(f"@{p.name}", 1.0)),
-                math.prod(self.workload.shape(replace(p, layout=p.weight))),
-            )
+            whole, stored = self.workload.whole(p), replace(p, layout=p.weight)
+            yield p, whole, int(whole * used.get(f"@{p.name}", 1.0)), math.prod(self.workload.shape(stored))
 
     def skew(self) -> float:
         """Rows of the busiest rank over the mean. 1 where rows stay on their rank, or are padded to equal places."""
