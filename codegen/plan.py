@@ -12,15 +12,14 @@ from moec.codegen.unknown_names import KnownNames
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State
+from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State, Stored
 from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
-from moec.passes.place.shard_zero import zero_cut, zero_stage
 
 if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
     from moec.codegen.kernels.stored_tiles import StoredTiles
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever a plan of an older moec would be misread."""
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
@@ -37,18 +36,15 @@ class ZeroCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanParameter:
-    """A parameter of the whole model: global shape, layout on a mesh, initial values, groups that sum its gradient.
-
-    `layout`, `gradient` and `optimizer_state` are the layouts of the weight between uses, of the summed gradient and of
-    the optimizer state.
-    """
+class PlanParameter(Stored):
+    """A parameter of the whole model: global shape, layouts on a mesh, initial values, groups that sum its gradient."""
 
     name: str
     mesh: str
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
+    weight: Layout
     gradient: Layout
     optimizer_state: Layout
     init: Init
@@ -63,19 +59,13 @@ class PlanParameter:
         return self.optimizer_state
 
     @property
-    def zero_stage(self) -> int:
-        """The stage of ZeRO, 0 to 3: what of the parameter is cut over data-parallel ranks."""
-        return zero_stage(self)
-
-    @property
     def zero_cut(self) -> ZeroCut | None:
         """ZeRO's cut of the master; None where every data-parallel rank has all of it."""
-        found = zero_cut(self.master)
-        if found is None:
-            return None
-        axis, dim = found
-        mesh = None if self.mesh == "dense" else self.mesh
-        return ZeroCut(axis=axis, dim=dim, group=group_name(axis, mesh))
+        for axis in self.gathered_over:
+            dim = next(dim for dim in range(len(self.shape)) if axis in self.master.cuts(dim))
+            mesh = None if self.mesh == "dense" else self.mesh
+            return ZeroCut(axis=axis, dim=dim, group=group_name(axis, mesh))
+        return None
 
 
 OTHER_NAMES: Mapping[str, str] = {
@@ -236,7 +226,7 @@ def parameters_of_block(block: Block) -> tuple[PlanParameter, ...]:
 
 def _placed(p: Parameter, block: Block) -> PlanParameter:
     layout, axes = p.layout or REPLICATED, p.sum_over or ()
-    state = p.optimizer_state or layout
+    weight, gradient, state = (each or layout for each in (p.weight, p.gradient, p.optimizer_state))
     on_experts = not set(EXPERT_AXES).isdisjoint((*layout.axes, *axes, *state.axes))
     return PlanParameter(
         name=p.name,
@@ -244,7 +234,8 @@ def _placed(p: Parameter, block: Block) -> PlanParameter:
         shape=tuple(d for d in p.shape if isinstance(d, int)),
         dtype=str(p.dtype),
         layout=layout,
-        gradient=p.gradient or layout,
+        weight=weight,
+        gradient=gradient,
         optimizer_state=state,
         init=p.init,
         decays=p.decays,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canonical, digest, plan_files
@@ -149,11 +150,14 @@ def _manifest(path: Path) -> Manifest:
     if not isinstance(data, dict):
         raise refuse(path, "it is not a JSON object")
     if data.get("format") != FORMAT:
+        spec, again = path.parent / SPEC, "compile the .moe file again with this moec"
+        if spec.exists():
+            again = f"`moec compile {quote(str(spec))} -o {quote(str(path.parent))}` compiles it again"
         raise PlanError(
             "MOE0602",
             path,
             f"format {str(data.get('format'))[:20]}, this moec reads format {FORMAT}",
-            "compile the .moe file again with this moec, or use the moec that wrote it",
+            f"{again}, or use the moec that wrote it",
         )
     stated = data.pop("digest", None)
     if stated != digest(canonical(data)):

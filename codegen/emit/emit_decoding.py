@@ -23,17 +23,13 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.operator_schema import given_attributes
-from moec.passes.place.shard_zero import is_zero_gather
 
 aten = torch.ops.aten
 moec = torch.ops.moec
 
 
 def emit_decoding(program: Program, *, groups: str = "", float64: bool = False) -> Decoding:
-    """The graphs of a model of which `refusal` says nothing. Options are those of `emit_function`.
-
-    Weights that ZeRO cuts are given whole.
-    """
+    """The graphs of a model of which `refusal` says nothing. Options are those of `emit_function`."""
     calls = tuple(call.block for call in layer_calls(program))
     layers = {name: _layer(program, program.block(name), groups, float64) for name in dict.fromkeys(calls)}
     forward = program.block(FORWARD)
@@ -114,10 +110,6 @@ class _ForwardEmitter(Emitter):
     def refs(self, op: Op) -> list[fx.Node]:
         return [self.ref(name) for name in op.operands]
 
-    def pass_on(self, op: Op) -> None:
-        self.ref(op.operands[0])
-        super().pass_on(op)
-
     def run_layer(self, op: o.Call) -> None:
         """The node that runs a layer."""
         self.give_first(op, self.call(op, operator.call, self._run, op.layer, *self.refs(op)))
@@ -155,10 +147,7 @@ def _forward(program: Program, block: Block, groups: str, float64: bool) -> Deco
 def _emit(e: Emitter, others: Mapping[type[Op], Callable[[Emitter, Op], None]]) -> fx.Graph:
     """The graph of the ops that the block's first output follows from; `others` says what generation emits."""
     for op in live_ops(e.block):
-        if is_zero_gather(op):
-            e.pass_on(op)
-        else:
-            others.get(type(op), EMISSIONS[type(op)])(e, op)
+        others.get(type(op), EMISSIONS[type(op)])(e, op)
     output = e.graph.output(e.ref(e.block.outputs[0].name))
     output.meta[INFO] = NodeInfo("output")
     e.graph.eliminate_dead_code()

@@ -176,10 +176,6 @@ class Emitter:
         for node, value in zip(nodes, op.results, strict=True):
             self._give(node, op, value)
 
-    def pass_on(self, op: Op) -> None:
-        """Makes an op's operand its result, in place of a node."""
-        self._nodes[op.results[0].name] = self._nodes[op.operands[0]]
-
     def item(self, op: Op, whole: fx.Node, index: int) -> fx.Node:
         """One of a node's several tensors, as an intermediate node of an op."""
         return self.call(op, operator.getitem, whole, index)

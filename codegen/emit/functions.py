@@ -33,7 +33,6 @@ from moec.codegen.emit.gating.emit_topology import TOPOLOGY
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State
-from moec.passes.place.shard_zero import is_zero_gather
 
 EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
@@ -89,22 +88,15 @@ class Function:
 
 
 def emit_function(
-    program: Program,
-    block: str,
-    *,
-    groups: str = "",
-    float64: bool = False,
-    gathered: bool = False,
-    ways: WaysOf | None = None,
+    program: Program, block: str, *, groups: str = "", float64: bool = False, ways: WaysOf | None = None
 ) -> Function:
     """The block called `block` as a function.
 
     The names of its process groups begin with `groups`. `float64` replaces every floating dtype inside by float64.
-    `gathered`: the weights that ZeRO cuts are given whole, and the graph does not gather them. `ways` says how ops of
-    experts compute their products.
+    `ways` says how ops of experts compute their products.
     """
     found = program.block(block)
-    graph = emit_graph(program, found, groups=groups, float64=float64, gathered=gathered, ways=ways)
+    graph = emit_graph(program, found, groups=groups, float64=float64, ways=ways)
     module = fx.GraphModule(nn.Module(), graph, class_name="Block")
     return Function(
         RecomputedLayer(module) if found.recompute == "layer" else module,
@@ -118,21 +110,12 @@ def emit_function(
 
 
 def emit_graph(
-    program: Program,
-    block: Block,
-    *,
-    groups: str = "",
-    float64: bool = False,
-    gathered: bool = False,
-    ways: WaysOf | None = None,
+    program: Program, block: Block, *, groups: str = "", float64: bool = False, ways: WaysOf | None = None
 ) -> fx.Graph:
     """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
     emitter = Emitter(program, block, groups, float64, ways)
     for op in block.ops:
-        if gathered and is_zero_gather(op):
-            emitter.pass_on(op)
-        else:
-            EMISSIONS[type(op)](emitter, op)
+        EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
 
 
@@ -143,14 +126,5 @@ def _routers(graph: fx.Graph) -> tuple[Op, ...]:
 
 def weight_users(block: Block) -> dict[str, Op]:
     """The first op that uses each parameter, by the parameter's name."""
-    users: dict[str, Op] = {}
-    gathered: dict[str, str] = {}
-    for op in block.ops:
-        if is_zero_gather(op):
-            gathered[op.results[0].name] = op.operands[0]
-            continue
-        for operand in op.operands:
-            name = gathered.get(operand, operand)
-            if name.startswith("@"):
-                users.setdefault(name[1:], op)
-    return users
+    used = ((name, op) for op in reversed(block.ops) for name in op.operands)
+    return {name[1:]: op for name, op in used if name.startswith("@")}

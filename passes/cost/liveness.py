@@ -14,7 +14,6 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.op import Op
 from moec.passes.ir.ops import Add, AddBias, Conversion, ExpertMlp, ExpertMlpPadded, MixtureMlp, Widen
 from moec.passes.ir.value import State
-from moec.passes.place.shard_zero import is_zero_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,11 @@ class Step:
 
 
 def steps_of(cost: BlockCost) -> tuple[Step, ...]:
-    """The ops of a block in order. ZeRO's gathers are no ops of a job: the gathered weights are the parameters."""
+    """The ops of a block in order."""
     workload, scope = cost.workload, cost.block.scope
-    weights = {op.results[0].name: op.operands[0] for op in cost.block.ops if is_zero_gather(op)}
     graded = {v.name for v in cost.block.inputs if v.dtype != "int64"} | {f"@{p.name}" for p in cost.block.parameters}
-    graded |= weights.keys()
     steps = []
     for op, of_op in cost.costs:
-        if is_zero_gather(op):
-            continue
         names = op.named(op.operands)
         wanted = {operand for name, operand in names.items() if name not in op.constants and operand in graded}
         given = [v for v in op.results if v.dtype != "int64"]
@@ -75,10 +70,10 @@ def steps_of(cost: BlockCost) -> tuple[Step, ...]:
         steps.append(
             Step(
                 op,
-                tuple(weights.get(name, name) for name in op.operands),
+                op.operands,
                 {v.name: workload.bytes(v) for v in op.results},
-                {s.name: s.bytes for s in of_op.saved if not s.is_parameter and s.name not in weights},
-                {weights.get(name, name): workload.bytes(scope[name]) for name in sorted(wanted)},
+                {s.name: s.bytes for s in of_op.saved if not s.is_parameter},
+                {name: workload.bytes(scope[name]) for name in sorted(wanted)},
                 of_op.scratch,
                 is_view=isinstance(op, Widen) and scope[op.operands[0]].dtype == op.results[0].dtype,
             )

@@ -18,7 +18,6 @@ from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, MixtureMlp
 from moec.passes.ir.work.cost import Cost, Direction
 from moec.passes.place.schedule import order_of_step
-from moec.passes.place.shard_zero import is_zero_gather
 
 EXPERTS = ExpertMlp | ExpertMlpPadded | MixtureMlp
 """The ops that `recompute = experts` runs again."""
@@ -57,8 +56,7 @@ def _ops(cost: BlockCost) -> Iterator[tuple[Cost, bool]]:
     """The costs of a block's ops, and whether backward computes the op again."""
     word = cost.block.recompute
     for op, of_op in cost.costs:
-        if not is_zero_gather(op):  # `sendings` has them
-            yield of_op, word == "layer" or (word == "experts" and isinstance(op, EXPERTS))
+        yield of_op, word == "layer" or (word == "experts" and isinstance(op, EXPERTS))
 
 
 def _op_seconds(of_op: Cost, cost: BlockCost, spec: Spec, again: bool) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.work.cost import MASTER_BYTES, Cost
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.shard_zero import is_zero_gather
 
 # ---- a block -------------------------------------------------------------------------------------------
 
@@ -41,18 +40,16 @@ class BlockCost:
         return {name: size for _, names in self.newly_saved() for name, size in names.items()}
 
     def newly_saved(self) -> Iterator[tuple[Op, dict[str, float]]]:
-        """Each op with the activations that it saves and no earlier op saves. ZeRO gathers weights again instead."""
-        known = {op.results[0].name for op, _ in self.costs if is_zero_gather(op)}
+        """Each op with the activations that it saves and no earlier op saves."""
+        known: set[str] = set()
         for op, cost in self.costs:
             new = {s.name: s.bytes for s in cost.saved if s.name not in known and not s.is_parameter}
             known.update(new)
             yield op, new
 
     def saved_parameters(self) -> set[str]:
-        """The parameters (`@name`) that ops save for backward, themselves or as ZeRO gathered them."""
-        gathered = {op.results[0].name: op.operands[0] for op, _ in self.costs if is_zero_gather(op)}
-        names = (s.name for _, cost in self.costs for s in cost.saved)
-        return {gathered.get(name, name) for name in names if name in gathered or name.startswith("@")}
+        """The parameters (`@name`) that ops save for backward."""
+        return {s.name for _, cost in self.costs for s in cost.saved if s.is_parameter}
 
     def model_flops(self) -> float:
         """FLOPs of forward and backward over all ranks; replicated computation counts once."""
@@ -71,21 +68,12 @@ class BlockCost:
         of_experts = axes.intersection(EXPERT_AXES)
         return max(math.prod(map(meshes.size, of_experts)), math.prod(map(meshes.size, axes - of_experts)))
 
-    def used(self) -> dict[str, float]:
-        """The fraction of each value and parameter (`@name`) that one token uses: below 1 only for experts."""
-        found: dict[str, float] = {}
-        for op, cost in reversed(self.costs):
-            # An op that only moves a parameter uses the same fraction of it as of its result.
-            share = cost.used * (found.get(op.results[0].name, 1.0) if op.moves else 1.0)
-            found.update(dict.fromkeys(op.operands, share))
-        return found
-
     def elements(self) -> Iterator[tuple[Parameter, int, int, int]]:
         """Each parameter with the number of its elements: all, those that a token uses, those that a rank holds."""
-        used = self.used()
+        used = {name: cost.used for op, cost in reversed(self.costs) for name in op.operands}
         for p in self.block.parameters:
-            whole = self.workload.whole(p)
-            yield p, whole, int(whole * used.get(f"@{p.name}", 1.0)), math.prod(self.workload.shape(p))
+            whole, stored = self.workload.whole(p), replace(p, layout=p.weight)
+            yield p, whole, int(whole * used.get(f"@{p.name}", 1.0)), math.prod(self.workload.shape(stored))
 
     def skew(self) -> float:
         """Rows of the busiest rank over the mean. 1 where rows stay on their rank, or are padded to equal places."""
@@ -209,7 +197,7 @@ def _parameters(run: tuple[BlockCost, int], update: Update) -> tuple[int, int, i
 def _state_bytes(p: Parameter, workload: Workload, update: Update) -> int:
     """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32; of a frozen
     parameter its weight."""
-    shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
+    shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.weight, p.gradient, p.optimizer_state))
     weight, gradient, master = shapes
     narrow = DTYPE_BYTES[p.dtype]
     if p.frozen:
@@ -224,7 +212,7 @@ def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
     bytes_of: dict[tuple[str, int, str], float] = {}
     for block_cost, count in runs:
         meshes, experts = block_cost.workload.meshes, block_cost.block.experts
-        for sent in (sent for op, cost in block_cost.costs if not is_zero_gather(op) for sent in cost.sent):
+        for sent in (sent for _, cost in block_cost.costs for sent in cost.sent):
             if sent.purpose == "counts":
                 continue
             key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)

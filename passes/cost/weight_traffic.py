@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.work.cost import MASTER_BYTES
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.shard_zero import as_used, zero_cut, zero_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +44,19 @@ def sendings(block: Block, workload: Workload, microbatches: int, saved: Collect
 
 
 def _of_parameter(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
-    whole = as_used(p)
-    elements = float(math.prod(workload.shape(whole)))
-    cut = zero_cut(p.optimizer_state) if p.optimizer_state is not None else None
-    if cut is not None:
-        axis, ranks = cut[0], workload.meshes.size(cut[0])
+    elements = float(math.prod(workload.shape(p)))
+    for axis in p.gathered_over:
+        ranks, per_use = workload.meshes.size(axis), p.gathered == "per use"
         sent = elements * (ranks - 1) / ranks
-        stage = zero_stage(p)
-        per_use, scatters = stage == 3, stage >= 2
         gathered = sent * DTYPE_BYTES[p.dtype] * (microbatches if per_use else 1)
         again = gathered if per_use and is_read else 0.0
         yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
         if p.frozen:
             return
-        summed = sent * MASTER_BYTES * (microbatches if scatters else 1)
+        summed = sent * MASTER_BYTES * (microbatches if p.scattered_per_pass else 1)
         yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
-        elements = float(math.prod(workload.shape(replace(p, layout=p.optimizer_state))))
-    for axis in p.sum_over or ():
-        if cut is None or axis != cut[0]:
-            ranks = workload.meshes.size(axis)
-            sent = 2 * elements * (ranks - 1) / ranks
-            yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * MASTER_BYTES)
+        elements /= ranks
+    for axis in (axis for axis in p.sum_over or () if axis not in p.gathered_over):
+        ranks = workload.meshes.size(axis)
+        sent = 2 * elements * (ranks - 1) / ranks
+        yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * MASTER_BYTES)

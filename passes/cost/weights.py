@@ -14,7 +14,6 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
 from moec.passes.ir.work.cost import MASTER_BYTES
-from moec.passes.place.shard_zero import as_used, zero_stage
 
 GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
@@ -56,7 +55,7 @@ class WeightBytes:
 
 def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, WeightBytes]:
     """The bytes of each parameter of a block, by its name with `@`."""
-    saved = {s.name for _, of_op in cost.costs for s in of_op.saved if s.is_parameter}
+    saved = cost.saved_parameters()
     if cost.block.recompute == "layer":  # the inputs of the layer's function are kept, its weights among them
         saved = {f"@{p.name}" for p in cost.block.parameters}
     names = {f"@{p.name}": p for p in cost.block.parameters}
@@ -67,7 +66,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
     if p.frozen:
         return _of_frozen(cost, p)
     shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
-    used = math.prod(cost.workload.shape(as_used(p)))
+    used = math.prod(cost.workload.shape(p))
     local = math.prod(shape) * MASTER_BYTES
     weight, gradient, narrow = used * DTYPE_BYTES[p.dtype], used * MASTER_BYTES, DTYPE_BYTES[p.dtype] < MASTER_BYTES
     of_all = WeightBytes(
@@ -77,8 +76,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
         wide=gradient if narrow else 0,
         reduced=local,
     )
-    stage = zero_stage(p)
-    if not stage:
+    if p.gathered == "never":
         copies, bucket = weight if narrow else 0, gradient if p.sum_over else 0
         return replace(
             of_all,
@@ -89,7 +87,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
             collected=gradient,
             cloned=bucket,
         )
-    per_use, per_pass = stage == 3, stage >= 2
+    per_use = p.gathered == "per use"
     times = GLOO_COPIES if cost.workload.device == "cpu" else 1
     return replace(
         of_all,
@@ -100,16 +98,17 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
         gathering=times * weight,
         sent=times * gradient,
         after=local,
-        collected=local if per_pass else gradient,
+        collected=local if p.scattered_per_pass else gradient,
         cloned=local,
     )
 
 
 def _of_frozen(cost: BlockCost, p: Parameter) -> WeightBytes:
     """A parameter that does not train: its weight in the compute dtype, which ZeRO 3 gathers for each use."""
-    weight, part = (math.prod(cost.workload.shape(each)) * DTYPE_BYTES[p.dtype] for each in (as_used(p), p))
+    shapes = (cost.workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.weight))
+    weight, part = (math.prod(shape) * DTYPE_BYTES[p.dtype] for shape in shapes)
     narrow = weight if _gets_gradient(cost, p) else 0
-    if not zero_stage(p):
+    if p.gathered == "never":
         return WeightBytes(masters=part, narrow=narrow)
     times = GLOO_COPIES if cost.workload.device == "cpu" else 1
     return WeightBytes(masters=part, narrow=narrow, copies=weight, per_use=weight, gathering=times * weight)
@@ -118,12 +117,5 @@ def _of_frozen(cost: BlockCost, p: Parameter) -> WeightBytes:
 def _gets_gradient(cost: BlockCost, p: Parameter) -> bool:
     """Whether backward computes the gradient of a frozen parameter and drops it: an operator of moec's own, such as
     `expert_mlp`, computes those of all its operands where it computes one."""
-    names = {f"@{p.name}"}
-    for op in cost.block.ops:
-        if names.isdisjoint(op.operands):
-            continue
-        if op.moves:
-            names.update(value.name for value in op.results)
-        elif op.operator is not None and not cost.block.frozen.issuperset(op.operands):
-            return True
-    return False
+    users = (op for op in cost.block.ops if f"@{p.name}" in op.operands)
+    return any(op.operator is not None and not cost.block.frozen.issuperset(op.operands) for op in users)

@@ -20,6 +20,7 @@ from moec.passes.ir.value import (
     Parameter,
     Setting,
     State,
+    Stored,
     Value,
     promoted,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "SourceLine",
     "Stage",
     "State",
+    "Stored",
     "Type",
     "TypeRuleError",
     "Value",

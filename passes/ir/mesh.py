@@ -48,6 +48,8 @@ class Mesh:
 
 
 EXPERT_AXES = ("edp", "ep", "etp")
+ZERO_AXES = ("dp", "edp")
+"""The axes that ZeRO cuts: dense parameters over `dp`, experts over `edp`."""
 
 
 def group_name(axis: str, experts_mesh: str | None) -> str:

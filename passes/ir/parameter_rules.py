@@ -1,45 +1,43 @@
-"""The rules of a placed parameter's layouts: of its weight, its gradient and its optimizer state."""
+"""The rules of a placed parameter's layouts: of its use, its weight, its gradient and its optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
 from moec.passes.ir.layout import Layout, Shard
-from moec.passes.ir.mesh import EXPERT_AXES
+from moec.passes.ir.mesh import EXPERT_AXES, ZERO_AXES
 from moec.passes.ir.value import Parameter, Value
 
 
 def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
     """The rule that the layouts of a placed parameter break; empty where they break none.
 
-    `axes` are the wide axes that it may lie on, with sizes. The gradient is cut as the weight is, and further
-    only over axes over which it is summed. The optimizer state is cut as the gradient is, and further over axes of the
-    same mesh.
+    `axes` are the wide axes that it may lie on, with sizes. Ops use what is left of the weight without ZeRO's cuts. The
+    weight, the gradient and the optimizer state are each cut as the layout before is, and perhaps further: gathers undo
+    what they have more. The gradient is cut further only over axes over which it is summed; all are on one mesh.
     """
-    name, weight, gradient, state = (
-        f"@{parameter.name}",
-        parameter.layout,
-        parameter.gradient,
-        parameter.optimizer_state,
-    )
+    name, compute, summed = f"@{parameter.name}", parameter.layout, parameter.sum_over or ()
+    weight, gradient, state = parameter.weight, parameter.gradient, parameter.optimizer_state
     if complaint := _unfoldable(parameter):
         return complaint
-    if weight is None or gradient is None or state is None:
-        return f"{name} has no layout for its {'gradient' if gradient is None else 'optimizer state'}"
-    summed = parameter.sum_over or ()
+    if compute is None or weight is None or gradient is None or state is None:
+        missing = "gradient" if gradient is None else "optimizer state" if state is None else "weight"
+        return f"{name} has no layout for its {missing}"
     if parameter.frozen and (summed or not weight == gradient == state):
         return f"{name} is frozen, and has no gradient to sum or to cut"
-    for what, layout in (("gradient", gradient), ("optimizer state", state)):
+    stored = {"weight": weight, "gradient": gradient, "optimizer state": state}
+    for what, layout in stored.items():
         if not axes.keys() >= set(layout.axes):
             return f"the {what} of {name} lies on {layout}, axes are {set(axes)}"
         if complaint := uneven(parameter, layout, axes):
             return f"the {what} of {name} is {layout}: {complaint}"
-    if not gradient.refines(weight):
-        return f"the gradient of {name} is {gradient}, which is not {weight} cut further"
-    if unsummed := sorted(set(gradient.axes) - {*weight.axes, *summed}):
+    if compute != Layout.of((axis, cut) for axis, cut in weight.placements if axis not in ZERO_AXES):
+        return f"ops use {name} as {compute}, which is not {weight} without the cuts over {' and '.join(ZERO_AXES)}"
+    if unsummed := sorted(set(gradient.axes) - {*compute.axes, *summed}) if not parameter.frozen else ():
         return f"the gradient of {name} is cut over {unsummed[0]}, over which it is not summed"
-    if not state.refines(gradient):
-        return f"the optimizer state of {name} is {state}, which is not {gradient} cut further"
+    for (what, layout), before in zip(stored.items(), (compute, weight, gradient), strict=True):
+        if not layout.refines(before):
+            return f"the {what} of {name} is {layout}, which is not {before} cut further"
     if not _on_one_mesh({*state.axes, *summed}):
         return f"the optimizer state of {name} is {state}, which are axes of two meshes"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from moec.passes.ir.layout import Layout
 from moec.passes.ir.limits import MAX_SETTING
@@ -84,20 +84,51 @@ VECTOR = Matrices()
 """Norms and biases."""
 
 
+class Stored:
+    """The four layouts of a parameter of a Program or of a plan. Each cuts it as the one before does, or further.
+
+    `layout` is how ops use it, `weight` how it is stored between uses, `gradient` that of its gradient once summed,
+    `optimizer_state` that of the optimizer's state and of the fp32 master.
+    """
+
+    __slots__ = ()
+    layout: Layout | None
+    weight: Layout | None
+    gradient: Layout | None
+    optimizer_state: Layout | None
+
+    @property
+    def gathered(self) -> Literal["never", "per step", "per use"]:
+        """When its weight is gathered: for each use (ZeRO 3), once per step, from the masters (ZeRO 1, 2), or never."""
+        if self.weight != self.layout:
+            return "per use"
+        return "per step" if self.optimizer_state != self.layout else "never"
+
+    @property
+    def scattered_per_pass(self) -> bool:
+        """Whether each backward pass scatters its gradient (ZeRO 2 and 3); else the last one of a step does, if any."""
+        return self.gradient != self.layout
+
+    @property
+    def gathered_over(self) -> tuple[str, ...]:
+        """The axes over which it is gathered, and its gradient scattered."""
+        cuts = self.optimizer_state.axes if self.optimizer_state is not None else ()
+        return tuple(axis for axis in cuts if self.layout is None or axis not in self.layout.axes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter(Value):
+class Parameter(Value, Stored):
     """A learned tensor of a block, named relative to it (`attention.q.weight`).
 
     `decays` says whether weight decay applies. `shard` gives the dim that each axis cuts, if the axis has several ranks
     and divides the dim; the `shard` pass turns `shard` into the layout and empties it. `sum_over` are the mesh axes
     over which the gradient is summed (see `gradient_sums`), None until the `communicate` pass.
 
-    `layout` is how it is stored between uses; conversions take it to the layout in which an op uses it. `gradient` is
-    the layout of its gradient once summed, `optimizer_state` that of the optimizer's state. Both are None until it is
-    placed. `matrices` says what optimizers of whole matrices take as one matrix.
+    Its layouts (`Stored`) are None until it is placed. `matrices` says what optimizers of whole matrices take as one
+    matrix.
 
     A `frozen` parameter does not train: it has no gradient, no sum of one and no optimizer state, and `gradient` and
-    `optimizer_state` are its layout. Gradients flow through the ops that use it.
+    `optimizer_state` are those of its weight. Gradients flow through the ops that use it.
     """
 
     init: Init
@@ -106,13 +137,14 @@ class Parameter(Value):
     matrices: Matrices = VECTOR
     shard: tuple[tuple[str, int], ...] = ()
     sum_over: tuple[str, ...] | None = None
+    weight: Layout | None = None
     gradient: Layout | None = None
     optimizer_state: Layout | None = None
     span: SourceLine | None = field(default=None, compare=False, repr=False)
 
     def placed(self, layout: Layout) -> Self:
-        """This parameter stored in `layout`, with its gradient and its optimizer state in the same layout."""
-        return replace(self, layout=layout, gradient=layout, optimizer_state=layout)
+        """This parameter used in `layout`, and with its weight, gradient and optimizer state in the same layout."""
+        return replace(self, layout=layout, weight=layout, gradient=layout, optimizer_state=layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

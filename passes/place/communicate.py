@@ -20,7 +20,6 @@ from moec.passes.ir import (
 )
 from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.ops.conversion import Conversion, kind_of, matching
-from moec.passes.place.shard_zero import as_used
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +126,12 @@ class _Connector:
     def append(self, op: Op) -> None:
         """Appends `op` with its operands converted, and types and layouts of its results inferred again."""
         given = [self.scope[name] for name in op.operands]
-        placing = op.place([as_used(value) for value in given], self.meshes, self.blocks)
-        sums = gradient_sums(op, given, placing)
-        names = []
-        for i in range(len(given)):
-            if isinstance(given[i], Parameter):
-                # An all_gather of a parameter already sums its gradient: its backward is reduce_scatter.
-                gathered = set(layout_of(given[i]).axes) - set(placing.operands[i].axes)
-                self.sums.setdefault(given[i].name, set()).update(sums[i] - gathered)
-            names.append(self._convert(op.operands[i], placing.operands[i], sums[i], op))
+        placing = op.place(given, self.meshes, self.blocks)
+        sums, names = gradient_sums(op, given, placing), []
+        for name, value, wanted, summed in zip(op.operands, given, placing.operands, sums, strict=True):
+            if isinstance(value, Parameter):  # ops take it as it is
+                self.sums.setdefault(value.name, set()).update(summed)
+            names.append(name if isinstance(value, Parameter) else self._convert(name, wanted, summed, op))
         self.emit(replace(op, operands=tuple(names)))
 
     def emit(self, op: Op) -> None:
@@ -158,10 +154,7 @@ class _Connector:
 
     def _convert(self, name: str, wanted: Layout, summed: frozenset[str], consumer: Op) -> str:
         """The name of the value `name` in layout `wanted`. On the axes `summed` its gradient is a partial sum."""
-        layout = layout_of(self.scope[name])
-        if isinstance(self.scope[name], Parameter):
-            summed = summed.intersection((*layout.axes, *wanted.axes))
-        for step in steps_between(layout, wanted, summed):
+        for step in steps_between(layout_of(self.scope[name]), wanted, summed):
             name = self._take(name, step, consumer)
         return name
 
@@ -179,15 +172,11 @@ class _Connector:
         if not found:
             raise LayoutError(f"no conversion of %{name} from {step.axis}:{source} to {step.axis}:{step.target}")
         (conversion,) = found
-        given, like = value.name, value
-        if isinstance(value, Parameter):
-            given = f"@{value.name}"
-            like = Value(name="_".join(value.name.split(".")[-2:]), shape=value.shape, dtype=value.dtype)
-        operands = (given, *self._other_operands(conversion, value, consumer))
-        results = [self._fresh(like), *(self._fresh(replace(like, name=n)) for n in conversion.gives.split()[1:])]
+        operands = (name, *self._other_operands(conversion, value, consumer))
+        results = [self._fresh(value), *(self._fresh(replace(value, name=n)) for n in conversion.gives.split()[1:])]
         op = replace(conversion, operands=operands, results=tuple(results), span=consumer.span)
         self.emit(op)
-        self.by_operand[given, conversion] = self.by_result[results[0].name, conversion] = op
+        self.by_operand[name, conversion] = self.by_result[results[0].name, conversion] = op
         return results[0].name
 
     def _other_operands(self, conversion: Conversion, value: Value, consumer: Op) -> tuple[str, ...]:

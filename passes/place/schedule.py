@@ -13,7 +13,6 @@ from moec.passes.ir import Parameter, Program
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Call
 from moec.passes.ir.schedule import Action, Order, one_stage
-from moec.passes.place.shard_zero import zero_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +42,23 @@ def _one_stage(program: Program, microbatches: int) -> Order:
 
 def gathers_again(p: Parameter) -> bool:
     """Whether every use gathers the weight, in forward and in backward, and drops it afterwards (ZeRO 3)."""
-    return zero_stage(p) == 3
+    return p.gathered == "per use"
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:
     """Whether a forward pass gathers the weight; `first`: it is the first of a step, whose weights the others keep."""
-    return gathers_again(p) or (zero_stage(p) > 0 and first)
+    return gathers_again(p) or (p.gathered == "per step" and first)
 
 
 def is_summed(p: Parameter, last: bool) -> bool:
     """Whether a backward pass sums the gradient over ranks; `last`: it is the last of a step. Gradients of other passes
     are collected, but ZeRO 2 and 3 scatter those of every pass."""
-    return not p.frozen and (last or zero_stage(p) >= 2)
+    return not p.frozen and (last or p.scattered_per_pass)
 
 
 def is_sent(p: Parameter) -> bool:
     """Whether several ranks have terms of the gradient."""
-    return bool(p.sum_over) or zero_stage(p) > 0
+    return bool(p.sum_over) or p.gathered != "never"
 
 
 @dataclass(frozen=True, slots=True)

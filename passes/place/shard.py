@@ -29,7 +29,7 @@ class ShardLayouts:
     """Lays out tokens by `Program.tokens`, parameters by their declaration, and results by the rules of ops.
 
     `zero` is the stage of ZeRO, 0 to 3 (`shard_zero.py`). It cuts a parameter if every use sums its gradient over the
-    axis: kv heads that `tp` repeats are summed later, and stay whole. At stage 3 `communicate` gathers before each use.
+    axis: kv heads that `tp` repeats are summed later, and stay whole.
 
     An operand's layout may still differ from the one that its op needs: `communicate` inserts conversions.
     """

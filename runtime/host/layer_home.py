@@ -192,7 +192,7 @@ def make_layer(
             help,
         )
     for name, data in plan.parameters.items():
-        if data.zero_cut is not None:
+        if data.gathered != "never":
             message = f"the optimizer state of {name} is {data.master}: the host cuts a layer's parameters"
             raise JobError("MOE0700", message, "compile the .moe file again")
     target = torch.device(device) if device is not None else torch.get_default_device()

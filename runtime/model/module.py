@@ -77,7 +77,7 @@ class PlanModule(StepModule):
         self._routers: list[str] = []
         calls = layer_calls(program)
         functions = {
-            name: emit_function(program, name, groups=home.groups, float64=float64, gathered=True, ways=home.ways)
+            name: emit_function(program, name, groups=home.groups, float64=float64, ways=home.ways)
             for name in dict.fromkeys(call.block for call in calls)
         }
         for call in calls:

@@ -51,7 +51,7 @@ class TopLevel:
     ) -> None:
         self._microbatches = microbatches
         forward = program.block(FORWARD)
-        graph = emit_graph(program, forward, groups=home.groups, float64=float64, gathered=True)
+        graph = emit_graph(program, forward, groups=home.groups, float64=float64)
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from moec.codegen.plan import Plan
 from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Mla, Model, Moe, Spec, TokenEmbedding
 from moec.passes.degrees.stated_degrees import zero_of
+from moec.passes.ir.mesh import ZERO_AXES
 from moec.passes.lower.lower_model import context_of
-from moec.passes.place.shard_zero import ZERO_AXES
 
 DIM, HEAD_DIM, HIDDEN, VOCAB = 16, 4, 8, 64
 """A head of 4 has two rope frequencies, so rope's theta still matters."""

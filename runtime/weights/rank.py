@@ -49,7 +49,7 @@ class RankHome:
         attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
         require_executable(plan.parameters)
-        require_gathered(plan)
+        require_gathered(plan.parameters)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
         self.count_from, self.attend = count_from, attend
@@ -98,8 +98,8 @@ class RankHome:
             group=self.groups + cut.group,
             dim=cut.dim,
             ranks=self.plan.meshes[data.mesh].size(cut.axis),
-            per_use=data.zero_stage == 3,
-            per_pass=data.zero_stage >= 2,
+            per_use=data.gathered == "per use",
+            per_pass=data.scattered_per_pass,
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:

@@ -12,9 +12,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
-from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
+from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Layout, Mesh, Shard, State, local_slices
-from moec.passes.ir.ops import AllGather
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
@@ -29,37 +28,33 @@ steps took 82 s by the CPU's chunks, and takes 17 s by these (H200)."""
 def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
     """Raises `JobError` where the layouts of a parameter are not those of a stage of ZeRO: jobs run no others.
 
-    The optimizer state is cut over one axis beyond what tp and ep cut. The gradient and the weight either have that cut
-    too or have none.
+    The optimizer state is cut over at most one axis more than what ops use. The weight and the gradient either have
+    that cut too or have none.
     """
     for name, data in parameters.items():
         cut, state = data.zero_cut, data.optimizer_state
         whole = state if cut is None else state.replace(cut.axis, None)
-        for what, layout in (("weight", data.layout), ("gradient", data.gradient)):
-            if layout not in (whole, state):
+        for what, layout, allowed in (
+            ("compute layout", data.layout, (whole,)),
+            ("weight", data.weight, (whole, state)),
+            ("gradient", data.gradient, (whole, state)),
+        ):
+            if layout not in allowed:
                 raise _not_executable(f"the {what} of {name} is {layout} and its optimizer state {state}")
 
 
-def require_gathered(plan: Plan) -> None:
-    """Raises `JobError` unless ZeRO can gather weights and scatter gradients beside the graphs, layer by layer.
+def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:
+    """Raises `JobError` unless a job can gather weights and scatter gradients, layer by layer.
 
-    ZeRO's cut is the only one of its dim. A weight that it cuts has no use but its gather; the gradient of another is
-    summed over the axis.
+    ZeRO's cut is the only one of its dim, and the gradient is summed over its axis.
     """
-    for block in plan.program.blocks:
-        placed = {f"@{p.name}": p for p in parameters_of_block(block)}
-        cuts = {name: (p, cut) for name, p in placed.items() if (cut := p.zero_cut) is not None}
-        for name, (parameter, cut) in cuts.items():
-            if parameter.master.cuts(cut.dim) != (cut.axis,):
-                raise _not_executable(f"the optimizer state of {name} is {parameter.master}, with two cuts of one dim")
-            if parameter.zero_stage < 3 and cut.group not in parameter.sum_over:
-                raise _not_executable(f"{block.name} does not sum the gradient of {name} over {cut.axis}")
-        for op in block.ops:
-            for name in cuts.keys() & set(op.operands):
-                parameter, cut = cuts[name]
-                gathers = isinstance(op, AllGather) and (op.axis, op.dim) == (cut.axis, cut.dim)
-                if parameter.zero_stage == 3 and not gathers:
-                    raise _not_executable(f"{block.name} uses {name}, which is {parameter.layout}, in {op.mnemonic}")
+    for name, data in parameters.items():
+        if (cut := data.zero_cut) is None:
+            continue
+        if data.master.cuts(cut.dim) != (cut.axis,):
+            raise _not_executable(f"the optimizer state of {name} is {data.master}, with two cuts of one dim")
+        if not data.frozen and cut.group not in data.sum_over:
+            raise _not_executable(f"{name} is cut over {cut.axis}, over which its gradient is not summed")
 
 
 def _not_executable(words: str) -> JobError:

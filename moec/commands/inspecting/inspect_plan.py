@@ -18,7 +18,6 @@ from moec.passes.cost.weight_traffic import sendings
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.shard_zero import is_zero_gather
 
 HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
 MOST_COMMUNICATORS = 4
@@ -68,7 +67,7 @@ def plan_document(plan: Plan) -> PlanDocument:
 def _conversions(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
     """The conversions of a block; `cost` is that of a micro-batch."""
     for op, of_op in cost.costs:
-        for sent in of_op.sent if not is_zero_gather(op) else ():
+        for sent in of_op.sent:
             yield BlockCollective(
                 of=f"%{op.results[0].name}",
                 group=group_name(sent.axis, cost.block.experts),

@@ -9,9 +9,7 @@ from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspecting.inspect_plan_document import RankBlock, RankDocument, RankParameter, RankState
 from moec.grammar.amounts import count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
-from moec.passes.ir import Block, Layout, State, local_shape, local_slices
-from moec.passes.ir.op import layout_of
-from moec.passes.ir.ops import Conversion
+from moec.passes.ir import Block, State, local_shape, local_slices
 
 
 def rank_document(plan: Plan, rank: int) -> RankDocument:
@@ -38,7 +36,7 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
 def _block(plan: Plan, block: Block, rank: int) -> RankBlock:
     return RankBlock(
         name=block.name,
-        parameters=[_parameter(plan, block, p, rank) for p in parameters_of_block(block)],
+        parameters=[_parameter(plan, p, rank) for p in parameters_of_block(block)],
         states=[_state(state, block.update) for state in block.states] if block.update else [],
     )
 
@@ -48,15 +46,15 @@ def _state(state: State, update: str) -> RankState:
     return RankState(name=state.name, dtype=str(state.dtype), shape=shape, updated_by=update)
 
 
-def _parameter(plan: Plan, block: Block, parameter: PlanParameter, rank: int) -> RankParameter:
-    parts = local_slices(parameter.shape, parameter.layout, plan.meshes[parameter.mesh], rank)
+def _parameter(plan: Plan, parameter: PlanParameter, rank: int) -> RankParameter:
+    parts = local_slices(parameter.shape, parameter.weight, plan.meshes[parameter.mesh], rank)
     return RankParameter(
         name=parameter.name,
         dtype=str(parameter.dtype),
         shape=list(parameter.shape),
         held=[(part.start, part.stop) for part in parts],
-        layout=str(parameter.layout),
-        other_layouts={what: str(layout) for what, layout in _other_layouts(block, parameter)},
+        layout=str(parameter.weight),
+        other_layouts=_other_layouts(parameter),
         frozen=parameter.frozen,
     )
 
@@ -93,24 +91,11 @@ def _held(parameter: RankParameter) -> str:
     return f"[{', '.join(str(n) if part == (0, n) else f'{part[0]}:{part[1]}' for part, n in dims)}]"
 
 
-def _other_layouts(block: Block, parameter: PlanParameter) -> Iterator[tuple[str, Layout]]:
-    """The layouts of a parameter where it is used, of its gradient and of its optimizer state that are not its own."""
-    used = ((f"used as %{name}", layout) for name, layout in _gathered(block, f"@{parameter.name}").items())
-    for what, layout in (*used, ("gradient", parameter.gradient), ("optimizer state", parameter.optimizer_state)):
-        if layout != parameter.layout:
-            yield what, layout
-
-
-def _gathered(block: Block, name: str) -> dict[str, Layout]:
-    """The values that conversions make of a parameter and that other ops use, with their layouts."""
-    made, used = {name}, dict[str, Layout]()
-    for op in block.ops:
-        if isinstance(op, Conversion) and op.operands[0] in made:
-            made.add(op.results[0].name)
-        else:
-            used.update({each: layout_of(block.scope[each]) for each in op.operands if each in made - {name}})
-    return used
+def _other_layouts(parameter: PlanParameter) -> dict[str, str]:
+    """The layouts of a parameter in use, of its gradient and of its optimizer state that are not its weight's."""
+    others = {"in use": parameter.layout, "gradient": parameter.gradient, "optimizer state": parameter.optimizer_state}
+    return {what: str(layout) for what, layout in others.items() if layout != parameter.weight}
 
 
 def _local_elements(plan: Plan, parameter: PlanParameter) -> int:
-    return math.prod(local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh]))
+    return math.prod(local_shape(parameter.shape, parameter.weight, plan.meshes[parameter.mesh]))

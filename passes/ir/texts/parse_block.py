@@ -42,7 +42,7 @@ _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?( frozen)?"
     r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
     r"(?: sum_over\(([a-z, ]*+)\))?"
-    rf"(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
+    rf"(?: weight\(({LAYOUT})\))?(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
     rf"(?: matrices\(([0-9]), ([0-9])\)( hidden)?+)?+{_AT}"
 )
 _CUT = re.compile(r"([a-z]++) = ([0-9])")
@@ -180,11 +180,12 @@ class BlockReader:
 
     def parameter(self, scope: Scope) -> Parameter:
         found = self.lines.take_match(_PARAMETER, "a parameter").groups()
-        name, type_, init, std, decays, frozen, cuts, sums, gradient, optimizer, stack, rows, hidden, *at = found
+        name, type_, init, std, decays, frozen, cuts, sums, *layouts, stack, rows, hidden, file, line = found
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
             raise UnreadableLineError(f"@{name} has a dim that is no number")
+        weight, gradient, state = (self.types.layout(text) if text else None for text in layouts)
         axes = None if sums is None else tuple(sums.split(", ") if sums else ())
         return Parameter(
             name=name,
@@ -197,9 +198,10 @@ class BlockReader:
             matrices=Matrices(int(stack or 0), int(rows or 0), hidden is not None),
             shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,
-            gradient=self.types.layout(gradient) if gradient else typed.layout,
-            optimizer_state=self.types.layout(optimizer) if optimizer else typed.layout,
-            span=self.span(*at),
+            weight=weight or typed.layout,
+            gradient=gradient or weight or typed.layout,
+            optimizer_state=state or gradient or weight or typed.layout,
+            span=self.span(file, line),
         )
 
     def op(self, scope: Scope) -> Op:

@@ -99,8 +99,9 @@ def _parameter(p: Parameter) -> str:
         text += f" shard({', '.join(f'{axis} = {dim}' for axis, dim in p.shard)})"
     if p.sum_over is not None:
         text += f" sum_over({', '.join(p.sum_over)})"
-    others = (("gradient", p.gradient), ("optimizer", p.optimizer_state))
-    text += "".join(f" {word}({layout})" for word, layout in others if layout != p.layout)
+    layouts = (p.layout, p.weight, p.gradient, p.optimizer_state)
+    words = zip(("weight", "gradient", "optimizer"), layouts[1:], layouts[:-1], strict=True)
+    text += "".join(f" {word}({layout})" for word, layout, before in words if layout != before)
     if p.matrices != VECTOR:
         text += f" matrices({p.matrices.stack}, {p.matrices.rows})" + " hidden" * p.matrices.hidden
     return text

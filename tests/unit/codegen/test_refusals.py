@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -16,10 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support.plans import moe_plan
 from support.tables import each_row
 
 import moec
+from moec.cli import app
 from moec.codegen.folder import PlanError, canonical, digest
 from moec.codegen.plan import FORMAT
 from moec.codegen.reading import read_plan
@@ -292,20 +295,26 @@ def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
         read_plan(folder)
 
 
-def test_a_newer_format_is_refused_by_its_name(folder):
-    forge(folder, manifest(format=FORMAT + 1))
-    with pytest.raises(PlanError, match=r"MOE0602.*format 5, this moec reads format 4"):
+@each_row("other", [FORMAT - 1, FORMAT + 1])
+def test_a_plan_of_another_format_names_the_command_that_compiles_it_again(folder, other: int):
+    forge(renewed(folder), manifest(format=other))
+    with pytest.raises(PlanError, match=rf"MOE0602.*format {other}, this moec reads format {FORMAT}") as refused:
         read_plan(folder)
+    (diagnostic,) = refused.value.diagnostics
+    program, *arguments = shlex.split(str(diagnostic.help).split("`")[1])
+    assert (program, CliRunner().invoke(app, arguments).exit_code) == ("moec", 0)
+    assert read_plan(folder).program == moe_plan().program
 
 
 def test_a_plan_of_a_former_format_says_to_compile_again(folder):
     """Format 1 kept FX graphs in `stages/0.json`, and the Spec in `plan.json`."""
     old = {"format": 1, "moec": "0.1.0", "name": "tiny", "spec": "", "meshes": [], "num_stages": 1, "files": {}}
     (folder / "plan.json").write_bytes(canonical(old | {"digest": digest(canonical(old))}))
+    (folder / "spec.moe").unlink()
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     (diagnostic,) = refused.value.diagnostics
-    assert (diagnostic.code, "format 1, this moec reads format 4" in diagnostic.message) == ("MOE0602", True)
+    assert (diagnostic.code, f"format 1, this moec reads format {FORMAT}" in diagnostic.message) == ("MOE0602", True)
     assert "compile the .moe file again" in str(diagnostic.help)
 
 

@@ -49,7 +49,7 @@ def plan_of_another_format() -> Sequence[Diagnostic]:
 
     moe_plan().save(PLAN)
     manifest = PLAN / "plan.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 4', b'"format": 5'))
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 5', b'"format": 4'))
     return raised(lambda: read_plan(PLAN))
 
 

@@ -92,10 +92,11 @@ def test_only_zero_3_cuts_a_frozen_parameter_and_no_rank_sums_its_gradient(zero:
         assert parameter.frozen == (name not in TRAINED)
         if parameter.frozen:
             assert parameter.sum_over == ()
-            assert parameter.zero_stage == (3 if zero == 3 else 0), name
-            assert parameter.layout == parameter.gradient == parameter.optimizer_state
+            assert parameter.gathered == ("per use" if zero == 3 else "never"), name
+            assert parameter.weight == parameter.gradient == parameter.optimizer_state
         else:
-            assert parameter.zero_stage == zero, name
+            assert parameter.gathered == ("never", "per step", "per step", "per use")[zero], name
+            assert parameter.scattered_per_pass == (zero > 1), name
 
 
 @pytest.mark.parametrize("zero", range(4))

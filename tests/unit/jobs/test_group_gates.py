@@ -294,7 +294,7 @@ def test_a_sequence_of_padding_has_finite_gradients_and_padding_changes_no_merge
 def test_every_rank_has_all_merged_experts_and_zero_cuts_them() -> None:
     def layout(zero: int) -> str:
         plan = moe_plan(ranks=4, ep=4, zero=zero, **SMEAR)
-        return str(plan.program.block(BODY).scope["@moe.experts.up.weight"].layout)
+        return str(plan.parameters["layers.1.moe.experts.up.weight"].weight)
 
     assert layout(0) == "replicate"
     assert layout(3) == "dp:shard(0)"

@@ -18,7 +18,7 @@ def test_every_rank_starts_with_its_part_of_the_unsharded_start(ranks: int, ep: 
     assert whole.keys() == plan.parameters.keys()
     for name, data in plan.parameters.items():
         mesh = plan.meshes[data.mesh]
-        index = [local_slices(data.shape, data.layout, mesh, rank) for rank in range(ranks)]
+        index = [local_slices(data.shape, data.master, mesh, rank) for rank in range(ranks)]
         for rank in range(ranks):
             shard = initial_shard(name, data, mesh, rank, seed=5)
             torch.testing.assert_close(shard, whole[name].detach()[index[rank]], rtol=0, atol=0)

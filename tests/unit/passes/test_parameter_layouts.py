@@ -1,4 +1,4 @@
-"""Layouts of a parameter's gradient and optimizer state: their text, their rules, and that no job runs them yet."""
+"""Layouts of a parameter between its uses: their text, their rules, and that no job runs those of no stage of ZeRO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.inspected_text import inspected
 from support.plans import BODY, layer_plan, moe_plan
 from support.tables import each_row
-from support.wrong_plans import change_block
+from support.wrong_plans import change_block, change_parameter
 
 import moec
 from moec.codegen.plan import Plan
@@ -31,14 +31,12 @@ EXPERT = "moe.experts.up.weight"
 NORM = "attention_norm.weight"
 
 
-def plan_with(name: str, gradient: str, state: str, **options: int) -> Plan:
+def plan_with(name: str, gradient: str, state: str, weight: str | None = None, **options: int) -> Plan:
     """A plan for 8 ranks (dp 4, tp 2; edp 4, ep 2), with other layouts for one parameter of the mixtures' layers."""
     plan = moe_plan(**{"ranks": 8, "tp": 2, "ep": 2, **options})
     layouts = {"gradient": Layout.parse(gradient), "optimizer_state": Layout.parse(state)}
-    parameters = plan.program.block(BODY).parameters
-    return change_block(
-        plan, BODY, parameters=tuple(replace(p, **layouts) if p.name == name else p for p in parameters)
-    )
+    layouts |= {"weight": Layout.parse(weight)} if weight else {}
+    return change_parameter(plan, BODY, name, **layouts)
 
 
 FINER = {
@@ -47,7 +45,7 @@ FINER = {
         EXPERT,
         "ep:shard(0) edp:shard(0)",
         "ep:shard(0) edp:shard(0)",
-        " gradient(ep:shard(0) edp:shard(0)) optimizer(ep:shard(0) edp:shard(0))",
+        " gradient(ep:shard(0) edp:shard(0))",
     ),
     "state finer than gradient": (
         NORM,
@@ -69,12 +67,12 @@ def test_finer_layouts_print_read_back_and_pass_every_check(kind: str):
     check_program(program)
 
 
-def test_a_placed_parameter_has_the_layout_of_its_weight_three_times_and_its_text_says_it_once():
+def test_a_placed_parameter_has_one_layout_four_times_and_its_text_says_it_once():
     program = moe_plan().program
     parameters = [p for block in program.blocks for p in block.parameters]
     assert any(p.layout.axes for p in parameters)
-    assert all(p.layout == p.gradient == p.optimizer_state for p in parameters)
-    assert not re.search(r"gradient\(|optimizer\(", print_program(program))
+    assert all(p.layout == p.weight == p.gradient == p.optimizer_state for p in parameters)
+    assert not re.search(r"weight\(|gradient\(|optimizer\(", print_program(program))
 
 
 BROKEN = {
@@ -112,7 +110,7 @@ def test_a_gradient_is_cut_only_over_axes_that_it_is_summed_over():
     check_program(plan_with(NORM, "replicate", "tp:shard(0)", sequence_parallel=False).program)
 
 
-@each_row("missing", ["gradient", "optimizer_state"])
+@each_row("missing", ["weight", "gradient", "optimizer_state"])
 def test_a_placed_parameter_without_a_layout_of_each_kind_is_refused(missing: str):
     plan = moe_plan()
     parameters = plan.program.block(BODY).parameters
@@ -121,13 +119,16 @@ def test_a_placed_parameter_without_a_layout_of_each_kind_is_refused(missing: st
         check_program(wrong.program)
 
 
-STATED = "sum_over(edp) gradient(ep:shard(0) edp:shard(0)) optimizer(ep:shard(0) edp:shard(0))"
+CUT = "ep:shard(0) edp:shard(0)"
+STATED = f"sum_over(edp) weight({CUT}) gradient(ep:shard(0)) optimizer({CUT})"
 HOSTILE = {
-    "the weight's own layout again": STATED.replace("gradient(ep:shard(0) edp:shard(0))", "gradient(ep:shard(0))"),
-    "state first": "sum_over(edp) optimizer(ep:shard(0) edp:shard(0)) gradient(ep:shard(0) edp:shard(0))",
-    "before the sums": "gradient(ep:shard(0) edp:shard(0)) sum_over(edp) optimizer(ep:shard(0) edp:shard(0))",
-    "twice": f"{STATED} optimizer(ep:shard(0) edp:shard(0))",
-    "nothing": STATED.replace("optimizer(ep:shard(0) edp:shard(0))", "optimizer()"),
+    "the layout before again": STATED.replace("gradient(ep:shard(0))", f"gradient({CUT})"),
+    "the layout of its use again": STATED.replace(f"weight({CUT})", "weight(ep:shard(0))"),
+    "state first": f"sum_over(edp) optimizer({CUT}) weight({CUT}) gradient(ep:shard(0))",
+    "weight last": f"sum_over(edp) gradient(ep:shard(0)) optimizer({CUT}) weight({CUT})",
+    "before the sums": f"weight({CUT}) sum_over(edp) gradient(ep:shard(0)) optimizer({CUT})",
+    "twice": f"{STATED} optimizer({CUT})",
+    "nothing": STATED.replace(f"optimizer({CUT})", "optimizer()"),
     "no layout": STATED.replace("edp:shard(0)", "edp:split(0)"),
     "an unknown axis": STATED.replace("edp:shard(0)", "zz:shard(0)"),
     "an axis twice": STATED.replace("edp:shard(0)", "ep:shard(1)"),
@@ -138,14 +139,13 @@ HOSTILE = {
     "half of a layout a million times": STATED.replace("edp:shard(0)", "edp:" * 250_000),
     "two spaces": STATED.replace(" optimizer", "  optimizer"),
     "another order of dims": STATED.replace("(ep:shard(0) edp:shard(0))", "(ep:shard(0) edp:shard(2))"),
-    "no end": STATED.replace("edp:shard(0)) optimizer", "edp:shard(0) optimizer"),
+    "no end": STATED.replace("ep:shard(0)) optimizer", "ep:shard(0) optimizer"),
 }
 
 
 @each_row("fault", HOSTILE)
 def test_texts_that_no_pass_wrote_are_refused_with_their_line(fault: str):
-    layout = "ep:shard(0) edp:shard(0)"
-    text = print_program(plan_with(EXPERT, layout, layout).program)
+    text = print_program(plan_with(EXPERT, "ep:shard(0)", CUT, weight=CUT).program)
     before, found, after = text.partition(STATED)
     assert found
     assert HOSTILE[fault] != STATED
@@ -162,8 +162,8 @@ def test_texts_that_no_pass_wrote_are_refused_with_their_line(fault: str):
 
 def test_a_job_refuses_what_is_no_stage_of_zero_and_names_the_parameter(tmp_path: Path):
     for kind, said in (
-        ("gradient and state", f"the optimizer state of @{EXPERT} is"),
-        ("state finer than gradient", f"the weight of layers.1.{NORM} is"),
+        ("gradient and state", f"the optimizer state of layers.1.{EXPERT} is"),
+        ("state finer than gradient", f"the compute layout of layers.1.{NORM} is"),
     ):
         name, gradient, state, _ = FINER[kind]
         plan = moec.load(plan_with(name, gradient, state).save(tmp_path / "finer.plan"))
@@ -196,9 +196,9 @@ def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):
     assert line.endswith("of [16]  replicate  gradient dp:shard(0)  optimizer state dp:shard(0) tp:shard(0)")
     stored = moe_plan(zero=3).save(tmp_path / "stored.plan")
     text = inspected(stored, 0)
-    assert "edp:shard(1) ep:shard(0)  used as %up_weight ep:shard(0)\n" in text
+    assert "edp:shard(1) ep:shard(0)  in use ep:shard(0)\n" in text
     assert "gradient" not in text
-    assert "used as" not in inspected(moe_plan().save(tmp_path / "whole.plan"), 0)
+    assert "in use" not in inspected(moe_plan().save(tmp_path / "whole.plan"), 0)
 
 
 def test_bytes_of_a_rank_count_each_layout():

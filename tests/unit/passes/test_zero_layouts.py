@@ -1,4 +1,4 @@
-"""ZeRO as layouts: what each stage cuts, the gathers of stage 3, and wrong ones refused or found."""
+"""ZeRO as layouts: what each stage cuts, that blocks do not show it, and wrong layouts refused or found."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from support.combinations import diagonals
 from support.plans import BODY, layer_text, moe_plan, moe_text
 from support.tables import each_row
 from support.verified import require_equal
-from support.wrong_plans import bypass, change_block, change_kind, change_sums
+from support.wrong_plans import change_parameter, change_sums
 
 import moec
 from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import Layout, Shard, local_shape
-from moec.passes.ir.ops import AllGather, AllGatherAlike
 from moec.passes.ir.verifier import check_program
 from moec.runtime.verify.verification import verify
 from moec.runtime.weights.shards import require_executable, require_gathered
@@ -41,7 +40,7 @@ def cut_axis(name: str) -> str:
 
 def cuts(data: PlanParameter) -> tuple[bool, bool, bool]:
     """Whether weight, gradient and optimizer state are cut over the axis of data-parallel ranks."""
-    layouts = (data.layout, data.gradient, data.optimizer_state)
+    layouts = (data.weight, data.gradient, data.optimizer_state)
     return tuple(isinstance(each.get(cut_axis(data.name)), Shard) for each in layouts)  # type: ignore[return-value]
 
 
@@ -55,8 +54,9 @@ def test_each_stage_cuts_one_layout_more_and_the_plan_is_right(zero: int, degree
         master, before = (
             local_shape(each.shape, layout, mesh) for each, layout in ((p, p.master), (other, other.layout))
         )
+        assert p.layout == other.layout
         if p.zero_cut is None:
-            assert (p.layout, p.gradient, p.master) == (other.layout, other.gradient, other.master)
+            assert p.layout == p.weight == p.gradient == p.master
             continue
         number_cut += 1
         assert cuts(p) == ((False, False, True), (False, True, True), (True, True, True))[zero - 1]
@@ -70,21 +70,23 @@ def test_each_stage_cuts_one_layout_more_and_the_plan_is_right(zero: int, degree
     assert moec.load(plan.save(tmp_path / "p.plan")) == plan
 
 
-def test_one_gather_serves_each_use_of_a_parameter_and_its_backward_sums():
-    tied = moe_plan(zero=3, ranks=4, ep=2, model="embedding = tokens(tied = true)")
-    for block in tied.program.blocks:
-        gathers = [op for op in block.ops if isinstance(op, AllGather) and op.operands[0].startswith("@")]
-        names = [op.operands[0][1:] for op in gathers]
-        assert sorted(names) == sorted(p.name for p in block.parameters)
-        assert all(p.sum_over == () for p in block.parameters)
+@each_row("zero", [1, 2, 3])
+def test_bodies_and_sums_of_gradients_are_those_without_zero(zero: int):
+    tied: dict[str, Any] = {"ranks": 4, "ep": 2, "model": "embedding = tokens(tied = true)"}
+    for block, other in zip(moe_plan(zero=zero, **tied).program.blocks, moe_plan(**tied).program.blocks, strict=True):
+        assert block.ops == other.ops
+        stored = [replace(p, weight=p.layout, gradient=p.layout, optimizer_state=p.layout) for p in block.parameters]
+        assert tuple(stored) == other.parameters
+        gathered = {p.gathered for p in block.parameters}
+        assert gathered == ({"per use" if zero == 3 else "per step"} if block.parameters else set())
 
 
 def test_a_dim_that_does_not_divide_is_passed_over_and_what_has_none_stays_whole():
     plan = moe_plan(zero=3, ranks=12, ep=2, dp=12, batch=24, dim=24, expert="swiglu(12)")
-    layouts = {name: str(plan.parameters[f"layers.1.moe.experts.{name}.weight"].layout) for name in ("up", "down")}
+    layouts = {name: str(plan.parameters[f"layers.1.moe.experts.{name}.weight"].weight) for name in ("up", "down")}
     assert layouts == {"up": "edp:shard(2) ep:shard(0)", "down": "edp:shard(1) ep:shard(0)"}
     odd = moe_plan(zero=3, ranks=10, ep=2, dp=10, batch=10, expert="gelu(8)").parameters
-    assert (str(odd[f"layers.1.{UP}"].layout), odd[f"layers.1.{UP}"].sum_over) == ("ep:shard(0)", ("edp[1..2]",))
+    assert (str(odd[f"layers.1.{UP}"].weight), odd[f"layers.1.{UP}"].sum_over) == ("ep:shard(0)", ("edp[1..2]",))
     assert all(p.zero_cut is None for p in odd.values())
 
 
@@ -112,35 +114,39 @@ def test_toy_widths_keep_every_cut(zero: int):
 # ---- what is refused or found ------------------------------------------------------------------------
 
 
-FAULTS = {
-    "a gather whose backward slices": lambda p: change_kind(p, BODY, "up_weight", AllGatherAlike, axis="edp", dim=1),
-    "a gather of another dim": lambda p: change_kind(p, BODY, "up_weight", AllGather, axis="edp", dim=2),
-    "a sum beside the scatter": lambda p: change_sums(p, "experts.up.weight", ("edp",)),
+def with_layouts(plan: Plan, name: str, **layouts: str) -> Plan:
+    return change_parameter(plan, BODY, name, **{kind: Layout.parse(text) for kind, text in layouts.items()})
+
+
+USES: dict[str, tuple[dict[str, str], str]] = {
+    "ZeRO's cut": ({"layout": "edp:shard(1) ep:shard(0)"}, "ops use @moe.experts.up.weight as edp"),
+    "none of the weight's cuts": ({"layout": "replicate"}, "ops use @moe.experts.up.weight as replicate"),
+    "another cut": ({"layout": "ep:shard(2)"}, "ops use @moe.experts.up.weight as ep"),
+    "a cut that only the weight has not": ({"weight": "replicate", "gradient": "ep:shard(0)"}, "as ep:shard.0., which"),
+    "a gradient cut less than the weight": ({"gradient": "ep:shard(0)"}, "not edp:shard.1. ep:shard.0. cut further"),
+    "a gradient of another dim": ({"gradient": "edp:shard(2) ep:shard(0)"}, "not edp:shard.1. ep:shard.0. cut further"),
 }
 
 
-def test_a_weight_that_its_block_does_not_gather_is_refused_before_a_job():
-    plan = moe_plan(zero=3, ranks=4, ep=2)
-    require_gathered(plan)
-    with pytest.raises(DiagnosticError, match=r"MOE0700.*layers\[1\.\.2\] uses @moe.experts.up.weight"):
-        require_gathered(bypass(plan, BODY, "up_weight"))
+@each_row("fault", USES)
+def test_a_use_that_the_stored_layouts_do_not_lead_to_is_refused_when_loaded(fault: str):
+    layouts, words = USES[fault]
+    with pytest.raises(InternalError, match=words):
+        check_program(with_layouts(moe_plan(zero=3, ranks=4, ep=2), UP, **layouts).program)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_gathers_are_refused_by_rule_and_found_by_verify(fault: str):
-    wrong = FAULTS[fault](moe_plan(zero=3, ranks=4, ep=2))
-    with pytest.raises(InternalError):
-        check_program(wrong.program)
-    report = verify(wrong, float32=False)
-    assert not report.ok
+@each_row("fault", ["none of the weight's cuts", "another cut", "a gradient of another dim"])
+def test_such_a_use_is_refused_by_verify_and_by_a_job(fault: str):
+    wrong = with_layouts(moe_plan(zero=3, ranks=4, ep=2), UP, **USES[fault][0])
+    for run in (verify, require_runnable):
+        with pytest.raises(DiagnosticError, match=rf"MOE0700.*{re.escape(UP)}"):
+            run(wrong)
 
 
-def with_layouts(plan: Plan, name: str, **layouts: str) -> Plan:
-    changed = {kind: Layout.parse(text) for kind, text in layouts.items()}
-    parameters = plan.program.block(BODY).parameters
-    return change_block(
-        plan, BODY, parameters=tuple(replace(p, **changed) if p.name == name else p for p in parameters)
-    )
+def test_verify_finds_a_use_of_parts_that_nothing_gathers():
+    wrong = with_layouts(moe_plan(zero=3, ranks=4, ep=2), UP, layout="edp:shard(1) ep:shard(0)")
+    require_executable(wrong.parameters)
+    assert not verify(wrong, float32=False).ok
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, str], str]] = {
@@ -166,20 +172,24 @@ def test_layouts_between_steps_that_no_conversion_undoes_are_refused(fault: str)
         check_program(with_layouts(right, name, **layouts).program)
 
 
-def test_sums_that_zero_needs_are_found_missing():
+@each_row("zero", [1, 2, 3])
+def test_sums_that_zero_needs_are_found_missing(zero: int):
     """A gradient that nobody sums over dp, cut over dp: the conversions keep each rank's own term."""
-    right = moe_plan(zero=1, ranks=4, ep=2)
-    require_gathered(right)
-    with pytest.raises(DiagnosticError, match="MOE0700"):
-        require_gathered(change_sums(right, "attention.q.weight", ()))
-    assert not verify(change_sums(right, "attention.q.weight", ()), float32=False).ok
-    assert not verify(change_sums(right, "experts.up.weight", ()), float32=False).ok
+    right = moe_plan(zero=zero, ranks=4, ep=2)
+    require_runnable(right)
+    for name in ("attention.q.weight", "experts.up.weight"):
+        wrong = change_sums(right, name, ())
+        with pytest.raises(InternalError, match="not summed" if zero > 1 else "is summed over set"):
+            check_program(wrong.program)
+        with pytest.raises(DiagnosticError, match="MOE0700"):
+            require_runnable(wrong)
+        assert not verify(wrong, float32=False).ok
 
 
 UNRUN = {
-    "two axes": ("attention.q.weight", {"optimizer_state": "dp:shard(1) tp:shard(0)", "layout": "replicate"}),
+    "two axes": ("attention.q.weight", {"optimizer_state": "dp:shard(1) tp:shard(0)", "weight": "replicate"}),
     "a dim cut twice": (UP, {"optimizer_state": "ep:shard(0) edp:shard(0)"}),
-    "a weight cut otherwise": (UP, {"layout": "replicate"}),
+    "a weight cut otherwise": (UP, {"weight": "replicate"}),
 }
 
 
@@ -193,7 +203,7 @@ def test_layouts_of_no_stage_are_refused_before_a_job(fault: str):
 
 def require_runnable(plan: Plan) -> None:
     require_executable(plan.parameters)
-    require_gathered(plan)
+    require_gathered(plan.parameters)
 
 
 # ---- the words of a file -------------------------------------------------------------------------------

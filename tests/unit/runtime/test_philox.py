@@ -20,6 +20,7 @@ def data(shape: tuple[int, ...], layout: str = "replicate", init: str = "normal"
         shape=shape,
         dtype="bf16",
         layout=Layout.parse(layout),
+        weight=Layout.parse(layout),
         gradient=Layout.parse(layout),
         optimizer_state=Layout.parse(layout),
         init=Init(kind=init, std=0.5),
