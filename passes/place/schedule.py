@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from moec.passes.ir import Parameter, Program
 from moec.passes.ir.interface import FORWARD
@@ -94,61 +95,62 @@ def units_of(program: Program) -> tuple[Unit, ...]:
     return tuple(sorted(units, key=lambda unit: unit.first_use))
 
 
-def events(order: Order, units: Sequence[Unit], saved: Container[str]) -> Iterator[str]:
-    """Everything that the ranks of a stage do in a step, in order: actions, and inside of them `gather`, `forward`,
-    `backward`, `collect` and `sum` of a unit. `saved` names the units of which backward needs a weight.
+class Event(NamedTuple):
+    """What happens to a unit inside of a forward or a backward pass."""
 
-    A gather begins one unit ahead, and so does a sum: it ends while others run, at the latest where `sum` stands.
+    kind: Literal["gather", "forward", "backward", "collect", "sum"]
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit.name}"
+
+
+def events_inside(order: Order, action: Action, units: Sequence[Unit], saved: Container[str] = ()) -> list[Event]:
+    """What happens inside of an action. `saved` names the units of which backward needs a weight.
+
+    A gather begins one unit ahead. A sum that has begun ends while others run, at the latest where `sum` stands.
     """
-    forwards = backwards = 0
-    microbatches = order.count("backward")
-    for action in order:
-        match action.kind:
-            case "forward":
-                yield from _forward(units, first=forwards == 0)
-                forwards += 1
-            case "backward":
-                backwards += 1
-                yield from _backward(units, saved, last=backwards == microbatches)
-            case kind:
-                yield kind
+    if action.kind == "forward":
+        return list(_forward(units, first=action.microbatch == 0))
+    return list(_backward(units, saved, last=is_last_backward(order, action))) if action.kind == "backward" else []
 
 
-def _forward(units: Sequence[Unit], *, first: bool) -> Iterator[str]:
-    gathered = [unit.name for unit in units if any(is_gathered(p, first) for p in unit.parameters)]
-    ahead = iter([unit.name for unit in units])
-    name = next(ahead, None)
-    if name in gathered:
-        yield f"gather {name}"
+def _forward(units: Sequence[Unit], *, first: bool) -> Iterator[Event]:
+    ahead = iter(units)
+
+    def next_gather() -> Iterator[Event]:
+        unit = next(ahead, None)
+        if unit is not None and any(is_gathered(p, first) for p in unit.parameters):
+            yield Event("gather", unit)
+
+    yield from next_gather()
     for unit in units:
-        name = next(ahead, None)
-        if name in gathered:
-            yield f"gather {name}"
+        yield from next_gather()
         if unit.is_layer:
-            yield f"forward {unit.name}"
+            yield Event("forward", unit)
 
 
-def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> Iterator[str]:
+def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> Iterator[Event]:
     """A unit begins where `forward` uses it last, with the gather of what backward needs, and ends where it is used
     first."""
-    again = [unit.name for unit in units if unit.name in saved and any(map(gathers_again, unit.parameters))]
-    begins = [(unit.last_use, 1, unit) for unit in units if unit.name in again]
+    again = [unit for unit in units if unit.name in saved and any(map(gathers_again, unit.parameters))]
+    begins = [(unit.last_use, 1, unit) for unit in again]
     ends = [(unit.first_use, 0, unit) for unit in units if any(not p.frozen for p in unit.parameters)]
     begun = set[str]()
     for _, is_begin, unit in sorted([*begins, *ends], key=lambda point: point[:2], reverse=True):
         if is_begin:
-            place = again.index(unit.name)
-            for name in reversed(again[max(place - 1, 0) : place + 1]):
-                if name not in begun:
-                    begun.add(name)
-                    yield f"gather {name}"
+            place = again.index(unit)
+            for gathered in reversed(again[max(place - 1, 0) : place + 1]):
+                if gathered.name not in begun:
+                    begun.add(gathered.name)
+                    yield Event("gather", gathered)
             continue
-        yield f"backward {unit.name}"
+        yield Event("backward", unit)
         trained = [p for p in unit.parameters if not p.frozen]
         if not all(is_summed(p, last) for p in trained):
-            yield f"collect {unit.name}"
+            yield Event("collect", unit)
         if any(is_summed(p, last) and is_sent(p) for p in trained):
-            yield f"sum {unit.name}"
+            yield Event("sum", unit)
 
 
 def is_last_backward(order: Order, action: Action) -> bool:

@@ -17,10 +17,12 @@ from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.cluster.lockstep import Lockstep
+from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
-from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, RecordedNode, StepError
+from moec.runtime.verify.cluster.recorded import BackwardError, RecordedNode, StepError
 from moec.runtime.verify.cluster.uses import ReferenceValue, Uses
 from moec.runtime.verify.cluster.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual_step import VirtualStep
 from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.judge import Judge
@@ -38,33 +40,30 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
     """
     inputs = inputs.to(torch.float64)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    whole, whole_loss = _run_reference(plan, model, parameters, inputs)
+    whole, whole_loss, leaves = _run_reference(plan, model, parameters, inputs)
     cluster = VirtualCluster(plan, parameters, states_of(model), training=model.training)
-    losses, failure = _run(cluster, inputs)
-    expected = _Expected(plan, whole)
+    cluster.lockstep.record()
+    run = cluster.step(inputs.rank_given, inputs.rank_targets, loads=inputs.loads, beside=inputs.rank_beside)
+    failure = _failure_of(run)
+    expected = _Expected(plan, whole.lockstep)
     steps = cluster.lockstep.steps or []
     judge, references = Judge(plan, expected.values, expected.mixtures), _references(steps)
     found = _first_wrong_value(steps, references, judge)
-    if found is None and failure is not None:
+    if found is None and isinstance(failure, StepError):
         found = _difference(RecordedNode(failure.path, failure.node, []), steps, math.inf, gradient=False)
-    found = found or _first_wrong_loss(whole, cluster.lockstep, steps)
+    found = found or _first_wrong_loss(whole, run.passes, steps)
     if found is not None:
         return found
     with plain_torch():
         whole_loss.backward()  # type: ignore[no-untyped-call]
     expected.differentiate()
-    stopped = False
-    try:
-        cluster.backward(losses)
-    except BackwardError:
-        stopped = True
-    uses = Uses(whole, cluster.lockstep, _references(whole.steps or ()))
+    uses = Uses(whole.lockstep, cluster.lockstep, _references(whole.lockstep.steps or ()))
     for step, reference_value, part in expected.in_parts.parts(steps) if expected.in_parts is not None else ():
         uses.set_expected_part(step, reference_value, part)
     found = _first_wrong_gradient(steps, references, uses, judge)
-    if found is None and stopped:
+    if found is None and failure is not None:
         found = _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
-    return found or _parameter_difference(plan, whole, cluster, steps)
+    return found or _parameter_difference(plan, leaves, run.gradients, steps)
 
 
 class _Expected:
@@ -90,16 +89,18 @@ class _Expected:
 
 def _run_reference(
     plan: Plan, model: Unsharded, parameters: Mapping[str, Tensor], inputs: Inputs
-) -> tuple[Lockstep, Tensor]:
-    """The recorded run of the unsharded model over the global batch, and its loss."""
+) -> tuple[Passes, Tensor, dict[str, list[Tensor]]]:
+    """The recorded run of the unsharded model over the global batch, its loss, and the leaves of its parameters."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     leaves = {name: [p.clone().requires_grad_(name in trained)] for name, p in parameters.items()}
     graphs = Graphs(reference_program(plan.spec), float64=True)
-    whole = Lockstep(graphs, 1, {}, leaves, states=states_of(model), training=model.training)
+    whole = Lockstep(graphs, 1, {}, leaves.__getitem__, states=states_of(model), training=model.training)
+    whole.record()
     loads = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
     with plain_torch():
-        _, (loss,) = whole.run([inputs.given], [inputs.targets], loads=loads, record=True, beside=inputs.beside_alone)
-    return whole, loss
+        passes = Passes(whole, [inputs.given], [inputs.targets], loads=loads, beside=inputs.beside_alone)
+        (loss,) = passes.only_loss()
+    return passes, loss, leaves
 
 
 def _first_wrong_value(
@@ -112,7 +113,7 @@ def _first_wrong_value(
     return None
 
 
-def _first_wrong_loss(whole: Lockstep, plan: Lockstep, steps: Sequence[RecordedNode]) -> Difference | None:
+def _first_wrong_loss(whole: Passes, plan: Passes, steps: Sequence[RecordedNode]) -> Difference | None:
     """A wrong term of the loss, whose values are all right: its graph returns another one, or is missing."""
     for name, (expected,) in whole.losses.items():
         losses = plan.losses.get(name)
@@ -171,15 +172,12 @@ def _has_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_leaf and value.grad is not None
 
 
-def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:
+def _failure_of(step: VirtualStep) -> StepError | BackwardError | None:
     try:
-        run = cluster.lockstep.run
-        _, losses = run(
-            inputs.rank_given, inputs.rank_targets, loads=inputs.loads, record=True, beside=inputs.rank_beside
-        )
-    except StepError as failure:
-        return [], failure
-    return losses, None
+        step.run()
+    except (StepError, BackwardError) as failure:
+        return failure
+    return None
 
 
 def _difference(
@@ -232,11 +230,13 @@ def _branches(steps: Sequence[RecordedNode]) -> set[tuple[str, str]]:
 
 
 def _parameter_difference(
-    plan: Plan, reference: Lockstep, cluster: VirtualCluster, steps: Sequence[RecordedNode]
+    plan: Plan,
+    leaves: Mapping[str, Sequence[Tensor]],
+    summed: Mapping[str, Sequence[Tensor]],
+    steps: Sequence[RecordedNode],
 ) -> Difference | None:
     """Every value and its gradient agree, so a parameter's own gradient is summed wrongly: the op that uses it."""
-    gradients = {name: leaf.grad for name, (leaf,) in reference.parameters.items()}
-    summed = cluster.gradients()
+    gradients = {name: leaf.grad for name, (leaf,) in leaves.items()}
     for step in steps:
         parameter = info_of(step.node).parameter
         name = f"{step.path}{parameter}"

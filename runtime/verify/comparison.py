@@ -17,7 +17,8 @@ from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.blame import first_difference
-from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
+from moec.runtime.verify.cluster.lockstep import Watch
+from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, StepError
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import largest, relative_error
@@ -178,13 +179,18 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
         expected.differentiated.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == sum(p.requires_grad for p in model.parameters())
-    results, losses = cluster.lockstep.run(
+    step = cluster.step(
         inputs.rank_given,
         inputs.rank_targets,
         loads=inputs.loads,
         microbatches=inputs.microbatches,
         beside=inputs.rank_beside,
     )
+    stopped: BackwardError | None = None
+    try:
+        step.run()
+    except BackwardError as failure:
+        stopped = failure
     scales = {
         "output": largest(expected.result),
         **{name: largest(scalar) for name, scalar in expected.scalars.items()},
@@ -197,15 +203,13 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     is_float64 = expected.result.dtype == torch.float64
     noise = cache(partial(gradient_noise, plan.spec, model, inputs, FLOAT32_NOISE)) if is_float64 else dict
     errors = _Errors(scales, noise)
-    _add_results(errors, plan, cluster.lockstep, expected, results, inputs.microbatches)
-    _add_routes(errors, plan, cluster.lockstep.routes, expected.routes, inputs.microbatches)
-    try:
-        summed = cluster.backward(losses)
-    except BackwardError as failure:
-        errors.largest["gradient"] = LargestDifference(kind="stopped", value=str(failure), rank=None, error=math.inf)
+    _add_results(errors, plan, step.passes, expected, inputs.microbatches)
+    _add_routes(errors, plan, step.passes.routes, expected.routes, inputs.microbatches)
+    if stopped is not None:
+        errors.largest["gradient"] = LargestDifference(kind="stopped", value=str(stopped), rank=None, error=math.inf)
         return errors
     _add_gradient_of_x(errors, inputs)
-    _add_gradients(errors, cluster, model, gradients, summed)
+    _add_gradients(errors, cluster, model, gradients, step.gradients)
     return errors
 
 
@@ -217,26 +221,24 @@ COUNTED: Mapping[Role, str] = {
 """What layers count (`COUNTS`), in messages."""
 
 
-def _add_results(
-    errors: _Errors, plan: Plan, lockstep: Lockstep, expected: Outcome, results: PerRank, microbatches: int
-) -> None:
+def _add_results(errors: _Errors, plan: Plan, passes: Passes, expected: Outcome, microbatches: int) -> None:
     """Compares logits or y, scalars, expert counts and new states. A plan may have lost the graph of one of them."""
     whole_result, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
-    wholes = whole_result.chunk(microbatches)
+    wholes, results, counted = whole_result.chunk(microbatches), passes.result, passes.counts
     for rank in range(plan.world_size):
         index = local_slices(wholes[0].shape, layout, dense, rank)
         part = torch.cat([whole[index] for whole in wholes])
         errors.add("output", result_name(plan.spec), results[rank].detach(), part, whole_result, rank=rank)
     for name, scalar in expected.scalars.items():
-        for rank, got in enumerate(lockstep.scalars.get(name, [None] * plan.world_size)):
+        for rank, got in enumerate(passes.scalars.get(name, [None] * plan.world_size)):
             kind: Kind = "loss" if name == "loss" else "aux_loss"
             errors.add(kind, f"the {name}", got, scalar.detach(), scalar, rank=rank)
     for role, of_layers in expected.counts.items():
         for layer, counts in of_layers.items():
-            total = _total(lockstep.counts[role].get(layer, []))
+            total = _total(counted[role].get(layer, []))
             errors.add("counts", f"{COUNTED[role]} of layers.{layer}", total, counts, counts, rank=None)
     for name, state in expected.states.items():
-        for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
+        for rank, got in enumerate(passes.new_states.get(name, [None] * plan.world_size)):
             errors.add("states", name, got, state, state, rank=rank)
 
 
@@ -279,7 +281,7 @@ def _add_gradients(
         compared = set()
         for rank, got in enumerate(parts):
             index = local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)
-            part = cluster.masters[name][rank]
+            part = cluster.weights.masters[name][rank]
             # Ranks that share a leaf and a gradient are compared once.
             if (id(part), id(got)) in compared:
                 continue

@@ -60,8 +60,8 @@ def measure_rounding(
     name = str(plan.spec.subject.dtype)
     confident = confident_logits(inputs, plan.spec.model.outputs, dtype) if plan.spec.has_model else None
     try:
-        results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, beside=inputs.rank_beside)
-        summed = cluster.backward(losses)
+        step = cluster.step(inputs.rank_given, inputs.rank_targets, beside=inputs.rank_beside)
+        step.run()
         of_logits = None if confident is None else loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
         off = math.inf
@@ -75,15 +75,15 @@ def measure_rounding(
             step=off,
         )
     found = RoundingErrors(plan, exact, same_dtype, perturbed)
-    found.outputs(results, cluster.lockstep.scalars)
+    found.outputs(step.passes.result, step.passes.scalars)
     found.routers(routes)
-    found.gradients(summed)
+    found.gradients(step.gradients)
     if confident is None:
         found.gradient_of_x(inputs)
     else:
         assert of_logits is not None
         found.loss_alone(of_logits, *(run.loss_alone(inputs, confident) for run in (exact, same_dtype)))
-    found.step({name: p for name, p in narrow.items() if name in trained}, summed)
+    found.step({name: p for name, p in narrow.items() if name in trained}, step.gradients)
     return found.report(name)
 
 

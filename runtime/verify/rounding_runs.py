@@ -11,6 +11,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.backends import plain_torch
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
+from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError
 from moec.runtime.verify.cluster.routes import Routes
@@ -37,15 +38,18 @@ class UnshardedRun:
         self.routes = routes
         self._dtype = next(iter(parameters.values())).dtype
         self._leaves = {name: [p.clone().requires_grad_(name in trained)] for name, p in parameters.items()}
-        self._lockstep = Lockstep(graphs, 1, {}, self._leaves, states=states, routes=routes, watch=watch)
+        weights = self._leaves.__getitem__
+        self._lockstep = Lockstep(graphs, 1, {}, weights, states=states, routes=routes, watch=watch)
 
     def run(self, inputs: Inputs) -> None:
         """Over the global batch."""
         with plain_torch():
-            (result,), (loss,) = self._lockstep.run([inputs.given], [inputs.targets], beside=inputs.beside_alone)
+            passes = Passes(self._lockstep, [inputs.given], [inputs.targets], beside=inputs.beside_alone)
+            (loss,) = passes.only_loss()
             loss.backward()
+        (result,) = passes.result
         self.result = result.detach().double()
-        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in self._lockstep.scalars.items()}
+        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in passes.scalars.items()}
         self.gradients = {
             name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
             for name, (p,) in self._leaves.items()

@@ -20,7 +20,7 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.totals import costs_of
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import events, units_of
+from moec.passes.place.schedule import events_inside, units_of
 from moec.runtime.action_log import VARIABLE
 
 
@@ -51,7 +51,15 @@ def scheduled(plan: Plan) -> list[str]:
     units = units_of(program)
     of_forward = costs[FORWARD].saved_parameters()
     saved |= {unit.name for unit in units if any(f"@{p.name}" in of_forward for p in unit.parameters)}
-    return list(events(program.orders[0], units, saved))
+    order = program.orders[0]
+    return [
+        line
+        for action in order
+        for line in (
+            *([] if action.kind in ("forward", "backward") else [action.kind]),
+            *map(str, events_inside(order, action, units, saved)),
+        )
+    ]
 
 
 @examples(12, 100)

@@ -110,12 +110,13 @@ def test_on_two_ranks_it_is_theirs_of_what_a_group_is(parts: int, group: str) ->
     tokens = torch.randint(VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(3))
     of_rank: list[Tensor] = [tokens.chunk(2)[plan.data_rank(rank)] for rank in range(2)]
     cluster = VirtualCluster(plan, dict(ours.named_parameters()))
-    _, losses = cluster.lockstep.run(of_rank, [shifted(part) for part in of_rank], microbatches=parts)
+    step = cluster.step(of_rank, [shifted(part) for part in of_rank], microbatches=parts)
+    step.run()
     if group == "batch":
         seen = [torch.cat([part.chunk(parts)[index] for part in of_rank]) for index in range(parts)]
     else:
         seen = of_rank
     assert len(seen) * len(seen[0]) == 4
     expected = torch.stack([theirs(part, labels=part).loss for part in seen]).mean()
-    for loss in losses:
+    for loss in step.passes.scalars["loss"]:
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)

@@ -263,9 +263,11 @@ def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tenso
     states = dict(model.named_buffers())
     cluster = VirtualCluster(plan, dict(model.named_parameters()), states, training=training)
     inputs = global_batch(plan, 0)
-    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs, training=training, whole_states=states)
-    virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
-    virtual = {"logits": virtual_logits, "loss": virtual_loss, **cluster.backward(virtual_loss)}
+    weights = {name: cluster.weights.leaves(name) for name in plan.parameters}
+    logits, loss, gradients = run_all_ranks(plan, weights, inputs, training=training, whole_states=states)
+    step = cluster.step(inputs.rank_given, inputs.rank_targets)
+    step.run()
+    virtual = {"logits": step.passes.result, "loss": step.losses[0], **step.gradients}
     return {"logits": logits, "loss": loss, **gradients}, virtual
 
 

@@ -111,7 +111,8 @@ def test_activations_shrink_from_none_to_experts_to_layer(place: int) -> None:
             parameters = {name: p.detach() for name, p in job.build(seed=1).named_parameters()}
         cluster = VirtualCluster(plan, parameters)
         shares = [batch()[0].chunk(plan.data_size)[plan.data_rank(rank)] for rank in range(2)]
-        sizes[word] = saved_bytes(lambda cluster=cluster, shares=shares: cluster.lockstep.run(shares, shares))
+        step = cluster.step(shares, shares)
+        sizes[word] = saved_bytes(lambda step=step: step.run(before="backward"))
     hidden = 2 * 64 * 2 * 2 * 64 * 4  # mixtures, tokens, choices, parts, width, bytes: at least
     assert sizes["none"] - sizes["experts"] >= hidden
     assert sizes["layer"] < sizes["experts"] / 2

@@ -28,6 +28,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference
 from moec.runtime.job.job import Job
 from moec.runtime.verify.cluster.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual_step import VirtualStep
 from moec.runtime.verify.unsharded import states_of
 from moec.runtime.verify.verification import verify
 
@@ -45,17 +46,18 @@ def by_rank(plan: Plan, whole: Tensor) -> list[Tensor]:
     return [whole.chunk(plan.data_size)[plan.data_rank(rank)] for rank in range(plan.world_size)]
 
 
-def run(plan: Plan, model: Any, routes: Tensor, *, training: bool) -> tuple[VirtualCluster, Tensor, Tensor]:
-    """Runs the batch on all ranks; gives the cluster, the global routes and each rank's loss."""
+def run(plan: Plan, model: Any, routes: Tensor, *, training: bool) -> tuple[VirtualStep, Tensor]:
+    """Runs the batch on all ranks; gives the step and the global routes."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     cluster = VirtualCluster(plan, parameters, states_of(model), training=training)
     given, wanted = by_rank(plan, TOKENS), by_rank(plan, LABELS)
-    _, losses = cluster.lockstep.run(given, wanted, beside={"routes": by_rank(plan, routes)})
-    assert cluster.lockstep.routes is not None
-    first = {plan.data_rank(rank): part for rank, part in enumerate(cluster.lockstep.routes)}
-    for rank, part in enumerate(cluster.lockstep.routes):
+    step = cluster.step(given, wanted, beside={"routes": by_rank(plan, routes)})
+    step.run()
+    assert step.passes.routes is not None
+    first = {plan.data_rank(rank): part for rank, part in enumerate(step.passes.routes)}
+    for rank, part in enumerate(step.passes.routes):
         assert torch.equal(part, first[plan.data_rank(rank)])
-    return cluster, torch.cat([first[index] for index in range(plan.data_size)]), losses
+    return step, torch.cat([first[index] for index in range(plan.data_size)])
 
 
 def perturbed(spec: Any, by: float) -> Any:
@@ -74,16 +76,16 @@ def test_a_rollout_over_ep_4_trains_a_plan_of_tp_2_and_ep_2(sequence_parallel: b
     """Choices are the rollout's everywhere, and gradients those of the handwritten model with forced choices."""
     rollout, training = replaying(ep=4), replaying(ep=2, tp=2, sequence_parallel=sequence_parallel)
     free = torch.full((8, 8, 2, 2), -2)
-    _, routes, _ = run(rollout, perturbed(rollout.spec, 0.0), free, training=False)
+    _, routes = run(rollout, perturbed(rollout.spec, 0.0), free, training=False)
     model = perturbed(training.spec, 0.1)
-    _, unforced, _ = run(training, model, free, training=True)
+    _, unforced = run(training, model, free, training=True)
     assert (unforced != routes).any(), "the perturbed model chooses alike, so that the test shows nothing"
-    cluster, replayed, losses = run(training, model, routes, training=True)
+    step, replayed = run(training, model, routes, training=True)
     assert torch.equal(replayed, routes)
     plain = PlainModel(training.spec, torch.float64)
     plain.load_state_dict(plain_state_dict(dict(model.named_parameters())))
     _, loss = force(plain, routes)(TOKENS, LABELS)
-    for of_rank in losses:
+    for of_rank in step.losses[0]:
         torch.testing.assert_close(of_rank.detach(), loss.detach(), **TIGHT)
     loss.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
@@ -91,7 +93,7 @@ def test_a_rollout_over_ep_4_trains_a_plan_of_tp_2_and_ep_2(sequence_parallel: b
     output.loss.backward()
     for name, parameter in plain_state_dict({n: p.grad for n, p in model.named_parameters()}).items():
         torch.testing.assert_close(parameter, expected[name], **TIGHT)
-    for name, parts in cluster.backward(losses).items():
+    for name, parts in step.gradients.items():
         data, whole = training.parameters[name], model.get_parameter(name).grad
         for rank, part in enumerate(parts):
             index = local_slices(data.shape, data.master, training.meshes[data.mesh], rank)

@@ -27,7 +27,7 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.ir import Op, Value
 from moec.passes.ir.ops import LabelLogit, Widen
-from moec.runtime.verify.cluster.virtual import VirtualCluster
+from moec.runtime.verify.cluster.virtual_weights import VirtualWeights
 from moec.runtime.verify.rounding import measure_rounding, smooth
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import FACTOR, STEP_BOUND
@@ -152,14 +152,14 @@ def test_an_operator_that_refuses_the_narrow_dtype_is_named():
 
 
 def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.MonkeyPatch):
-    summed = VirtualCluster._summed
+    summed = VirtualWeights.summed
 
-    def in_bf16(self: VirtualCluster, name: str, parts: list[Tensor]) -> list[Tensor]:
-        if parts[0].dtype != torch.bfloat16:
-            return summed(self, name, parts)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
-        for group in self.plan.parameters[name].sum_over:
-            for ranks in self.plan.groups[group]:
+    def in_bf16(self: VirtualWeights, name: str, of_leaves: list[Tensor]) -> list[Tensor]:
+        if of_leaves[0].dtype == torch.float64:
+            return summed(self, name, of_leaves)
+        gradients = [of_leaves[leaf].bfloat16() for leaf in self._leaf_of_rank[name]]
+        for group in self._plan.parameters[name].sum_over:
+            for ranks in self._plan.groups[group]:
                 total = gradients[ranks[0]]
                 for rank in ranks[1:]:
                     total = total + gradients[rank]
@@ -169,7 +169,7 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
 
     plan = moe_plan(ranks=64, ep=4, batch=64, dtype="bf16", depth=2)
     require_equal(plan, float32=False)
-    monkeypatch.setattr(VirtualCluster, "_summed", in_bf16)
+    monkeypatch.setattr(VirtualWeights, "summed", in_bf16)
     report = verify(plan, float32=False)
     assert not report.ok
     assert report.rounding.mean > report.rounding.mean_bound

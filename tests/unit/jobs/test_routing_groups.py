@@ -66,14 +66,15 @@ def outcome(
     parts = (ids.chunk(micro_batches) for ids in batch(plan.spec.model.vocab))
     for tokens, labels in zip(*parts, strict=True):
         of_rank = [[ids.chunk(dp)[plan.data_rank(rank)] for rank in range(plan.world_size)] for ids in (tokens, labels)]
-        rank_logits, losses = cluster.lockstep.run(*of_rank)
-        loss += losses[0].detach() / micro_batches
+        step = cluster.step(*of_rank)
+        step.run()
+        loss += step.losses[0][0].detach() / micro_batches
         # A sequence's logits lie on the ranks of its own tp group.
         shape = (len(tokens), SEQUENCE, plan.spec.model.vocab)
-        logits.append(whole(shape, rank_logits, plan.result_layout, plan.meshes["dense"]))
-        for layer, counts in cluster.lockstep.counts["counts"].items():
+        logits.append(whole(shape, step.passes.result, plan.result_layout, plan.meshes["dense"]))
+        for layer, counts in step.passes.counts["counts"].items():
             kept[layer] += int(torch.cat(counts).sum())
-        for name, found in cluster.backward(losses).items():
+        for name, found in step.gradients.items():
             data = plan.parameters[name]
             gradient = whole(data.shape, found, data.layout, plan.meshes[data.mesh])
             gradients[name] += gradient / micro_batches

@@ -195,16 +195,17 @@ def saved_by_ranks(plan: Plan) -> tuple[float, list[Tensor]]:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     weights = {name: p.detach().to(dtypes[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
     cluster = VirtualCluster(plan, weights)
-    saved = SavedStorages(part for parts in cluster.parameters.values() for part in parts)
+    saved = SavedStorages(part for name in weights for part in cluster.weights.weight(name))
 
     def shares(whole: Tensor) -> Sequence[Tensor]:
         parts = whole.chunk(plan.data_size)
         return [parts[plan.data_rank(rank)].clone() for rank in range(plan.world_size)]
 
     with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
-        _, loss = cluster.lockstep.run(shares(tokens), shares(labels))
-    assert all(value.requires_grad for value in loss)
-    counts = [torch.cat(of_ranks) for of_ranks in cluster.lockstep.counts["counts"].values()]
+        step = cluster.step(shares(tokens), shares(labels))
+        step.run(before="backward")
+    assert all(value.requires_grad for value in step.losses[0])
+    counts = [torch.cat(of_ranks) for of_ranks in step.passes.counts["counts"].values()]
     return saved.bytes / plan.world_size, counts
 
 

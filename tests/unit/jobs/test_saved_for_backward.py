@@ -29,7 +29,8 @@ def test_experts_outputs_are_not_kept(capacity: str, degrees: dict[str, int]) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        cluster.lockstep.run(shares, shares, record=True)
+        cluster.lockstep.record()
+        cluster.step(shares, shares).run(before="backward")
     steps = cluster.lockstep.steps or []
     of_rows = [(step.key, value) for step in steps if step.key in ROWS for value in step.values]
     kept = {name for name, value in of_rows if value.data_ptr() in saved}

@@ -1,0 +1,155 @@
+"""The passes of a training step over graphs in lockstep: what each action needs, and what micro-batches have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir import OutputKey, Role
+from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, result_role
+from moec.runtime.model.step_counts import sequence_numbers
+from moec.runtime.verify.cluster.lockstep import Lockstep
+from moec.runtime.verify.cluster.recorded import PerRank, StepError
+
+Loads = Mapping[int, Tensor]
+Beside = Mapping[Role, Sequence[Tensor]]
+NOTHING: Beside = {}
+
+
+class Passes:
+    """One step from every rank's tokens and labels; for a layer, from x and a cotangent of y.
+
+    `loads`: the expert loads of each rank `[ranks, experts]` by layer, which give states new values in training.
+    `beside`: the other inputs of `forward` by role. Each of the `microbatches` has equally many of a rank's sequences.
+    """
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        loads: Loads | None = None,
+        microbatches: int = 1,
+        beside: Beside = NOTHING,
+    ) -> None:
+        self.lockstep, self._graphs, self._loads = lockstep, lockstep.graphs, loads or {}
+        self._result = result_role(self._graphs.program)
+        self._inputs, self._targets, self._beside = inputs, targets, beside
+        self._parts, self._target_parts = ([x.tensor_split(microbatches) for x in whole] for whole in (inputs, targets))
+        self._beside_parts = {role: [x.tensor_split(microbatches) for x in of] for role, of in beside.items()}
+        self._outputs: list[dict[OutputKey, PerRank]] = []
+        self._divisors: dict[str, PerRank] = {}
+        self.losses: dict[str, PerRank] = {}
+        """The terms of the loss so far on every rank, by the name of their graph."""
+        self.new_states: dict[str, PerRank] = {}
+        """The new values of states on every rank, by full name."""
+
+    def agree(self) -> None:
+        """Counts what divides the losses of all micro-batches: the ranks' labels and tokens."""
+        if self._result == "logits":
+            self._divisors["loss"] = self.lockstep.scalar("valid_labels", list(self._targets))
+        if self._graphs.has("aux_loss"):
+            counted = list(self._beside.get("real", ())) or [x.detach() for x in self._inputs]
+            self._divisors["aux_loss"] = self.lockstep.scalar("num_tokens", counted)
+
+    def forward(self, microbatch: int) -> None:
+        """The forward pass of a micro-batch. Raises `StepError`.
+
+        Sequences are numbered as rows of the reference's batch (`moec.runtime.verify.inputs`).
+        """
+        forward, data_ranks = self._graphs[FORWARD], self.lockstep.data_ranks
+        operands = [[parts[microbatch] for parts in self._parts]]
+        for value in self._graphs.program.block(FORWARD).inputs[1:]:
+            if value.role == "sequences":
+                before = microbatch * (max(data_ranks) + 1)
+                sizes = zip(data_ranks, map(len, operands[0]), strict=True)
+                operands.append([sequence_numbers(before + rank, size, size) for rank, size in sizes])
+            else:
+                assert value.role is not None
+                operands.append([parts[microbatch] for parts in self._beside_parts[value.role]])
+        results = self.lockstep.run(forward, "", operands)
+        outputs = {output.key: values for output, values in zip(forward.results, results, strict=True)}
+        roles: list[Role] = [self._result, "balance"] if self._graphs.has("aux_loss") else [self._result]
+        if missing := [role for role in roles if (role, None, None) not in outputs]:
+            raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
+        self._outputs.append(outputs)
+
+    def loss(self, microbatch: int) -> PerRank:
+        """The training loss of a micro-batch that has gone forward; for a layer `(y * cotangent).sum()`. With
+        `aux_loss`."""
+        outputs, targets = self._outputs[microbatch], [parts[microbatch] for parts in self._target_parts]
+        result, terms = outputs[self._result, None, None], dict[str, PerRank]()
+        if self._result == "logits":
+            terms["loss"] = self.lockstep.loss(result, targets, self._divisors["loss"])
+        if self._graphs.has("aux_loss"):
+            terms["aux_loss"] = self.lockstep.scalar(
+                "aux_loss", outputs["balance", None, None], self._divisors["aux_loss"]
+            )
+        self.losses = {name: _sums(self.losses[name], term) if self.losses else term for name, term in terms.items()}
+        whole = list(terms.values())
+        return _sums(*whole) if self._result == "logits" else _sums(self._products(result, targets), *whole)
+
+    def only_loss(self) -> PerRank:
+        """The loss of a step of one micro-batch that has not begun, on every rank."""
+        self.agree()
+        self.forward(0)
+        return self.loss(0)
+
+    @property
+    def result(self) -> PerRank:
+        """Logits or y of all micro-batches on every rank."""
+        return self._joined((self._result, None, None))
+
+    @property
+    def routes(self) -> PerRank | None:
+        """The routes of each rank's tokens; None of a model that gives none."""
+        key: OutputKey = ("routes", None, None)
+        return self._joined(key) if key in self._outputs[0] else None
+
+    @property
+    def counts(self) -> dict[Role, dict[int, PerRank]]:
+        """What layers counted of each rank's tokens, by role: layer → `[1, …]` of every rank."""
+        return {
+            counted: {
+                output.layer: _sums(*(outputs[output.key] for outputs in self._outputs))
+                for output in self._graphs[FORWARD].results
+                if output.role == counted and output.layer is not None
+            }
+            for counted in COUNTS
+        }
+
+    @property
+    def scalars(self) -> dict[str, PerRank]:
+        """What should be equal on all ranks: a model's `loss`, with balance terms, or a layer's `aux_loss`."""
+        return {"loss": _sums(*self.losses.values())} if self._result == "logits" else self.losses
+
+    def update_states(self) -> None:
+        """Gives states their new values, in training."""
+        for call in layer_calls(self._graphs.program) if self.lockstep.training else ():
+            update = self._graphs.program.block(call.block).update
+            if update is not None and call.layer in self._loads:
+                graph, counts = self._graphs[update], [*torch.split(self._loads[call.layer], 1)]
+                values = self.lockstep.run(graph, f"layers.{call.layer}.update.", [counts])
+                named = zip(graph.results, values, strict=True)
+                self.new_states.update({f"layers.{call.layer}.{output.state}": value for output, value in named})
+
+    def _joined(self, key: OutputKey) -> PerRank:
+        parts = [outputs[key] for outputs in self._outputs]
+        return parts[0] if len(parts) == 1 else [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)]
+
+    def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
+        """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
+        for value, cotangent in zip(y, cotangents, strict=True):
+            if not isinstance(value, Tensor) or value.shape != cotangent.shape:
+                output = self._graphs[FORWARD].output
+                raise StepError("", output, ValueError(f"y has another shape than x, {list(cotangent.shape)}"))
+        wide = torch.promote_types(cotangents[0].dtype, torch.float32)
+        return [(value.to(wide) * cotangent).sum() for value, cotangent in zip(y, cotangents, strict=True)]
+
+
+def _sums(*terms: PerRank) -> PerRank:
+    """The sum of several values on every rank."""
+    return terms[0] if len(terms) == 1 else [sum(of_rank) for of_rank in zip(*terms, strict=True)]

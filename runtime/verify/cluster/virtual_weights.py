@@ -1,0 +1,142 @@
+"""Masters, weights and gradients of every rank, with the conversions between their declared layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import Layout, Parameter, local_slices
+from moec.passes.place.between_steps import conversions_between
+from moec.passes.place.schedule import Unit, units_of
+from moec.runtime.verify.cluster.shuffles import forward_shuffle
+
+
+class VirtualWeights:
+    """The parameters of all ranks of `plan`: a rank starts with its parts of the masters, of `parameters` (full name →
+    whole tensor).
+
+    Weights are gathered from masters, and gradients end in their layout. Ranks that sum a gradient over the same list
+    of the first group of `sum_over`, and hold the same part of the weight, share a leaf: autograd adds their gradients.
+    Each rank has its own leaf in bf16, where autograd would round each sum, and in a wrong plan in which a rank is in
+    several lists. A gradient is a list with one tensor for each leaf.
+    """
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        self._plan = plan
+        self._wholes = {name: whole.detach() for name, whole in parameters.items()}
+        self.masters = {name: self._masters(name, whole) for name, whole in self._wholes.items()}
+        self._leaf_of_rank: dict[str, list[int]] = {}
+        self._weights: dict[str, list[Tensor]] = {}
+        units = units_of(plan.program)
+        self.units = units
+        self.unit_of = {name: unit for unit in units for name, _ in named_parameters(unit)}
+        """The unit of each parameter's full name."""
+
+    def _masters(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Each rank's part of a parameter's master, in the memory of `whole`; equal parts are one tensor."""
+        data, parts = self._plan.parameters[name], dict[object, Tensor]()
+        masters = []
+        for rank in range(self._plan.world_size):
+            index = local_slices(data.shape, data.master, self._plan.meshes[data.mesh], rank)
+            key = tuple((cut.start, cut.stop) for cut in index)
+            if key not in parts:
+                parts[key] = whole[index]
+            masters.append(parts[key])
+        return masters
+
+    # ---- weights -----------------------------------------------------------------------------------
+
+    def weight(self, name: str) -> list[Tensor]:
+        """Each rank's weight. Raises `LookupError` for one that was not gathered."""
+        if name not in self._weights:
+            if self._plan.parameters[name].gathered != "never":
+                raise LookupError("the weight is used, and was not gathered")
+            self._weights[name] = self.leaves(name)
+        return self._weights[name]
+
+    def has(self, unit: Unit) -> bool:
+        """Whether everything that is gathered of a unit is there."""
+        return all(p.gathered == "never" or name in self._weights for name, p in named_parameters(unit))
+
+    def gather(self, unit: Unit) -> None:
+        """Gathers the weights of a unit of which ranks have parts."""
+        for name, p in named_parameters(unit):
+            if p.gathered != "never" and name not in self._weights:
+                self._weights[name] = self.leaves(name)
+
+    def drop_used(self, unit: Unit) -> None:
+        """Drops the weights that the next use of a unit gathers again."""
+        for name, p in named_parameters(unit):
+            if p.gathered == "per use":
+                self._weights.pop(name, None)
+
+    def drop_all(self) -> None:
+        """Drops all weights at the end of a step."""
+        self._weights.clear()
+
+    def leaves(self, name: str) -> list[Tensor]:
+        """New leaves with each rank's weight: parts of `parameters` in their memory, or gathered from the masters."""
+        data, whole = self._plan.parameters[name], self._wholes[name]
+        mesh, lists = self._plan.meshes[data.mesh], self._plan.groups[data.sum_over[0]] if data.sum_over else ()
+        listed = [rank for ranks in lists for rank in ranks]
+        shares = torch.finfo(whole.dtype).bits >= 32 and len(set(listed)) == len(listed)
+        owner = {rank: ranks[0] for ranks in lists for rank in ranks} if shares else {}
+        gathered = self._converted(name, self.masters[name], data.master, data.layout)
+        leaves: dict[object, tuple[int, Tensor]] = {}
+        of_ranks = []
+        for rank in range(self._plan.world_size):
+            index = local_slices(data.shape, data.layout, mesh, rank)
+            key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
+            if key not in leaves:
+                weight = whole[index] if data.master == data.layout else gathered[rank]
+                leaves[key] = len(leaves), weight.detach().requires_grad_(not data.frozen)
+            of_ranks.append(leaves[key])
+        self._leaf_of_rank[name] = [number for number, _ in of_ranks]
+        return [leaf for _, leaf in of_ranks]
+
+    # ---- gradients ---------------------------------------------------------------------------------
+
+    def gradient_of_pass(self, name: str) -> list[Tensor]:
+        """What the last backward pass gave each leaf, in at least fp32, as a job widens it before it sums."""
+        gradients = []
+        for leaf in dict(zip(self._leaf_of_rank[name], self.weight(name), strict=True)).values():
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradients.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
+            leaf.grad = None
+        return gradients
+
+    def summed(self, name: str, of_leaves: Sequence[Tensor]) -> list[Tensor]:
+        """A gradient after the sums over the plan's groups: each rank's part, in the master's layout."""
+        data, leaf_of = self._plan.parameters[name], self._leaf_of_rank[name]
+        gradients = [of_leaves[leaf] for leaf in leaf_of]
+        for number, group in enumerate(data.sum_over):
+            for ranks in self._plan.groups[group]:
+                terms = [gradients[rank] for rank in ranks]
+                if number == 0:  # a leaf of several ranks has the sum of their gradients already
+                    terms = list({leaf_of[rank]: gradients[rank] for rank in ranks}.values())
+                total = torch.stack(terms).sum(0)
+                for rank in ranks:
+                    gradients[rank] = total
+        return self._converted(name, gradients, data.layout, data.master)
+
+    def _converted(self, name: str, parts: Sequence[Tensor], layout: Layout, wanted: Layout) -> list[Tensor]:
+        """Every rank's part of a parameter or a gradient, taken from `layout` to `wanted`.
+
+        A sum and the slice after it are what a reduce_scatter gives.
+        """
+        parts, mesh = list(parts), self._plan.meshes[self._plan.parameters[name].mesh]
+        for conversion in conversions_between(layout, wanted):
+            shuffle = forward_shuffle(conversion)
+            for ranks in mesh.groups(conversion.axis):
+                for rank, part in zip(ranks, shuffle(conversion, [parts[rank] for rank in ranks]), strict=True):
+                    parts[rank] = part
+        return parts
+
+
+def named_parameters(unit: Unit) -> Iterator[tuple[str, Parameter]]:
+    """The parameters of a unit with their full names."""
+    prefix = f"{unit.name}." if unit.is_layer else ""
+    return ((f"{prefix}{parameter.name}", parameter) for parameter in unit.parameters)
