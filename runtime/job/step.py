@@ -124,7 +124,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """
     order = order_of_step(model.program, step.microbatches)
     parts, under_way, losses = step.parts(), dict[int | None, _UnderWay](), dict[int | None, Tensor]()
-    sum_of_losses, graded = torch.zeros((), dtype=torch.float32, device=step.tokens.device), False
+    graded = False
     with ExitStack() as contexts:
         for action in order:
             if action.kind in ("agree", "loss", "sum", "states"):
@@ -133,6 +133,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 case "agree":
                     agreed = agree(job, model, step)
                     total = _divisor(job, step, agreed)
+                    sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
                     microbatches = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreed))
                 case "forward":
