@@ -52,6 +52,8 @@ class OrderRules:
                 wanted = "there are no more micro-batches" if complete else f"micro-batch {number} is the next"
                 raise OrderError(f"`{action}`, but {wanted}")
             before = ["agree", *self._passes][place]
+            if kind == "forward" and self._done["backward"] < number:
+                raise OrderError("several micro-batches under way at once are not supported yet")
             self._require_done(action, before, 1 if place == 0 else number + 1)
             return
         if self._done[kind]:
