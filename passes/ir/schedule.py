@@ -59,6 +59,15 @@ class Order:
             for number in range(part.times):
                 yield from (action.later(number) for action in part.actions)
 
+    def __str__(self) -> str:
+        """`agree, 4 × (forward, loss, backward), sum, clip, update`."""
+        return ", ".join(
+            part.kind
+            if isinstance(part, Action)
+            else f"{part.times} × ({', '.join(action.kind for action in part.actions)})"
+            for part in self.parts
+        )
+
     def count(self, kind: ActionKind) -> int:
         """How often a step has an action of this kind."""
         parts = ((part, 1) if isinstance(part, Action) else (part, part.times) for part in self.parts)

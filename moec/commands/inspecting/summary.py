@@ -45,6 +45,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         *_memory(plan, program),
         f"  a step    {count(counts.sequences, what)}, {si(counts.tokens)} tokens, "
         f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, of_rank, what)}",
+        f"  its order {program.orders[0]}",
         *_recomputed(program),
     ]
     for index, flow in enumerate(counts.traffic):
