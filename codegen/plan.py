@@ -13,7 +13,7 @@ from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
 from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State, Stored
-from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
+from moec.passes.ir.interface import forwards, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
@@ -133,8 +133,22 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: those of all stages."""
+        return self.stage_size * max(len(self.program.stages), 1)
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage, which the meshes factor."""
         return self.meshes["dense"].ranks
+
+    @cached_property
+    def groups_in_stage(self) -> Groups:
+        """The groups of the first stage; those of the others have the same places in theirs."""
+        if len(self.program.stages) < 2:
+            return self.groups
+        return {
+            name: tuple(ranks for ranks in lists if ranks[0] < self.stage_size) for name, lists in self.groups.items()
+        }
 
     @cached_property
     def parameters(self) -> Mapping[str, PlanParameter]:
@@ -168,7 +182,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @cached_property
     def result_layout(self) -> Layout:
         """The layout of the logits `[batch, sequence, vocab]` of a forward pass, or of a layer's y."""
-        return self.program.block(FORWARD).output_values()[0].layout or REPLICATED
+        return forwards(self.program)[-1].output_values()[0].layout or REPLICATED
 
     def __repr__(self) -> str:
         from moec.codegen.plan_in_words import as_text
@@ -191,13 +205,15 @@ def make_plan(spec: Spec, program: Program, version: str) -> Plan:
     """Makes the plan of a Program that went through every pass."""
     if not program.stages:
         raise InternalError("the Program is not partitioned")
-    return Plan(version, to_text(spec), program, groups_of(program.meshes))
+    return Plan(version, to_text(spec), program, groups_of(program.meshes, len(program.stages)))
 
 
-def groups_of(meshes: tuple[Mesh, ...]) -> Groups:
-    """The rank lists of every axis with more than one rank, by the name that graphs use."""
+def groups_of(meshes: tuple[Mesh, ...], stages: int = 1) -> Groups:
+    """The rank lists of every axis with more than one rank, in all stages, by the name that graphs use."""
     return {
-        group_name(axis, mesh.name if mesh.name != "dense" else None): mesh.groups(axis)
+        group_name(axis, mesh.name if mesh.name != "dense" else None): tuple(
+            tuple(stage * mesh.ranks + rank for rank in ranks) for stage in range(stages) for ranks in mesh.groups(axis)
+        )
         for mesh in meshes
         for axis in mesh.wide_axes()
     }

@@ -11,7 +11,7 @@ from moec.grammar.spec import Spec, Update
 from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
-from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.interface import FORWARD, layer_calls, require_one_stage
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.work.cost import MASTER_BYTES, Cost
@@ -81,7 +81,8 @@ class BlockCost:
 
 
 def costs_of(program: Program, workload: Workload) -> dict[str, BlockCost]:
-    """The cost of one run of each block, by the block's name."""
+    """The cost of one run of each block, by the block's name. Raises `DiagnosticError` for a pipeline."""
+    require_one_stage(program)
     return {block.name: BlockCost.of(program, block, workload) for block in program.blocks}
 
 

@@ -7,10 +7,11 @@ Update blocks give states (`state_rules.py`). Every other block gives one scalar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from moec.grammar.diagnostics import InternalError
+from moec.grammar.diagnostics import DiagnosticError, InternalError, diagnose
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
@@ -39,28 +40,39 @@ BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
 """The blocks of the balance terms, if there are any. `num_tokens` has the input `real` of `forward`, or its first."""
 
 
+def forwards(program: Program) -> tuple[Block, ...]:
+    """The block that the ranks of each stage run, in the order of the stages."""
+    return tuple(program.block(stage.forward) for stage in program.stages) or (program.block(FORWARD),)
+
+
+def require_one_stage(program: Program) -> None:
+    """Raises `DiagnosticError` (MOE0700) for a pipeline, of which only `moec verify` runs every stage yet."""
+    if len(program.stages) > 1:
+        message = f"{program.name} has {len(program.stages)} pipeline stages: `moec verify` runs them, nothing else yet"
+        raise DiagnosticError([diagnose("MOE0700", None, message, help="compile the file again: plans have one stage")])
+
+
 def taken_role(program: Program) -> Role:
     """The role of the first input of `forward`: `tokens` or `images` of a model, `residual` of a single layer."""
-    role = program.block(FORWARD).inputs[0].role
+    role = forwards(program)[0].inputs[0].role
     assert role is not None
     return role
 
 
 def result_role(program: Program) -> Role:
     """The role of the first output of `forward`: `logits` of a model, `residual` of a single layer."""
-    return program.block(FORWARD).outputs[0].role
+    return forwards(program)[-1].outputs[0].role
 
 
 def scalar_blocks(program: Program) -> tuple[str, ...]:
     """The blocks beside `forward` that give one scalar each. A single layer has no loss."""
-    forward = program.block(FORWARD)
     loss = tuple(LOSS_BLOCKS) if result_role(program) == "logits" else ()
-    return loss + tuple(BALANCE_BLOCKS) if forward.output("balance") is not None else loss
+    return loss + tuple(BALANCE_BLOCKS) if forwards(program)[-1].output("balance") is not None else loss
 
 
 def layer_calls(program: Program) -> tuple[Call, ...]:
     """The calls of layers, in the order in which `forward` runs them."""
-    return tuple(op for op in program.block(FORWARD).ops if isinstance(op, Call))
+    return tuple(op for forward in forwards(program) for op in forward.ops if isinstance(op, Call))
 
 
 def layers_by_block(program: Program) -> dict[str, list[int]]:
@@ -77,21 +89,27 @@ def has_interface(program: Program) -> None:
     for block in program.blocks:
         _require_roles(block)
         _require_settings(block, in_layer=block.name in program.layer_blocks)
-    forward, calls = program.block(FORWARD), layer_calls(program)
-    _require_forward(forward)
+    stages, calls = forwards(program), layer_calls(program)
+    _require_stages(stages)
     names = scalar_blocks(program)
     for name in names:
         _require(name in program.block_map, f"there is no block called {name}")
-        _require_scalar(program.block(name), forward)
+        _require_scalar(program.block(name), stages[0], stages[-1])
     layers = [call.layer for call in calls]
     _require(layers == list(range(len(layers))), "forward does not call the layers 0, 1, … once each, in order")
     require_updates(program, sorted({call.block for call in calls}))
-    known = {FORWARD, *names, *(call.block for call in calls), *update_blocks(program)}
+    known = {*(forward.name for forward in stages), *names, *(call.block for call in calls), *update_blocks(program)}
     unknown = sorted(set(program.block_map) - known)
     _require(not unknown, f"nothing runs the block {unknown[0] if unknown else ''}")
     for name in dict.fromkeys(call.block for call in calls):
         _require_layer(program.block(name))
         _require_gates_of_replay(program.block(name))
+    for forward in stages:
+        _require_counts(program, forward)
+
+
+def _require_counts(program: Program, forward: Block) -> None:
+    calls = [op for op in forward.ops if isinstance(op, Call)]
     for call in calls:
         _require_handed_on(program, call, forward)
     counted = {
@@ -146,39 +164,62 @@ def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
     return all(isinstance(dim, int) if wanted == WIDTH else dim == wanted for dim, wanted in pairs)
 
 
-def _require_forward(forward: Block) -> None:
-    beside = [value.role for value in forward.inputs[1:]]
-    allowed: tuple[Role, ...] = () if forward.input("residual") is not None else BESIDE_TOKENS
-    if forward.input("images") is not None:
+def _require_stages(stages: Sequence[Block]) -> None:
+    """Requires that the first stage takes what the model takes, that the last gives its result, and that each other
+    one takes the residual stream and the balance terms that the one before gives."""
+    first, last = stages[0], stages[-1]
+    beside = [value.role for value in first.inputs[1:]]
+    allowed: tuple[Role, ...] = () if first.input("residual") is not None else BESIDE_TOKENS
+    if first.input("images") is not None:
         allowed = ("sequences",)
     known = [role for role in allowed if role in beside]
-    _require(bool(forward.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens, images or x")
-    _require(bool(forward.outputs), "forward gives nothing")
-    taken, (first, *others) = forward.inputs[0].role, forward.outputs
+    _require(bool(first.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens, images or x")
+    _require(bool(last.outputs), "forward gives nothing")
+    taken, result = first.inputs[0].role, last.outputs[0]
     wanted: dict[Role | None, Role] = {"tokens": "logits", "images": "logits", "residual": "residual"}
-    _require(wanted.get(taken) == first.role, f"forward takes {taken} and gives {first.role} first")
+    _require(wanted.get(taken) == result.role, f"forward takes {taken} and gives {result.role} first")
     dims = 2 if taken == "images" else 3
-    _require(len(forward.output_values()[0].shape) == dims, f"of {taken}, forward does not give {dims} dims")
-    if first.role == "residual":
-        y, x = forward.output_values()[0], forward.inputs[0]
+    _require(len(last.output_values()[0].shape) == dims, f"of {taken}, forward does not give {dims} dims")
+    if result.role == "residual":
+        y, x = last.output_values()[0], first.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
-    of_model = ("balance", "routes")
-    fits = all(output.role in (of_model if output.layer is None else COUNTS) for output in others)
-    _require(fits and first.layer is None, "forward gives more than its result, balance, routes and layers' counts")
-    taken_routes, given_routes = forward.input("routes"), forward.output("routes")
+    for forward in stages:
+        _, *others = forward.outputs
+        of_model = ("balance", "routes") if forward is last else ("balance",)
+        fits = all(output.role in (of_model if output.layer is None else COUNTS) for output in others)
+        more = f"{forward.name} gives more than its result, balance, routes and layers' counts"
+        _require(fits and forward.outputs[0].layer is None, more)
+    taken_routes, given_routes = first.input("routes"), last.output("routes")
     shapes = [None if value is None else value.shape for value in (taken_routes, given_routes)]
     _require(shapes[0] == shapes[1], "forward does not give routes as it takes them")
+    for one, other in pairwise(stages):
+        _require_handed_to_next(one, other, first)
 
 
-def _require_scalar(block: Block, forward: Block) -> None:
+HANDED_ON: tuple[Role, ...] = ("residual", "balance")
+"""What a stage is given by the one before. Whole numbers, as positions and segments, it computes from the batch."""
+
+
+def _require_handed_to_next(one: Block, other: Block, first: Block) -> None:
+    taken = [value.role for value in other.inputs]
+    allowed = [*HANDED_ON, *(value.role for value in first.inputs)]
+    known = [role for role in allowed if role in taken]
+    _require(taken == known and taken[:1] == ["residual"], f"{other.name} takes {_listed(taken)}")
+    for role in HANDED_ON:
+        given, wanted = one.output(role), other.input(role)
+        types = [value and (value.shape, value.dtype, value.layout) for value in (given, wanted)]
+        _require(types[0] == types[1], f"{one.name} does not give the {role} that {other.name} takes")
+
+
+def _require_scalar(block: Block, first: Block, last: Block) -> None:
     roles, gives = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
     taken = [value.role for value in block.inputs]
-    counted = forward.input("real") or forward.inputs[0]
+    counted = first.input("real") or first.inputs[0]
     wanted = [*(roles or (counted.role,))]
     _require(taken == wanted, f"{block.name} takes {_listed(taken)}")
     for value in block.inputs:
         assert value.role is not None
-        same = forward.input(value.role) or forward.output(value.role) or value
+        same = first.input(value.role) or last.output(value.role) or value
         _require((same.shape, same.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
     given = [output.key for output in block.outputs]
     _require(given == [(gives, None, None)], f"{block.name} does not give one scalar, {gives}")

@@ -11,7 +11,7 @@ class Mesh:
     """All ranks, factored into named axes, the outermost first; consecutive ranks differ in the last axis.
 
     Dense parts and expert parts factor the same ranks differently ("parallel folding", arXiv 2504.14960):
-    `pp, dp, cp, tp` and `pp, edp, ep, etp`.
+    `dp, cp, tp` and `edp, ep, etp`. All are factors of the ranks of a pipeline stage.
     """
 
     name: str

@@ -108,10 +108,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A pipeline stage: which blocks a rank of it runs."""
+    """A pipeline stage: the consecutive ranks that run the block `forward`, which calls the stage's layers in order.
+
+    The Program's meshes factor the ranks of one stage, and are those of every stage. The inputs and outputs of the
+    block are what stages hand on, by their roles: the residual stream, and the balance terms so far.
+    """
 
     index: int
-    blocks: tuple[str, ...]
+    first_rank: int
+    num_ranks: int
+    forward: str
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of its ranks in the job."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ActionKind = Literal["agree", "forward", "loss", "backward", "sum", "states", "clip", "update"]
+# fmt: off
+ActionKind = Literal[
+    "agree", "receive", "forward", "send", "loss", "receive_gradients", "backward", "send_gradients",
+    "sum", "states", "clip", "update",
+]
+# fmt: on
 
-OF_MICROBATCH: tuple[ActionKind, ...] = ("forward", "loss", "backward")
-"""The actions of one micro-batch, in the order in which it takes them."""
+OF_MICROBATCH: tuple[ActionKind, ...] = (
+    "receive",
+    "forward",
+    "send",
+    "loss",
+    "receive_gradients",
+    "backward",
+    "send_gradients",
+)
+"""The actions of one micro-batch, in the order in which a stage takes them. A stage receives what the one before
+hands on, and the gradients of what it has handed on."""
 
 AT_END: tuple[ActionKind, ...] = ("sum", "states", "clip", "update")
 """The actions after the last backward pass: the sums of gradients end, states get new values, gradients are clipped,
@@ -77,11 +91,26 @@ class Order:
         )
 
 
-def one_stage(microbatches: int, *, has_loss: bool = True, has_states: bool = False) -> Order:
-    """The order without a pipeline: the micro-batches one after the other, each forward and backward.
+def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool) -> list[ActionKind]:
+    """The kinds of actions that a stage has in a step, in the order in which one micro-batch takes them.
 
     A step over a single layer has no `loss`, which its host computes.
     """
-    passes = (Action("forward", 0, 0), *((Action("loss", None, 0),) if has_loss else ()), Action("backward", 0, 0))
+    is_first, is_last = stage == 0, stage == stages - 1
+    left_out = {
+        "receive": is_first,
+        "send": is_last,
+        "loss": not (is_last and has_loss),
+        "receive_gradients": is_last,
+        "send_gradients": is_first,
+        "states": not has_states,
+    }
+    return [kind for kind in ("agree", *OF_MICROBATCH, *AT_END) if not left_out.get(kind)]
+
+
+def in_turn(stage: int, stages: int, microbatches: int, *, has_loss: bool = True, has_states: bool = False) -> Order:
+    """The order of a stage where each micro-batch goes through all stages, forward and backward, before the next."""
+    kinds = kinds_of_stage(stage, stages, has_loss=has_loss, has_states=has_states)
+    passes = tuple(Action(kind, None if kind == "loss" else stage, 0) for kind in kinds if kind in OF_MICROBATCH)
     repeated = passes if microbatches == 1 else (Round(passes, microbatches),)
-    return Order(0, (Action("agree"), *repeated, *(Action(kind) for kind in AT_END if kind != "states" or has_states)))
+    return Order(stage, (Action("agree"), *repeated, *(Action(kind) for kind in kinds if kind in AT_END)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.program import Program
-from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Round
+from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Round, kinds_of_stage
 
 
 class OrderError(ValueError):
@@ -17,24 +17,26 @@ class OrderError(ValueError):
 class OrderRules:
     """Takes the actions of a stage's order one by one. Every method raises `OrderError`."""
 
-    def __init__(self, stage: int, microbatches: int, *, has_loss: bool, has_states: bool) -> None:
+    def __init__(self, stage: int, microbatches: int, kinds: Sequence[ActionKind]) -> None:
+        """`kinds`: those that the stage has (`kinds_of_stage`)."""
         self._stage, self._microbatches = stage, microbatches
-        self._passes = [kind for kind in OF_MICROBATCH if kind != "loss" or has_loss]
-        self._end = [kind for kind in AT_END if kind != "states" or has_states]
+        self._passes = [kind for kind in kinds if kind in OF_MICROBATCH]
+        self._end = [kind for kind in kinds if kind in AT_END]
         self._done: Counter[ActionKind] = Counter()
 
     @classmethod
     def of(cls, program: Program, stage: int) -> OrderRules:
         """The rules for the ranks of a stage of `program`."""
         has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
-        return cls(stage, program.microbatches, has_loss=has_loss, has_states=has_states)
+        kinds = kinds_of_stage(stage, len(program.stages), has_loss=has_loss, has_states=has_states)
+        return cls(stage, program.microbatches, kinds)
 
     def take(self, action: Action) -> None:
         """The next action."""
         kind = action.kind
         if kind not in ("agree", *self._passes, *self._end):
-            raise OrderError(f"this step has no `{kind}`")
-        of_stage, of_microbatch = kind in ("forward", "backward"), kind in OF_MICROBATCH
+            raise OrderError(f"this stage has no `{kind}`")
+        of_stage, of_microbatch = kind in OF_MICROBATCH and kind != "loss", kind in OF_MICROBATCH
         if (action.stage is None) is of_stage or (action.microbatch is None) is of_microbatch:
             raise OrderError(f"`{action}` names no stage or micro-batch where it should, or one where it should not")
         if of_stage and action.stage != self._stage:
@@ -52,7 +54,7 @@ class OrderRules:
                 wanted = "there are no more micro-batches" if complete else f"micro-batch {number} is the next"
                 raise OrderError(f"`{action}`, but {wanted}")
             before = ["agree", *self._passes][place]
-            if kind == "forward" and self._done["backward"] < number:
+            if place == 0 and self._done["backward"] < number:
                 raise OrderError("several micro-batches under way at once are not supported yet")
             self._require_done(action, before, 1 if place == 0 else number + 1)
             return

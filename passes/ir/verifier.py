@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -125,8 +126,8 @@ def wide_axes(program: Program, block: Block) -> dict[str, int]:
 def evenly_cut(program: Program) -> None:
     """Layouts cut existing dims into equal pieces; inputs and parameters are no partial sums.
 
-    A scalar input of a `final` block, a balance term, may be a partial sum. Values with a dim `sources` are exempt from
-    equal pieces: each rank has a different value, and the layout only says so.
+    A scalar input of a `final` block, and the balance terms that a stage is given, may be partial sums. Values with a
+    dim `sources` are exempt from equal pieces: each rank has a different value, and the layout only says so.
     """
     for block in program.blocks:
         axes = wide_axes(program, block)
@@ -141,7 +142,8 @@ def evenly_cut(program: Program) -> None:
                 raise _failure(block, f"{name} is {value.layout}: {cut[key]}")
         for value in (*block.inputs, *block.parameters):
             partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
-            given = block.final and not value.shape and not isinstance(value, Parameter)
+            of_balance = block.final or value.role == "balance"
+            given = of_balance and not value.shape and not isinstance(value, Parameter)
             _check(not partial or given, block, f"{value.name} is given as a partial sum")
 
 
@@ -191,10 +193,21 @@ def _lie_as(block: Block, op: Op, values: Sequence[Value], layouts: Sequence[Lay
 
 
 def staged(program: Program) -> None:
-    """Every block belongs to at least one stage."""
-    staged = {name for stage in program.stages for name in stage.blocks}
-    if staged != set(program.block_map):
-        raise InternalError(f"the stages hold {sorted(staged)}")
+    """Stages have consecutive ranks, as many as the meshes, and each a block `forward` of its own.
+
+    Blocks `forward` have no parameter in common: of a parameter that stages share one would have to own the update.
+    """
+    ranks = program.mesh("dense").ranks
+    for number, stage in enumerate(program.stages):
+        fits = (stage.index, stage.first_rank, stage.num_ranks) == (number, number * ranks, ranks)
+        _check_program(fits, f"stage {stage.index} has not the {ranks} ranks from {number * ranks} on")
+        _check_program(
+            stage.forward in program.block_map, f"stage {stage.index} runs {stage.forward}, which is no block"
+        )
+    names = [stage.forward for stage in program.stages]
+    _check_program(bool(names) and len(set(names)) == len(names), f"the stages run {names}")
+    shared = Counter(parameter.name for name in names for parameter in program.block(name).parameters)
+    _check_program(max(shared.values(), default=1) == 1, f"stages share the parameter {shared.most_common(1)}")
 
 
 @contextmanager

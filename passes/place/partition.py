@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moec.passes.ir import Program, Stage
+from moec.passes.ir.interface import FORWARD
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """One stage that holds every block. Pipelines of several stages are not supported yet (`pp`)."""
+    """One stage that runs every layer on all ranks. Pipelines of several stages are not supported yet (`pp`)."""
 
     def apply(self, program: Program) -> Program:
         """The Program with its stages."""
-        return replace(program, stages=(Stage(index=0, blocks=tuple(b.name for b in program.blocks)),))
+        ranks = program.mesh("dense").ranks
+        return replace(program, stages=(Stage(index=0, first_rank=0, num_ranks=ranks, forward=FORWARD),))

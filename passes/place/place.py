@@ -25,7 +25,7 @@ class Place:
     def apply(self, program: Program) -> Program:
         """The Program with its dense mesh, and an expert mesh for each degree of its MoE layers."""
         degrees = self.degrees
-        dense = Mesh("dense", (("pp", degrees.pp), ("dp", degrees.dp), ("cp", degrees.cp), ("tp", degrees.tp)))
+        dense = Mesh("dense", (("dp", degrees.dp), ("cp", degrees.cp), ("tp", degrees.tp)))
         meshes = [_expert_mesh(experts) for experts in degrees.experts]
         mesh_of = {
             layer: mesh.name for mesh, experts in zip(meshes, degrees.experts, strict=True) for layer in experts.layers
@@ -41,7 +41,7 @@ class Place:
 
 
 def _expert_mesh(experts: ExpertDegrees) -> Mesh:
-    axes = (("pp", 1), ("edp", experts.edp), ("ep", experts.ep), ("etp", experts.etp))
+    axes = (("edp", experts.edp), ("ep", experts.ep), ("etp", experts.etp))
     return Mesh(f"experts{layer_set_name(experts.layers)}", axes)
 
 

@@ -11,31 +11,34 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from moec.passes.ir import Parameter, Program
-from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.interface import forwards
 from moec.passes.ir.ops import Call
-from moec.passes.ir.schedule import Action, Order, one_stage
+from moec.passes.ir.schedule import Action, Order, in_turn
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One stage, without a pipeline: its micro-batches one after the other."""
+    """Micro-batches go through the stages one after the other."""
 
     def apply(self, program: Program) -> Program:
-        """The Program with the order of its step."""
-        return replace(program, orders=(_one_stage(program, program.microbatches),))
+        """The Program with the order of its step, for the ranks of each stage."""
+        return replace(
+            program, orders=tuple(_in_turn(program, stage.index, program.microbatches) for stage in program.stages)
+        )
 
 
-def order_of_step(program: Program, microbatches: int) -> Order:
+def order_of_step(program: Program, microbatches: int, stage: int = 0) -> Order:
     """The order of a step in so many micro-batches: what the plan says, or with another number the same kind."""
     for order in program.orders:
-        if order.count("forward") == microbatches:
+        if order.stage == stage and order.count("forward") == microbatches:
             return order
-    return _one_stage(program, microbatches)
+    return _in_turn(program, stage, microbatches)
 
 
-def _one_stage(program: Program, microbatches: int) -> Order:
+def _in_turn(program: Program, stage: int, microbatches: int) -> Order:
     has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
-    return one_stage(microbatches, has_loss=has_loss, has_states=has_states)
+    stages = max(len(program.stages), 1)
+    return in_turn(stage, stages, microbatches, has_loss=has_loss, has_states=has_states)
 
 
 # ---- weights and gradients ---------------------------------------------------------------------------------
@@ -75,9 +78,9 @@ class Unit:
     is_layer: bool = True
 
 
-def units_of(program: Program) -> tuple[Unit, ...]:
-    """The units of a Program in the order of their first use."""
-    forward = program.block(FORWARD)
+def units_of(program: Program, stage: int = 0) -> tuple[Unit, ...]:
+    """The units of a stage in the order of their first use."""
+    forward = forwards(program)[stage]
     scope = {f"@{parameter.name}": parameter for parameter in forward.parameters}
     units, uses = list[Unit](), dict[str, list[int]]()
     for place, op in enumerate(forward.ops):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moec.codegen.plan import Plan
+from moec.passes.ir.interface import require_one_stage
 from moec.runtime.errors import JobError
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.checks import Checks, JobChecks
@@ -37,6 +38,7 @@ class RunningJob:
     """
 
     def __init__(self, plan: Plan, device: str | None, timeout: float, checks: str) -> None:
+        require_one_stage(plan.program)
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))

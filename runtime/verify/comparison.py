@@ -225,12 +225,12 @@ def _add_results(errors: _Errors, plan: Plan, passes: Passes, expected: Outcome,
     """Compares logits or y, scalars, expert counts and new states. A plan may have lost the graph of one of them."""
     whole_result, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
     wholes, results, counted = whole_result.chunk(microbatches), passes.result, passes.counts
-    for rank in range(plan.world_size):
+    for rank in range(plan.stage_size):
         index = local_slices(wholes[0].shape, layout, dense, rank)
         part = torch.cat([whole[index] for whole in wholes])
         errors.add("output", result_name(plan.spec), results[rank].detach(), part, whole_result, rank=rank)
     for name, scalar in expected.scalars.items():
-        for rank, got in enumerate(passes.scalars.get(name, [None] * plan.world_size)):
+        for rank, got in enumerate(passes.scalars.get(name, [None] * plan.stage_size)):
             kind: Kind = "loss" if name == "loss" else "aux_loss"
             errors.add(kind, f"the {name}", got, scalar.detach(), scalar, rank=rank)
     for role, of_layers in expected.counts.items():
@@ -238,13 +238,13 @@ def _add_results(errors: _Errors, plan: Plan, passes: Passes, expected: Outcome,
             total = _total(counted[role].get(layer, []))
             errors.add("counts", f"{COUNTED[role]} of layers.{layer}", total, counts, counts, rank=None)
     for name, state in expected.states.items():
-        for rank, got in enumerate(passes.new_states.get(name, [None] * plan.world_size)):
+        for rank, got in enumerate(passes.new_states.get(name, [None] * plan.stage_size)):
             errors.add("states", name, got, state, state, rank=rank)
 
 
 def _add_routes(errors: _Errors, plan: Plan, given: PerRank | None, expected: Tensor | None, microbatches: int) -> None:
     """Compares the routes that a model gives."""
-    for rank in range(plan.world_size) if expected is not None else ():
+    for rank in range(plan.stage_size) if expected is not None else ():
         assert expected is not None
         parts = [part.chunk(plan.data_size)[plan.data_rank(rank)] for part in expected.chunk(microbatches)]
         got = None if given is None else given[rank]

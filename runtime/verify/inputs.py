@@ -106,7 +106,7 @@ def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
     shape = batch_shape(plan, microbatches)
     given, targets = _labelled(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
     numbers = torch.arange(shape[0]).view(microbatches, plan.data_size, SEQUENCES_PER_RANK)
-    rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.world_size)]
+    rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.stage_size)]
     first = [slice(int(each[0]), int(each[0]) + SEQUENCES_PER_RANK) for each in rows]
     parts = [given[part] for part in rows], [targets[part] for part in rows]
     loads = _loads(plan, generator)
@@ -142,7 +142,7 @@ def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
         update = program.block(call.block).update
         counts = program.block(update).input("counts") if update is not None else None
         if counts is not None:
-            shape = (plan.world_size, cast(int, counts.shape[1]))
+            shape = (plan.stage_size, cast(int, counts.shape[1]))
             found[call.layer] = torch.randint(MOST_ROWS, shape, generator=generator)
     return found
 

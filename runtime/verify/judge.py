@@ -106,7 +106,7 @@ class Judge:
             # A value that is sharded over the axis has no terms there: such a plan is wrong.
             return []
         groups = [arg for arg in step.node.args if isinstance(arg, str)]
-        return [(self.plan.groups[group], "sum") for group in groups]
+        return [(self.plan.groups_in_stage[group], "sum") for group in groups]
 
     def _ragged(self, reference_value: ReferenceValue, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
         """The largest error of rows that are sorted by expert.
@@ -123,7 +123,7 @@ class Judge:
             torch.stack(
                 [whole_ids[self._tokens_of(reference_value, rank)].flatten() for whole_ids in (experts, positions)]
             )
-            for rank in range(self.plan.world_size)
+            for rank in range(self.plan.stage_size)
         ]
         count = self.mixtures[reference_value].num_experts
         worst = 0.0

@@ -34,7 +34,7 @@ def recomputes(plan: Plan) -> bool:
     program = reference_program(plan.spec)
     saved = activation_bytes(program, costs_of(program, Workload(batch=batch, sequence=sequence)))
     saved *= plan.sharers * 8 / DTYPE_BYTES[plan.spec.subject.dtype]
-    return saved + plan.world_size * plan.spec.subject.depth * GRAPH_BYTES > KEPT_BYTES
+    return saved + plan.stage_size * plan.spec.subject.depth * GRAPH_BYTES > KEPT_BYTES
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -43,7 +43,7 @@ def weight_bytes(plan: Plan) -> int:
     for parameter in plan.parameters.values():
         total += math.prod(parameter.shape)
         local = local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh])
-        local_total += math.prod(local) * plan.world_size
+        local_total += math.prod(local) * plan.stage_size
     return 8 * (3 * total + 2 * local_total)
 
 

@@ -69,7 +69,7 @@ class UnshardedRun:
 def loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) -> list[Part]:
     """The gradient of the loss with respect to each rank's part of given logits. Raises `BackwardError`."""
     layout, dense = plan.result_layout, plan.meshes["dense"]
-    indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.world_size)]
+    indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.stage_size)]
     leaves = [logits[index].clone().requires_grad_() for index in indices]
     losses = lockstep.loss(leaves, inputs.rank_targets)
     try:

@@ -46,7 +46,7 @@ class ToySpec:
     """Builds a Spec with toy widths. Layers that were one object stay one object; distinct layers stay distinct."""
 
     def __init__(self, plan: Plan, fewer_experts: bool) -> None:
-        self._spec, self._ranks = plan.spec, plan.world_size
+        self._spec, self._ranks = plan.spec, plan.stage_size
         meshes = plan.meshes.values()
         by_zero = ZERO_AXES if zero_of(plan.spec) else ()
         self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp", *by_zero)))

@@ -23,9 +23,9 @@ class Steps:
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self._progress = progress
-        self._ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+        self._ranks = "1 rank" if plan.stage_size == 1 else f"{plan.stage_size} ranks"
         self._layers = len({call.layer for call in layer_calls(plan.program)})
-        passes = self._layers * plan.world_size
+        passes = self._layers * plan.stage_size
         self._of_comparison = passes * (2 * microbatches_of(plan) * (2 if has_modes(plan) else 1)) + passes // 2
         self._of_rounding = 2 * (passes + self._layers * UNSHARDED_RUNS) + passes // 2
         self._run, self._done, self._end, self._total = "", 0, 0, 0

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan, PlanParameter, ZeroCut
 from moec.passes.ir import Block, Op, State, local_slices
+from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
 from moec.runtime.ranks.groups import ALL_RANKS, ended, is_open
@@ -48,6 +49,7 @@ class RankHome:
         count_from: Callable[[int], None] = lambda step: None,
         attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
+        require_one_stage(plan.program)
         require_executable(plan.parameters)
         require_gathered(plan.parameters)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks

@@ -15,7 +15,7 @@ from moec.passes.ir.texts.lines import Lines
 from moec.passes.ir.texts.parse_type import integer
 
 _HEAD = re.compile(r"  order of stage ([0-9]++) \{")
-_ACTION = re.compile(r"( {4}| {6})([a-z]++)(?: ([0-9]++))?(?: of ([0-9]++))?")
+_ACTION = re.compile(r"( {4}| {6})([a-z_]++)(?: ([0-9]++))?(?: of ([0-9]++))?")
 _ROUND = re.compile(r"    repeat ([0-9]++) times \{")
 _KINDS: dict[str, ActionKind] = {kind: kind for kind in get_args(ActionKind)}
 

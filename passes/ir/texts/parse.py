@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from moec.passes.ir.ir_error import IrError, UnreadableLineError, at_most, quoted
@@ -39,7 +39,7 @@ _MESH = re.compile(rf'  mesh "({LABEL})" \{{([a-z0-9=, ]++)\}}')
 _AXIS = re.compile(rf"({AXIS}) = ([0-9]++)")
 _TOKENS = re.compile(r"  tokens @ ([a-z0-9:() ]++)")
 _MICROBATCHES = re.compile(r"  microbatches ([0-9]++)")
-_STAGE = re.compile(r'  stage ([0-9]++) \{(".*")\}')
+_STAGE = re.compile(rf'  stage ([0-9]++) on ranks ([0-9]++)\.\.([0-9]++) runs "({LABEL})"')
 
 
 def parse_program(text: str) -> Program:
@@ -80,7 +80,7 @@ def _read_program(lines: Lines) -> Program:
         at_most(len(blocks), MAX_BLOCKS, "blocks")
     stages: list[Stage] = []
     while lines.next_starts_with("  stage "):
-        stages.append(_read_stage(lines, len(stages), reader.expanded.keys()))
+        stages.append(_read_stage(lines, stages, [*meshes.values()], reader.expanded.keys()))
         at_most(len(stages), MAX_STAGES, "stages")
     program = Program(
         name=name,
@@ -112,14 +112,15 @@ def _read_mesh(lines: Lines) -> Mesh:
     return Mesh(found[1], tuple(axes.items()))
 
 
-def _read_stage(lines: Lines, index: int, blocks: Collection[str]) -> Stage:
+def _read_stage(lines: Lines, before: Sequence[Stage], meshes: Sequence[Mesh], blocks: Collection[str]) -> Stage:
+    """The next stage; its ranks come after those of the stages `before`, and are as many as those of the meshes."""
     found = lines.take_match(_STAGE, "a stage")
-    if found[1] != str(index):
-        raise UnreadableLineError(f"stage {index} is wanted")
-    names = found[2][1:-1].split('", "')
-    for name in names:
-        if name not in blocks:
-            raise UnreadableLineError(f"there is no block {quoted(name)}")
-    if len(set(names)) < len(names):
-        raise UnreadableLineError("a block stands twice")
-    return Stage(index=index, blocks=tuple(names))
+    if found[1] != str(len(before)):
+        raise UnreadableLineError(f"stage {len(before)} is wanted")
+    size = meshes[0].ranks if meshes else 1
+    first, last = (integer(number, "a rank", 0, MAX_RANKS) for number in found.group(2, 3))
+    if (first, last) != (len(before) * size, len(before) * size + size - 1):
+        raise UnreadableLineError(f"stage {len(before)} has the {size} ranks from {len(before) * size} on")
+    if found[4] not in blocks:
+        raise UnreadableLineError(f"there is no block {quoted(found[4])}")
+    return Stage(index=len(before), first_rank=first, num_ranks=size, forward=found[4])

@@ -51,7 +51,8 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
         yield ""
         yield from _block(block, place)
     for stage in program.stages:
-        yield f"  stage {stage.index} {{{', '.join(json.dumps(name) for name in stage.blocks)}}}"
+        ranks = f"{stage.first_rank}..{stage.ranks[-1]}"
+        yield f"  stage {stage.index} on ranks {ranks} runs {json.dumps(stage.forward)}"
     for order in program.orders:
         yield from order_lines(order)
     yield "}"

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import OutputKey, Role
-from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, result_role
+from moec.passes.ir.interface import COUNTS, HANDED_ON, forwards, result_role, taken_role
+from moec.passes.ir.ops import Call
 from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.verify.cluster.lockstep import Lockstep
 from moec.runtime.verify.cluster.recorded import PerRank, StepError
 
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+HandedOn = dict[Role, PerRank]
 Loads = Mapping[int, Tensor]
 Beside = Mapping[Role, Sequence[Tensor]]
 NOTHING: Beside = {}
@@ -40,7 +44,15 @@ class Passes:
         self._inputs, self._targets, self._beside = inputs, targets, beside
         self._parts, self._target_parts = ([x.tensor_split(microbatches) for x in whole] for whole in (inputs, targets))
         self._beside_parts = {role: [x.tensor_split(microbatches) for x in of] for role, of in beside.items()}
-        self._outputs: list[dict[OutputKey, PerRank]] = []
+        self._stages = [block.name for block in forwards(self._graphs.program)]
+        self._outputs: list[list[dict[OutputKey, PerRank]]] = [[] for _ in self._stages]
+        """Of each stage, what its `forward` gave for each micro-batch."""
+        self._received: dict[Place, HandedOn] = {}
+        self.sent: dict[Place, HandedOn] = {}
+        """What a stage has handed on for a micro-batch, and the next has not received."""
+        self.sent_back: dict[Place, HandedOn] = {}
+        """The gradients of what a stage has handed on, sent back to it and not received."""
+        self._gradients: dict[Place, HandedOn] = {}
         self._divisors: dict[str, PerRank] = {}
         self.losses: dict[str, PerRank] = {}
         """The terms of the loss so far on every rank, by the name of their graph."""
@@ -55,32 +67,70 @@ class Passes:
             counted = list(self._beside.get("real", ())) or [x.detach() for x in self._inputs]
             self._divisors["aux_loss"] = self.lockstep.scalar("num_tokens", counted)
 
-    def forward(self, microbatch: int) -> None:
-        """The forward pass of a micro-batch. Raises `StepError`.
+    def receive(self, stage: int, microbatch: int) -> None:
+        """Takes what the stage before has sent, as leaves of this stage's graph."""
+        self._received[stage, microbatch] = {
+            role: [x.detach().requires_grad_(x.is_floating_point()) for x in values]
+            for role, values in self.sent.pop((stage - 1, microbatch)).items()
+        }
+
+    def send(self, stage: int, microbatch: int) -> None:
+        """Hands on the residual stream and the balance terms so far."""
+        outputs = self._outputs[stage][microbatch]
+        keys: list[tuple[Role, OutputKey]] = [(role, (role, None, None)) for role in HANDED_ON]
+        self.sent[stage, microbatch] = {role: outputs[key] for role, key in keys if key in outputs}
+
+    def send_gradients(self, stage: int, microbatch: int) -> None:
+        """Sends back the gradients of what the stage was given."""
+        received = self._received.pop((stage, microbatch))
+        self.sent_back[stage - 1, microbatch] = {role: [x.grad for x in leaves] for role, leaves in received.items()}
+
+    def receive_gradients(self, stage: int, microbatch: int) -> None:
+        """Takes the gradients of what the stage has handed on."""
+        self._gradients[stage, microbatch] = self.sent_back.pop((stage, microbatch))
+
+    def differentiated(self, stage: int, microbatch: int) -> tuple[PerRank, PerRank]:
+        """What a backward pass of a stage that is not the last starts from: outputs on all ranks, and their
+        gradients."""
+        outputs, gradients = self._outputs[stage][microbatch], self._gradients.pop((stage, microbatch))
+        pairs = [pair for role, of in gradients.items() for pair in zip(outputs[role, None, None], of, strict=True)]
+        live = [(value, gradient) for value, gradient in pairs if value.requires_grad and gradient is not None]
+        return [value for value, _ in live], [gradient for _, gradient in live]
+
+    def forward(self, stage: int, microbatch: int) -> None:
+        """The forward pass of a stage over a micro-batch. Raises `StepError`.
 
         Sequences are numbered as rows of the reference's batch (`moec.runtime.verify.inputs`).
         """
-        forward, data_ranks = self._graphs[FORWARD], self.lockstep.data_ranks
-        operands = [[parts[microbatch] for parts in self._parts]]
-        for value in self._graphs.program.block(FORWARD).inputs[1:]:
-            if value.role == "sequences":
-                before = microbatch * (max(data_ranks) + 1)
-                sizes = zip(data_ranks, map(len, operands[0]), strict=True)
-                operands.append([sequence_numbers(before + rank, size, size) for rank, size in sizes])
-            else:
-                assert value.role is not None
-                operands.append([parts[microbatch] for parts in self._beside_parts[value.role]])
+        forward, is_last = self._graphs[self._stages[stage]], stage == len(self._stages) - 1
+        received = self._received.get((stage, microbatch), {})
+        operands = [
+            received[value.role] if value.role in received else self._from_batch(value.role, microbatch)
+            for value in self._graphs.program.block(self._stages[stage]).inputs
+        ]
         results = self.lockstep.run(forward, "", operands)
         outputs = {output.key: values for output, values in zip(forward.results, results, strict=True)}
         roles: list[Role] = [self._result, "balance"] if self._graphs.has("aux_loss") else [self._result]
-        if missing := [role for role in roles if (role, None, None) not in outputs]:
+        if missing := [role for role in roles if is_last and (role, None, None) not in outputs]:
             raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
-        self._outputs.append(outputs)
+        self._outputs[stage].append(outputs)
+
+    def _from_batch(self, role: Role | None, microbatch: int) -> PerRank:
+        """An input of the model's, for a micro-batch on every rank."""
+        parts, data_ranks = [parts[microbatch] for parts in self._parts], self.lockstep.data_ranks
+        if role == taken_role(self._graphs.program):
+            return parts
+        if role == "sequences":
+            before = microbatch * (max(data_ranks) + 1)
+            sizes = zip(data_ranks, map(len, parts), strict=True)
+            return [sequence_numbers(before + rank, size, size) for rank, size in sizes]
+        assert role is not None
+        return [parts[microbatch] for parts in self._beside_parts[role]]
 
     def loss(self, microbatch: int) -> PerRank:
         """The training loss of a micro-batch that has gone forward; for a layer `(y * cotangent).sum()`. With
         `aux_loss`."""
-        outputs, targets = self._outputs[microbatch], [parts[microbatch] for parts in self._target_parts]
+        outputs, targets = self._outputs[-1][microbatch], [parts[microbatch] for parts in self._target_parts]
         result, terms = outputs[self._result, None, None], dict[str, PerRank]()
         if self._result == "logits":
             terms["loss"] = self.lockstep.loss(result, targets, self._divisors["loss"])
@@ -95,7 +145,7 @@ class Passes:
     def only_loss(self) -> PerRank:
         """The loss of a step of one micro-batch that has not begun, on every rank."""
         self.agree()
-        self.forward(0)
+        self.forward(0, 0)
         return self.loss(0)
 
     @property
@@ -107,15 +157,16 @@ class Passes:
     def routes(self) -> PerRank | None:
         """The routes of each rank's tokens; None of a model that gives none."""
         key: OutputKey = ("routes", None, None)
-        return self._joined(key) if key in self._outputs[0] else None
+        return self._joined(key) if key in self._outputs[-1][0] else None
 
     @property
     def counts(self) -> dict[Role, dict[int, PerRank]]:
         """What layers counted of each rank's tokens, by role: layer → `[1, …]` of every rank."""
         return {
             counted: {
-                output.layer: _sums(*(outputs[output.key] for outputs in self._outputs))
-                for output in self._graphs[FORWARD].results
+                output.layer: _sums(*(outputs[output.key] for outputs in of_stage))
+                for stage, of_stage in zip(self._stages, self._outputs, strict=True)
+                for output in self._graphs[stage].results
                 if output.role == counted and output.layer is not None
             }
             for counted in COUNTS
@@ -126,9 +177,10 @@ class Passes:
         """What should be equal on all ranks: a model's `loss`, with balance terms, or a layer's `aux_loss`."""
         return {"loss": _sums(*self.losses.values())} if self._result == "logits" else self.losses
 
-    def update_states(self) -> None:
-        """Gives states their new values, in training."""
-        for call in layer_calls(self._graphs.program) if self.lockstep.training else ():
+    def update_states(self, stage: int) -> None:
+        """Gives the states of a stage's layers their new values, in training."""
+        ops = self._graphs.program.block(self._stages[stage]).ops if self.lockstep.training else ()
+        for call in (op for op in ops if isinstance(op, Call)):
             update = self._graphs.program.block(call.block).update
             if update is not None and call.layer in self._loads:
                 graph, counts = self._graphs[update], [*torch.split(self._loads[call.layer], 1)]
@@ -137,14 +189,14 @@ class Passes:
                 self.new_states.update({f"layers.{call.layer}.{output.state}": value for output, value in named})
 
     def _joined(self, key: OutputKey) -> PerRank:
-        parts = [outputs[key] for outputs in self._outputs]
+        parts = [outputs[key] for outputs in self._outputs[-1]]
         return parts[0] if len(parts) == 1 else [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)]
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
         """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
         for value, cotangent in zip(y, cotangents, strict=True):
             if not isinstance(value, Tensor) or value.shape != cotangent.shape:
-                output = self._graphs[FORWARD].output
+                output = self._graphs[self._stages[-1]].output
                 raise StepError("", output, ValueError(f"y has another shape than x, {list(cotangent.shape)}"))
         wide = torch.promote_types(cotangents[0].dtype, torch.float32)
         return [(value.to(wide) * cotangent).sum() for value, cotangent in zip(y, cotangents, strict=True)]

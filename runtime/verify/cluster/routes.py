@@ -61,7 +61,7 @@ def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tens
     dense = plan.meshes["dense"]
     layouts = _layouts_of_results(plan)
     return {
-        key: [whole[local_slices(whole.shape, layouts[key], dense, rank)] for rank in range(plan.world_size)]
+        key: [whole[local_slices(whole.shape, layouts[key], dense, rank)] for rank in range(plan.stage_size)]
         for key, whole in experts.items()
     }
 

@@ -37,14 +37,14 @@ class VirtualCluster:
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
             Graphs(plan.program, float64=float64, ways=partial(ways_on, plan, device=torch.device("cpu"))),
-            plan.world_size,
-            plan.groups,
+            plan.stage_size,
+            plan.groups_in_stage,
             self._weight,
             states=states or {},
             recompute=recompute,
             routes=routes,
             training=training,
-            data_ranks=[plan.data_rank(rank) for rank in range(plan.world_size)],
+            data_ranks=[plan.data_rank(rank) for rank in range(plan.stage_size)],
             watch=watch,
         )
 

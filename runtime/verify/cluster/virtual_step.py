@@ -3,6 +3,7 @@ inside of them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import Parameter, Program
-from moec.passes.ir.schedule import Action, ActionKind
+from moec.passes.ir.schedule import Action, ActionKind, Order
 from moec.passes.place.schedule import (
     Event,
     Unit,
@@ -30,7 +31,7 @@ class VirtualStep:
 
     def __init__(self, program: Program, weights: VirtualWeights, passes: Passes, microbatches: int) -> None:
         self.passes, self._weights = passes, weights
-        self._order = order_of_step(program, microbatches)
+        self._orders = [order_of_step(program, microbatches, stage) for stage in range(len(weights.units))]
         self.losses: list[PerRank] = []
         """The loss of each micro-batch on every rank."""
         self.gradients: dict[str, list[Tensor]] = {}
@@ -44,40 +45,64 @@ class VirtualStep:
         """Takes every action, or those before the first of the kind `before`.
 
         Raises `StepError` in a forward pass and `BackwardError` after it: for an op that fails, a weight that is used
-        and was not gathered, a gradient that nobody sums.
+        and was not gathered, a gradient that nobody sums, stages that wait for each other.
         """
+        left = [deque(takewhile(lambda action: action.kind != before, order)) for order in self._orders]
         try:
-            for action in takewhile(lambda action: action.kind != before, self._order):
-                self._take(action)
+            while any(left):
+                if not any(map(self._advance, self._orders, left)):
+                    waiting = ", ".join(f"stage {i} for `{actions[0]}`" for i, actions in enumerate(left) if actions)
+                    raise BackwardError(f"the stages, which wait for each other: {waiting}")
         finally:
             self._weights.drop_all()
 
-    def _take(self, action: Action) -> None:
-        events = events_inside(self._order, action, self._weights.units)
-        match action.kind:
-            case "agree":
-                self.passes.agree()
-            case "forward":
-                assert action.microbatch is not None
-                self._coming, self._entered = iter(events), set()
-                self.passes.forward(action.microbatch)
-            case "loss":
-                self._loss(action)
-            case "backward":
-                if len(self.losses) == action.microbatch:  # a layer's host computes the loss
-                    self._loss(action)
-                self._differentiate(self.losses[-1])
-                for event in events:
-                    self._after_backward(event, last=is_last_backward(self._order, action))
-            case "sum" if self._new or self._collected:
-                name = next(iter(self._new | self._collected))
-                raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
-            case "states":
-                self.passes.update_states()
+    def _advance(self, order: Order, actions: deque[Action]) -> bool:
+        """Takes the actions of a stage until it waits for another one; whether there were any."""
+        moved = False
+        while actions and self._is_ready(order.stage, actions[0]):
+            self._take(order, actions.popleft())
+            moved = True
+        return moved
 
-    def _loss(self, action: Action) -> None:
-        assert action.microbatch is not None
-        self.losses.append(self.passes.loss(action.microbatch))
+    def _is_ready(self, stage: int, action: Action) -> bool:
+        if action.kind == "receive":
+            return (stage - 1, action.microbatch) in self.passes.sent
+        return action.kind != "receive_gradients" or (stage, action.microbatch) in self.passes.sent_back
+
+    def _take(self, order: Order, action: Action) -> None:
+        stage, passes = order.stage, self.passes
+        if action.microbatch is not None:
+            self._take_of_microbatch(order, action, action.microbatch)
+        elif action.kind == "agree":
+            passes.agree()
+        elif action.kind == "states":
+            passes.update_states(stage)
+        elif action.kind == "sum":
+            names = {name for unit in self._weights.units[stage] for name, _ in named_parameters(unit)}
+            for name in names & {*self._new, *self._collected}:
+                raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
+
+    def _take_of_microbatch(self, order: Order, action: Action, number: int) -> None:
+        stage, passes = order.stage, self.passes
+        events = events_inside(order, action, self._weights.units[stage])
+        match action.kind:
+            case "receive":
+                passes.receive(stage, number)
+            case "forward":
+                self._coming, self._entered = iter(events), set()
+                passes.forward(stage, number)
+            case "send":
+                passes.send(stage, number)
+            case "loss":
+                self.losses.append(passes.loss(number))
+            case "receive_gradients":
+                passes.receive_gradients(stage, number)
+            case "backward":
+                self._differentiate(stage, number)
+                for event in events:
+                    self._after_backward(event, last=is_last_backward(order, action))
+            case "send_gradients":
+                passes.send_gradients(stage, number)
 
     # ---- forward -----------------------------------------------------------------------------------
 
@@ -95,11 +120,17 @@ class VirtualStep:
 
     # ---- backward ----------------------------------------------------------------------------------
 
-    def _differentiate(self, loss: PerRank) -> None:
-        # A wrong plan's loss may depend on no parameter.
-        live = [value for value in loss if value.requires_grad]
+    def _differentiate(self, stage: int, number: int) -> None:
+        if stage < len(self._orders) - 1:
+            live, gradients = self.passes.differentiated(stage, number)
+        else:
+            if len(self.losses) == number:  # a layer's host computes the loss
+                self.losses.append(self.passes.loss(number))
+            # A wrong plan's loss may depend on no parameter.
+            live = [value for value in self.losses[number] if value.requires_grad]
+            gradients = [torch.ones_like(value) for value in live]
         try:
-            torch.autograd.backward(live, [torch.ones_like(value) for value in live])
+            torch.autograd.backward(live, gradients)
         except FAILURES as error:
             raise BackwardError(f"the backward pass, which stopped: {error}") from error
 

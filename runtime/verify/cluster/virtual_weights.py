@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout, Parameter, local_slices
+from moec.passes.ir.interface import forwards
 from moec.passes.place.between_steps import conversions_between
 from moec.passes.place.schedule import Unit, units_of
 from moec.runtime.verify.cluster.shuffles import forward_shuffle
@@ -30,16 +31,17 @@ class VirtualWeights:
         self.masters = {name: self._masters(name, whole) for name, whole in self._wholes.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}
         self._weights: dict[str, list[Tensor]] = {}
-        units = units_of(plan.program)
-        self.units = units
-        self.unit_of = {name: unit for unit in units for name, _ in named_parameters(unit)}
+        self.units = [units_of(plan.program, stage) for stage in range(len(forwards(plan.program)))]
+        """Of each stage, in the order of their first use."""
+        self._groups = plan.groups_in_stage
+        self.unit_of = {name: unit for units in self.units for unit in units for name, _ in named_parameters(unit)}
         """The unit of each parameter's full name."""
 
     def _masters(self, name: str, whole: Tensor) -> list[Tensor]:
         """Each rank's part of a parameter's master, in the memory of `whole`; equal parts are one tensor."""
         data, parts = self._plan.parameters[name], dict[object, Tensor]()
         masters = []
-        for rank in range(self._plan.world_size):
+        for rank in range(self._plan.stage_size):
             index = local_slices(data.shape, data.master, self._plan.meshes[data.mesh], rank)
             key = tuple((cut.start, cut.stop) for cut in index)
             if key not in parts:
@@ -80,14 +82,14 @@ class VirtualWeights:
     def leaves(self, name: str) -> list[Tensor]:
         """New leaves with each rank's weight: parts of `parameters` in their memory, or gathered from the masters."""
         data, whole = self._plan.parameters[name], self._wholes[name]
-        mesh, lists = self._plan.meshes[data.mesh], self._plan.groups[data.sum_over[0]] if data.sum_over else ()
+        mesh, lists = self._plan.meshes[data.mesh], self._groups[data.sum_over[0]] if data.sum_over else ()
         listed = [rank for ranks in lists for rank in ranks]
         shares = torch.finfo(whole.dtype).bits >= 32 and len(set(listed)) == len(listed)
         owner = {rank: ranks[0] for ranks in lists for rank in ranks} if shares else {}
         gathered = self._converted(name, self.masters[name], data.master, data.layout)
         leaves: dict[object, tuple[int, Tensor]] = {}
         of_ranks = []
-        for rank in range(self._plan.world_size):
+        for rank in range(self._plan.stage_size):
             index = local_slices(data.shape, data.layout, mesh, rank)
             key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
             if key not in leaves:
@@ -113,7 +115,7 @@ class VirtualWeights:
         data, leaf_of = self._plan.parameters[name], self._leaf_of_rank[name]
         gradients = [of_leaves[leaf] for leaf in leaf_of]
         for number, group in enumerate(data.sum_over):
-            for ranks in self._plan.groups[group]:
+            for ranks in self._groups[group]:
                 terms = [gradients[rank] for rank in ranks]
                 if number == 0:  # a leaf of several ranks has the sum of their gradients already
                     terms = list({leaf_of[rank]: gradients[rank] for rank in ranks}.values())

@@ -109,7 +109,7 @@ def test_a_rank_that_the_plan_does_not_have_is_refused(plan: Path, rank: int):
 def test_the_document_has_the_meshes_groups_and_every_op_of_a_layer(plan: Path):
     found = plan_document(load(plan))
     assert (found.ranks, found.microbatches, found.frozen) == (4, 1, 0)
-    assert {mesh.name: mesh.axes for mesh in found.meshes}["experts[1..2]"] == {"pp": 1, "edp": 2, "ep": 2, "etp": 1}
+    assert {mesh.name: mesh.axes for mesh in found.meshes}["experts[1..2]"] == {"edp": 2, "ep": 2, "etp": 1}
     assert found.groups["ep[1..2]"] == [[0, 1], [2, 3]]
     (layer,) = (block for block in found.blocks if block.layers == [1, 2])
     rows = next(each for each in layer.collectives if each.of == "%rows.1")
@@ -129,7 +129,7 @@ def test_the_document_has_the_meshes_groups_and_every_op_of_a_layer(plan: Path):
 
 def test_the_document_of_a_rank_has_its_peers_and_slices(plan: Path):
     found = rank_document(load(plan), 3)
-    assert found.coordinates["experts[1..2]"] == {"pp": 0, "edp": 1, "ep": 1, "etp": 0}
+    assert found.coordinates["experts[1..2]"] == {"edp": 1, "ep": 1, "etp": 0}
     assert (found.groups["ep[1..2]"], found.groups["edp[1..2]"]) == ([2, 3], [1, 3])
     parameters = {p.name: p for block in found.blocks[-2:] for p in block.parameters}
     (experts,) = (p for name, p in parameters.items() if name.endswith("moe.experts.up.weight"))

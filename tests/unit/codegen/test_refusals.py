@@ -175,7 +175,7 @@ PLANTED: dict[str, Change] = {
     "a parameter's order of cuts": program(EXPERTS, EXPERTS.replace("ep:shard(0)", "ep:shard(0) edp:shard(0)")),
     "a parameter that does not divide": program(EXPERTS, EXPERTS.replace("fp32[8", "fp32[7")),
     "a gradient summed over no axis": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over()")),
-    "a gradient summed over another axis": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over(pp)")),
+    "a gradient summed over another axis": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over(cp)")),
     "a gradient summed twice": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over(dp, dp)")),
     "experts' gradients summed over dp": program(EXPERTS, EXPERTS.replace("sum_over(edp)", "sum_over(dp)")),
     "a mesh of another size": program("tp = 1}", "tp = 2}"),

@@ -87,7 +87,7 @@ CHECKED = {
     "a loss of other roles": ("as labels, %valid", "as tokens, %valid", "loss takes logits, tokens, valid"),
     "a loss that is a count": ("%loss.1 as loss", "%loss.1 as valid", "in loss %loss.1 has the role valid"),
     "a count that is another": ("%count.1 as valid", "%count.1 as num_tokens", "valid_labels does not give"),
-    "a block in no stage": (', "aux_loss"}', "}", "stages"),
+    "a stage that runs the loss": ('runs "forward"', 'runs "loss"', "forward takes labels, valid beside"),
 }  # fmt: skip
 
 
@@ -113,7 +113,11 @@ def test_a_norm_over_other_dims_than_its_weight_is_refused(given: str):
 def test_a_program_that_reads_but_breaks_a_rule_is_refused(fault: str):
     old, new, words = CHECKED[fault]
     if old is None:
-        text = TEXT.replace("dp = 4", "dp = 3").replace("edp = 2, ep = 2", "edp = 1, ep = 3")
+        text = (
+            TEXT.replace("dp = 4", "dp = 3")
+            .replace("on ranks 0..3", "on ranks 0..2")
+            .replace("edp = 2, ep = 2", "edp = 1, ep = 3")
+        )
         text = re.sub(r"edp:shard\(\d\) (ep:)", r"\1", text).replace("sum_over(edp)", "sum_over()")
         text = text.replace("edp:shard(0) ", "").replace("edp:shard(1) ", "")
     else:

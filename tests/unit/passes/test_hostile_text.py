@@ -87,11 +87,11 @@ PLANTED = {
     "an unknown reduction": ("partial(sum)", "partial(min)"),
     "a mesh of 4,000 digits": ("dp = 4", f"dp = {'4' * 4_000}"),
     "a mesh of 2^21 ranks": ("dp = 4", f"dp = {2**21}"),
-    "axes of 2^40 ranks": ("pp = 1, dp = 4", f"pp = {2**20}, dp = {2**20}"),
+    "axes of 2^40 ranks": ("dp = 4, cp = 1", f"dp = {2**20}, cp = {2**20}"),
     "an axis of 0": ("dp = 4", "dp = 0"),
-    "an axis twice": ("pp = 1, dp = 4", "dp = 1, dp = 4"),
-    "65 axes": ("pp = 1, dp", "".join(f"a{chr(97 + i // 26)}{chr(97 + i % 26)} = 1, " for i in range(65)) + "dp"),
-    "an axis with a long name": ("pp = 1", "pppppppppppp = 1"),
+    "an axis twice": ("dp = 4, cp = 1", "dp = 4, dp = 1"),
+    "65 axes": ("dp = 4", "".join(f"a{chr(97 + i // 26)}{chr(97 + i % 26)} = 1, " for i in range(65)) + "dp = 4"),
+    "an axis with a long name": ("cp = 1", "cccccccccccc = 1"),
     "a mesh twice": ('mesh "experts[1]"', 'mesh "dense"'),
     "a block on no mesh": ('on "experts[1]"', 'on "experts[2]"'),
     "a block twice": ('block "layers[1]" on', 'block "layers[0]" on'),
@@ -116,8 +116,8 @@ PLANTED = {
     "a layer with no number": ("as counts(1)", "as counts()"),
     "a comma after the outputs": ("as counts(1)", "as counts(1), "),
     "an output that is no name": ("return %logits", "return %lo gits"),
-    "a stage of no block": ('"num_tokens", "aux_loss"}', '"num_tokens", "aux_lost"}'),
-    "a block twice in a stage": ('"num_tokens", "aux_loss"}', '"num_tokens", "num_tokens"}'),
+    "a stage of no block": ('runs "forward"', 'runs "backward"'),
+    "a stage of other ranks": ("on ranks 0..3", "on ranks 1..4"),
     "a second stage first": ("stage 0", "stage 1"),
     "a NUL byte": ("rms_norm", "rms_norm\0"),
     "a tab": ("rms_norm %x", "rms_norm\t%x"),
@@ -138,7 +138,7 @@ PLANTED = {
 WORDS = [
     "fp32[16]", "16]", "rms_norm", "gelu}", "eps =", "ones", "sum_over(dp)", "dp = 4", "ep:shard",
     "@attention_norm.weight:", "%h =", '"layers[0]" (', '"experts[1]"', "rows by %counts", "decays", "@ replicate",
-    "stage 0", "mesh", "1e-05", "final", "return", "tokens @", "at 6", '"num_tokens", "aux_loss"}',
+    "stage 0", "mesh", "1e-05", "final", "return", "tokens @", "at 6", "on ranks 0..3",
 ]  # fmt: skip
 """The places of words."""
 BAD_NAMES = [

@@ -14,7 +14,7 @@ from support.session import extent
 MIB = 2**20
 MANY = 10**6 if extent.everything else 150_000
 """More of anything than a text may have."""
-HEAD = 'program "p" {\n  mesh "dense" {pp = 1, dp = 2}\n'
+HEAD = 'program "p" {\n  mesh "dense" {dp = 2}\n'
 BLOCK = '\n  block "b" (%x: fp32[1] @ replicate as residual) {\n'
 RETURN = "    return %x as residual\n  }\n"
 RESULT = ": fp32[1] @ replicate\n"
@@ -77,7 +77,7 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "80,000 outputs of one role": (
         lambda: f"{HEAD}{BLOCK}    return %x as loss{', %x as loss' * 80_000}\n  }}\n}}\n",
-        "the stages hold []",
+        "the stages run []",
     ),
     "250,000 operands": (lambda: f"{HEAD}{BLOCK}    %y = add %x{', %x' * 250_000} {RESULT}", "100_000 operands"),
     "250,000 results": (lambda: f"{HEAD}{BLOCK}    {'%y, ' * 250_000}%y = add %x {RESULT}", "a type for each result"),

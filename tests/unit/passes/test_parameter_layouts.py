@@ -85,7 +85,7 @@ BROKEN = {
     "a state coarser than the gradient": (NORM, "dp:shard(0)", "replicate", "not dp:shard.0. cut further"),
     "a state cut before the gradient": (NORM, "dp:shard(0)", "tp:shard(0) dp:shard(0)", "not dp:shard.0. cut"),
     "a state of two meshes": (EXPERT, "ep:shard(0)", "ep:shard(0) dp:shard(2)", "two meshes"),
-    "a state over a narrow axis": (NORM, "replicate", "pp:shard(0)", "axes are"),
+    "a state over a narrow axis": (NORM, "replicate", "cp:shard(0)", "axes are"),
     "a gradient over a narrow axis": (NORM, "cp:shard(0)", "replicate", "axes are"),
     "a dim that is not there": (NORM, "dp:shard(1)", "dp:shard(1)", "there is no dim 1"),
     "an uneven state": (EXPERT, "ep:shard(0)", "ep:shard(0) edp:shard(1)", "dim 1 of 2 is cut into 4 pieces"),

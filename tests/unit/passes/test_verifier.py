@@ -95,7 +95,7 @@ BROKEN = {
         lambda p: replace(p, meshes=(*p.meshes, Mesh("experts[9]", (("edp", 3),)))),
         "different rank counts",
     ),
-    "a block in no stage": (staged, lambda p: replace(p, stages=(replace(p.stages[0], blocks=("loss",)),)), "stages"),
+    "a stage of no block": (staged, lambda p: replace(p, stages=(replace(p.stages[0], forward="x"),)), "no block"),
 }
 
 
