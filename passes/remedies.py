@@ -16,6 +16,7 @@ from functools import cached_property
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
+from moec.passes.budget import gigabytes
 from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
@@ -36,6 +37,8 @@ ROOM = 0.1
 """Part of a device's memory: predicted peaks were at most 9.3 % off the measured ones (benchmarks/bench_memory.py), and
 what a driver and communicators take is not in them."""
 
+NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {helps}or a smaller model"
+
 Placing = Callable[[Spec, Degrees], Program]
 """Compiles a Spec with these degrees."""
 
@@ -47,6 +50,16 @@ class Change:
     text: str
     num_words: int
     peak: float
+
+
+def advice(spec: Spec, degrees: Degrees, place: Placing) -> str:
+    """The help of MOE0501: ``set `zero = 1`: it fits (61.3 of 80 GB)``, or what may help where no change fits."""
+    change, memory = first_that_fits(spec, degrees, place), spec.cluster.device.memory
+    if change is None:
+        return NOTHING_FITS.format(helps="".join(f"{help}, " for help in what_could_help(spec, degrees, place)))
+    fits = "it fits" if change.num_words == 1 else "they fit"
+    tight = "" if has_room(change.peak, memory) else f"; less than {ROOM:.0%} stay free, which a prediction may miss by"
+    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)}){tight}"
 
 
 def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | None:
