@@ -170,6 +170,11 @@ class Attention(Op):
         return Cost(work=work, saved=saved)
 
     @property
+    def keys_and_values(self) -> tuple[str, ...]:
+        """The operands with kv heads, of which there may be fewer than ranks of `tp`."""
+        return self.operands[1:3]
+
+    @property
     def reach(self) -> Reach:
         """How far a token sees."""
         return Reach(int(self.window), self.causal)
