@@ -100,7 +100,7 @@ def _placed(spec: Spec, degrees: Degrees) -> Program:
 
 def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compilation:
     started = time.perf_counter()
-    program = lower(spec, degrees)
+    program = lower(spec, degrees.tp, degrees.ep_of)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.device_groups import with_device_groups
 from moec.grammar.spec import Conv, Layer, Moa, Model, Patches, Spec, Subject, distinct_layers
-from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
@@ -28,20 +27,19 @@ from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
 
-def lower(spec: Spec, degrees: Degrees | None = None) -> Program:
+def lower(spec: Spec, tp: int = 1, ep_of: Mapping[int, int] | None = None) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
     loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
-    groups to the stated `ep`, and for the gate `topology`, which asks where ranks are: by `degrees`, or
-    by those of the file.
+    groups to the stated `ep`, and for the gate `topology`, whose formula has `tp` and the `ep` of its layer.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for words that no pass compiles yet, so later passes never see them.
     """
     require_supported(spec)
-    spec = with_places(with_device_groups(spec), degrees)
+    spec = with_places(with_device_groups(spec), tp, ep_of or {})
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     blocks = freeze(blocks, spec.train.frozen if spec.train else ())
     return Program(name=spec.subject.name, blocks=tuple(blocks))
