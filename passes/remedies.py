@@ -68,8 +68,8 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     Changes of degrees come in the order of `step_seconds`; then more ranks, with the file's own words; then the fewest
     ranks that fit with a change of degrees.
     """
-    if found := _degrees_that_fit(_Search(spec, degrees, place)):
-        return Change(f"set {found.text}", found.num_words, found.peak)
+    if change := _degrees_that_fit(_Search(spec, degrees, place)):
+        return Change(f"set {change.text}", change.num_words, change.peak)
     larger = [(more, own) for times in MORE_RANKS if (own := _degrees_of(more := _with_ranks(spec, times)))]
     peaks = {own.ranks: peak for more, own in larger if (peak := _peak(more, own, place))}
     if peaks:
@@ -78,8 +78,8 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
         return Change(f"use {ranks} ranks", 1, peaks[ranks])
     for more, own in larger:
         search = _Search(more, own, place)
-        if search.is_promising() and (found := _degrees_that_fit(search)):
-            return Change(f"use {own.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
+        if search.is_promising() and (change := _degrees_that_fit(search)):
+            return Change(f"use {own.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
     return None
 
 
@@ -155,8 +155,8 @@ class _Search:
             _, place, degrees, fits = heapq.heappop(queue)
             if fits or self._fits(degrees):
                 yield degrees
-            elif found := self._with_more_parts(degrees, parts[1:]):
-                heapq.heappush(queue, (self._time(found), place, found, True))
+            elif smaller := self._with_more_parts(degrees, parts[1:]):
+                heapq.heappush(queue, (self._time(smaller), place, smaller, True))
 
     def is_promising(self) -> bool:
         """Whether a combination fits that saves most: ZeRO 1 to 3, `recompute = layer`, one micro-batch or the most."""
@@ -215,14 +215,14 @@ class _Search:
         """The Program of these degrees. Layers of one block recompute the same, unless `layers` says otherwise."""
         program = self._compiled(self._ep_of(degrees), degrees.zero)
         assert program is not None
-        found = {
+        words = {
             name: {degrees.recompute[number] for number in numbers}
             for name, numbers in layers_by_block(program).items()
             if numbers
         }
-        if any(len(of) > 1 for of in found.values()):
+        if any(len(of) > 1 for of in words.values()):
             return self.place(self.spec, degrees)
-        blocks = (replace(b, recompute=next(iter(found.get(b.name, {b.recompute})))) for b in program.blocks)
+        blocks = (replace(b, recompute=next(iter(words.get(b.name, {b.recompute})))) for b in program.blocks)
         return replace(program, blocks=tuple(blocks), microbatches=degrees.microbatches)
 
     def _time(self, degrees: Degrees) -> tuple[float, ...]:

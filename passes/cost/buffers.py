@@ -117,7 +117,7 @@ class Buffers:
 
     def bytes(self, more: float = 0.0) -> Bytes:
         """Bytes by kind, with `more` bytes of work."""
-        found = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
+        sizes = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
         if more:
-            found["work"] = found.get("work", 0.0) + more
-        return Bytes(found)
+            sizes["work"] = sizes.get("work", 0.0) + more
+        return Bytes(sizes)

@@ -52,5 +52,5 @@ def reaches_of(program: Program) -> tuple[Reach, ...]:
     """How far the attention of its layers reaches, each once; none of a model of images."""
     if program.block(FORWARD).input("tokens") is None:
         return ()
-    found = {op.reach for block in program.blocks for op in block.ops if isinstance(op, Attention)}
-    return tuple(sorted(found))
+    reaches = {op.reach for block in program.blocks for op in block.ops if isinstance(op, Attention)}
+    return tuple(sorted(reaches))

@@ -61,10 +61,10 @@ def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
         for p, *elements in cost.elements():
             part = _part(p.name)
             parts[part] = parts.get(part, Elements()) + Elements(*elements)
-        each = sum(parts.values(), start=Elements())
-        whole += each.times(runs[name])
+        own = sum(parts.values(), start=Elements())
+        whole += own.times(runs[name])
         if numbers[name]:
-            layers.append(LayerElements(layers=tuple(numbers[name]), each=each, parts=parts))
+            layers.append(LayerElements(layers=tuple(numbers[name]), each=own, parts=parts))
         else:
             outside |= parts
     layers.sort(key=lambda layer: layer.layers)

@@ -30,8 +30,8 @@ def dense_changes(spec: Spec) -> Changes:
         return _others(spec, tp)
     sizes = shard_sizes(spec)
     fitting = [d for d in divisors(spec.cluster.ranks) if _divides(d, sizes) and not _sequence_left(spec, d)]
-    found = min(fitting, key=lambda d: ("batch" in _others(spec, d), _ratio(d, tp), d))
-    return {"tp": found, **_others(spec, found)}
+    best = min(fitting, key=lambda d: ("batch" in _others(spec, d), _ratio(d, tp), d))
+    return {"tp": best, **_others(spec, best)}
 
 
 def fitting_ep(spec: Spec, stated: Stated, mixtures: Mixtures) -> int:

@@ -158,11 +158,11 @@ class Op(ABC):
         return self.operator
 
     @classmethod
-    def taking(cls, given: Mapping[str, str]) -> dict[str, Any]:
+    def taking(cls, operands: Mapping[str, str]) -> dict[str, Any]:
         """The fields `operands` and `optional` of an op, from operands by the names that the class declares."""
         required, optional = operand_names(cls)
-        beside = tuple(name for name in optional if name in given)
-        return {"operands": tuple(given[name] for name in (*required, *beside)), "optional": beside}
+        beside = tuple(name for name in optional if name in operands)
+        return {"operands": tuple(operands[name] for name in (*required, *beside)), "optional": beside}
 
     def attributes(self) -> dict[str, Attribute]:
         """The op's attributes by name, in order."""

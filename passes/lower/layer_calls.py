@@ -15,8 +15,8 @@ def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], t
     """Calls `block` as layer `number`; returns its outputs. `to` names the first one, the residual stream."""
     b.blocks[block.name] = block
     names = [to, *(f"{output.role}_{number}" for output in block.outputs[1:])]
-    given = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
-    return [Output(name, output.role, number) for name, output in zip(given, block.outputs, strict=True)]
+    results = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
+    return [Output(name, output.role, number) for name, output in zip(results, block.outputs, strict=True)]
 
 
 def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:

@@ -17,8 +17,8 @@ UP = Matrices(1, 1, hidden=True)
 
 def parameters_of(body: Activated) -> dict[str, Any]:
     """The numbers that change a feed-forward's activation, as attributes of ops."""
-    given = {name: getattr(body, name) for name in ACTIVATIONS[body.word].parameters}
-    return {name: float(value) for name, value in given.items() if value is not None}
+    parameters = {name: getattr(body, name) for name in ACTIVATIONS[body.word].parameters}
+    return {name: float(value) for name, value in parameters.items() if value is not None}
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:

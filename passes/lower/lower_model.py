@@ -48,12 +48,12 @@ def lower(spec: Spec, tp: int = 1, ep_of: Mapping[int, int] | None = None) -> Pr
 def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
     subject, layers = spec.subject, distinct_layers(model.layers)
-    found = [
+    lowered = [
         with_update(_layer_block(spec, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
         for layer, numbers in layers
     ]
-    blocks = [block for block, *_ in found]
-    updates = [update for _, *rest in found for update in rest]
+    blocks = [block for block, *_ in lowered]
+    updates = [update for _, *rest in lowered for update in rest]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     balance = balance_blocks_of_tokens(model) if forward.output("balance") is not None else []
@@ -117,9 +117,9 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
     embedding = model.embedding
-    given = [of_tokens("segments")] if embedding.segments else []
-    given += [of_tokens("real")] if embedding.padding == "given" else []
-    b = Builder("forward", [input_of(model), *routes_input(layers), *given, *sequences], model.span())
+    marks = [of_tokens("segments")] if embedding.segments else []
+    marks += [of_tokens("real")] if embedding.padding == "given" else []
+    b = Builder("forward", [input_of(model), *routes_input(layers), *marks, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
         ids = patch_numbers(b, model, embedding)

@@ -54,9 +54,9 @@ class NumberSegments(TokenOp):
     """
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        (given,) = operands
-        require(given.dtype == "int64" and len(given.shape) == 2, self, "wants a whole number for each token")
-        return (Type(shape=given.shape, dtype="int64"),) * 2
+        (segments,) = operands
+        require(segments.dtype == "int64" and len(segments.shape) == 2, self, "wants a whole number for each token")
+        return (Type(shape=segments.shape, dtype="int64"),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Segments are counted from the start of a sequence.

@@ -62,10 +62,10 @@ class WindowLinear(Op):
     then: WindowFunction = "none"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        x, weight = given["x"], given["weight"]
+        by_name = self.named(operands)
+        x, weight = by_name["x"], by_name["weight"]
         require_window(self, x, weight.shape, self.positions)
-        biases = [given["bias"]] if "bias" in given else []
+        biases = [by_name["bias"]] if "bias" in by_name else []
         require(all(bias.shape == weight.shape[:1] for bias in biases), self, "wants a bias for each output")
         require(all(v.dtype == x.dtype for v in (weight, *biases)), self, "wants one dtype")
         out = weight.shape[0]

@@ -81,8 +81,8 @@ class Capacity(Op):
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
         """Nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
-        given = self.named(operands)
-        k, scored = given["experts"].shape[-1], given.get("starts") or given.get("logits")
+        by_name = self.named(operands)
+        k, scored = by_name["experts"].shape[-1], by_name.get("starts") or by_name.get("logits")
         experts = scored.shape[-1] if scored is not None else getattr(self, "num_experts", 0)
         if isinstance(k, int) and isinstance(experts, int) and self.eval_parts * k >= self.eval_whole * experts:
             return ""

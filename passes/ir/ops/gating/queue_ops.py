@@ -104,9 +104,9 @@ class KeepBest(Capacity):
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        experts, priorities = given["experts"], given.get("priorities")
-        self.require_setting([given["training"]] if "training" in given else [])
+        by_name = self.named(operands)
+        experts, priorities = by_name["experts"], by_name.get("priorities")
+        self.require_setting([by_name["training"]] if "training" in by_name else [])
         require_choices(self, experts)
         fits = priorities is None or (priorities.dtype != "int64" and priorities.shape == experts.shape)
         require(fits, self, "wants a priority of each choice, or none")
@@ -145,14 +145,16 @@ class Reroute(Capacity):
     score: Literal["softmax", "sigmoid"]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        logits, experts = given["logits"], given["experts"]
-        self.require_setting([given["training"]] if "training" in given else [])
+        by_name = self.named(operands)
+        logits, experts = by_name["logits"], by_name["experts"]
+        self.require_setting([by_name["training"]] if "training" in by_name else [])
         require_choices(self, experts, logits)
         require_scores(self, logits, "logits")
-        fits = "priorities" not in given or given["priorities"].shape == logits.shape[:-1]
+        fits = "priorities" not in by_name or by_name["priorities"].shape == logits.shape[:-1]
         require(fits, self, "wants a priority of each token, or none")
-        require("bias" not in given or given["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert")
+        require(
+            "bias" not in by_name or by_name["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert"
+        )
         return (Type(shape=experts.shape, dtype="int64"),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -190,13 +192,13 @@ class Renormalize(TokenOp):
         return own_tokens(self, 2, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        (weights, _), (given,) = operands, results
+        (weights, _), (result,) = operands, results
         choices, k = workload.count(weights), workload.shape(weights)[-1]
         keeps = (
-            workload.inner(given, "none", choices, "bool"),
-            workload.inner(given, "placed", choices, weights.dtype),
-            workload.inner(given, "sums", choices / k, weights.dtype),
-            workload.inner(given, "divisors", choices / k, weights.dtype),
+            workload.inner(result, "none", choices, "bool"),
+            workload.inner(result, "placed", choices, weights.dtype),
+            workload.inner(result, "sums", choices / k, weights.dtype),
+            workload.inner(result, "divisors", choices / k, weights.dtype),
         )
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=5)
 

@@ -53,8 +53,8 @@ class Placed(Op):
 
     def require_meshes(self, meshes: Meshes) -> None:
         """Requires degrees of the meshes. Raises `LayoutError`."""
-        own, found = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
-        if own != found or math.prod(self.levels) != meshes.dense.ranks:
+        own, sizes = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
+        if own != sizes or math.prod(self.levels) != meshes.dense.ranks:
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 
 
