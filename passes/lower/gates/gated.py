@@ -1,4 +1,4 @@
-"""What a gate is given, and what it gives."""
+"""The inputs of a gate, and its results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class GateInputs:
     """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`.
 
     `group` is the mixture's routing group. `ordered`: whether the order of a token's choices matters, to a capacity or
