@@ -37,7 +37,7 @@ class Bytes:
         return Bytes({t: self.of.get(t, 0.0) + other.of.get(t, 0.0) for t in (*self.of, *other.of)})
 
     def as_one(self, kind: MemoryKind) -> Bytes:
-        """The same bytes, all of one kind."""
+        """These bytes, all as one kind."""
         return Bytes({kind: self.total})
 
 

@@ -28,7 +28,7 @@ class ModelFlops:
 
     @classmethod
     def of_program(cls, program: Program, spec: Spec) -> ModelFlops:
-        """Of a placed Program, for the workload of its file."""
+        """The FLOPs of a placed Program, for the workload of its file."""
         workload = Workload.of(spec, program).even
         costs, total, attended = costs_of(program, workload), 0.0, defaultdict[Reach, float](float)
         reaches = reaches_of(program)

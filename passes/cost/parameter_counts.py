@@ -36,7 +36,7 @@ class LayerElements:
     """Equal layers: their numbers, the elements of one of them, and its parts by name (`attention`, `moe.experts`)."""
 
     layers: tuple[int, ...]
-    each: Elements
+    one_layer: Elements
     parts: dict[str, Elements]
 
 
@@ -64,7 +64,7 @@ def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
         own = sum(parts.values(), start=Elements())
         whole += own.times(runs[name])
         if numbers[name]:
-            layers.append(LayerElements(layers=tuple(numbers[name]), each=own, parts=parts))
+            layers.append(LayerElements(layers=tuple(numbers[name]), one_layer=own, parts=parts))
         else:
             outside |= parts
     layers.sort(key=lambda layer: layer.layers)

@@ -53,7 +53,7 @@ def _block_complaints(program: Program, block: Block, layers: Sequence[str], upd
 
 
 def _update_complaints(update: Block, is_layer: bool) -> Iterator[str]:
-    """What is wrong with a block that updates states."""
+    """The faults of a block that updates states."""
     if is_layer or update.update is not None:
         yield f"{update.name} is also a layer" if is_layer else f"{update.name} has a block that updates it"
     if [value.role for value in update.inputs] != ["counts"]:
@@ -74,7 +74,7 @@ def _update_complaints(update: Block, is_layer: bool) -> Iterator[str]:
 
 
 def _layer_complaints(program: Program, block: Block) -> Iterator[str]:
-    """What is wrong between a layer's block and the block that updates its states."""
+    """The faults between a layer's block and the block that updates its states."""
     update = program.block_map.get(block.update or "")
     if update is None:
         yield f"there is no block {block.update}"

@@ -12,7 +12,7 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
 
 UP = Matrices(1, 1, hidden=True)
-"""Of a gated feed-forward, both halves are matrices of their own."""
+"""Each half of a gated feed-forward is a matrix of its own."""
 
 
 def parameters_of(body: Activated) -> dict[str, Any]:

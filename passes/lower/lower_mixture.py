@@ -96,7 +96,7 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
-    """As many rows as there are choices that are kept."""
+    """Computes one row for each kept choice."""
     some_are_none = routed.some_are_none or routed.kept != routed.e
     sent, within = _sent(subject, moe, h), subject.within(moe.parts[0])
     if within is not None:  # all pairs of an outer and an inner expert

@@ -19,7 +19,7 @@ from moec.passes.lower.lower_frozen import freeze
 from moec.passes.lower.lower_head_mixture import attend_by_groups
 from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
-from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, of_tokens
+from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, token_input
 from moec.passes.lower.lower_mixture import mixture
 from moec.passes.lower.lower_norms import added, before, norm
 from moec.passes.lower.lower_pooled import Pooled
@@ -74,7 +74,7 @@ def _stated_context(spec: Spec) -> int | None:
 def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     model, replay = spec.model, spec.train is not None and spec.train.replay
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
-    beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
+    beside = {role: token_input(role) for role in _beside_residual(model, layer)}
     of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     if "real" in beside and not layer.attention.causal:
         of_texts["real"] = "real"
@@ -117,8 +117,8 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
     embedding = model.embedding
-    marks = [of_tokens("segments")] if embedding.segments else []
-    marks += [of_tokens("real")] if embedding.padding == "given" else []
+    marks = [token_input("segments")] if embedding.segments else []
+    marks += [token_input("real")] if embedding.padding == "given" else []
     b = Builder("forward", [input_of(model), *routes_input(layers), *marks, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):

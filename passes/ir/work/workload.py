@@ -53,13 +53,13 @@ class Workload:
 
     @classmethod
     def of_microbatch(cls, spec: Spec, program: Program) -> Workload:
-        """What a rank computes at a time: the batch of `of`, divided by the micro-batches of a step."""
+        """The workload of one micro-batch: the batch of `of`, divided by the micro-batches of a step."""
         whole = cls.of(spec, program)
         return replace(whole, batch=-(-whole.batch // program.microbatches))
 
     @property
     def even(self) -> Workload:
-        """The same batch with every expert equally loaded: the load of an average rank."""
+        """This workload with every expert equally loaded: that of an average rank."""
         return replace(self, exponent=0.0)
 
     @property

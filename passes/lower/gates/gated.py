@@ -39,7 +39,7 @@ class Gated:
     terms: tuple[tuple[str, float], ...] = ()
 
     def rounded(self, b: Builder, subject: Subject, span: Located) -> Gated:
-        """With weights rounded to the model's dtype, where routers have it; their tensor stays fp32."""
+        """Rounds the weights to the model's dtype, where routers have it; their tensor stays fp32."""
         if not subject.rounds_logits or subject.dtype == DType.FP32:
             return self
         return replace(self, w=b.one(RoundWeights, self.w, to="w", span=span, dtype=subject.dtype.value))

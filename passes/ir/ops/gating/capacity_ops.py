@@ -80,7 +80,7 @@ class Capacity(Op):
     least: Count
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
-        """Nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
+        """Costs nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
         by_name = self.named(operands)
         k, scored = by_name["experts"].shape[-1], by_name.get("starts") or by_name.get("logits")
         experts = scored.shape[-1] if scored is not None else getattr(self, "num_experts", 0)
