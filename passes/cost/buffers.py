@@ -90,10 +90,10 @@ class Buffers:
             return
         self.alias(saved, name)
         number = self._numbers[name]
-        before, of_value = self._tensors[number]
-        self._totals[before] -= of_value
-        self._totals[kind] += of_value
-        self._tensors[number] = kind, of_value
+        before, size = self._tensors[number]
+        self._totals[before] -= size
+        self._totals[kind] += size
+        self._tensors[number] = kind, size
 
     def is_shared(self, name: str) -> bool:
         """Whether the tensor has other names too."""

@@ -36,7 +36,7 @@ def dense_changes(spec: Spec) -> Changes:
 
 def fitting_ep(spec: Spec, stated: Stated, mixtures: Mixtures) -> int:
     """The degree nearest to `stated` that divides the ranks and the experts of all its layers."""
-    mine = [moe for moe, given, _ in mixtures if given == stated]
+    mine = [moe for moe, ep, _ in mixtures if ep == stated]
     common = math.gcd(spec.cluster.ranks, *(count for moe in mine for count in moe.counts))
     tp = dense_changes(spec).get("tp", number_of(spec.parallel.tp) or 1)
     near = [d for d in divisors(common) if all(_has_near_experts(spec, moe, tp, d) for moe in mine)]

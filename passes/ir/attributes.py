@@ -44,8 +44,8 @@ def _check_of(annotation: Any) -> Check:
     if origin is tuple and arguments[1:] == (...,):
         return _each(_check_of(arguments[0]))
     if origin in (Union, UnionType) and len(arguments) == 2 and arguments[1] is NoneType:
-        of_value = _check_of(arguments[0])
-        return lambda value: None if value is None else of_value(value)
+        check = _check_of(arguments[0])
+        return lambda value: None if value is None else check(value)
     return _SCALARS[annotation]
 
 

@@ -29,9 +29,9 @@ def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
     return [added if output is terms[0] else output for output in others if output not in terms[1:]]
 
 
-def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
+def forward_outputs(b: Builder, first: Output, layer_outputs: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
-    counts = [output for output in of_layers if output.role in COUNTS]
-    balances = [output.name for output in of_layers if output.role == "balance"]
+    counts = [output for output in layer_outputs if output.role in COUNTS]
+    balances = [output.name for output in layer_outputs if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
-    return [first, *balance, *given_routes(b, of_layers), *counts]
+    return [first, *balance, *given_routes(b, layer_outputs), *counts]

@@ -61,11 +61,11 @@ def balance_terms(b: Builder, moe: Moe | Moa, routed: Routed) -> list[str]:
     """The weighted balance terms of a mixture, of experts or of heads, and its gate's own terms, as one scalar, a sum
     over tokens; nothing without."""
     own = [*routed.gated.terms, *_gate_terms(b, moe.gate, routed)]
-    of_layer = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
-    if not of_layer and not own:
+    layer_terms = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
+    if not layer_terms and not own:
         return []
-    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in of_layer] + [name for name, _ in own]
-    weights = (*(term.weight for term in of_layer), *(weight for _, weight in own))
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in layer_terms] + [name for name, _ in own]
+    weights = (*(term.weight for term in layer_terms), *(weight for _, weight in own))
     span = moe.span("balance") or moe.gate.span()
     return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
 

@@ -75,18 +75,18 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
     model, replay = spec.model, spec.train is not None and spec.train.replay
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: token_input(role) for role in _beside_residual(model, layer)}
-    of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
+    marks: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     if "real" in beside and not layer.attention.causal:
-        of_texts["real"] = "real"
+        marks["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
     named = {role: value.name for role, value in beside.items()}
     parallel, others, of_heads = model.parallel_residual, list[Output](), list[Output]()
     h = before(b, model, "x", "attention")
     if isinstance(layer.attention, Moa):
         context = _stated_context(spec)
-        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, of_texts, context)
+        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, marks, context)
     else:
-        attended = attend(b, model, layer.attention, h, of_texts, _stated_context(spec))
+        attended = attend(b, model, layer.attention, h, marks, _stated_context(spec))
     residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
     h = h if parallel == "one_norm" else before(b, model, residual, "ffn")
     if layer.moe is None:
@@ -132,15 +132,15 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         beside = {"positions": handed["positions"]} if "positions" in handed else {}
         added = b.one(o.EmbedPositions, ids, learned, beside=beside, to="positions", span=line)
         x = b.one(o.Add, x, added, to="x", span=embedding.span())
-    of_layers, pooled = list[Output](), Pooled(b)
+    layer_outputs, pooled = list[Output](), Pooled(b)
     for number, block in enumerate(layers):
         handed["choices"] = choices[number]
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
-        of_layers += others
+        layer_outputs += others
         pooled.add(model.layers[number].moe, others)
-    of_layers += pooled.balance(handed.get("real"))
-    return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), of_layers))
+    layer_outputs += pooled.balance(handed.get("real"))
+    return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), layer_outputs))
 
 
 def _vectors(b: Builder, model: Model) -> tuple[str, str]:

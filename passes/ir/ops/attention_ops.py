@@ -35,12 +35,12 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
             layout = layout.replace(axis, None if alone else Shard(2))
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
-    of_tokens = layout.only(Shard(0))
+    token_layout = layout.only(Shard(0))
     of_heads = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
 
     def wanted(value: Value) -> Layout:
         if value.dtype == "int64":
-            return of_tokens
+            return token_layout
         return of_heads if len(value.shape) == 1 else layout
 
     return Placing(tuple(map(wanted, operands)), (layout,))

@@ -157,7 +157,7 @@ class SegmentLoss(Op):
         return elementwise(self, operands, results, workload, keeps=(fractions, *masks), forward=5, backward=2)
 
 
-def _require_segments(op: Op, of_tokens: Value, segments: Value, of: str = "experts") -> None:
-    fits = segments.dtype == "int64" and len(of_tokens.shape) == 3 and segments.shape == of_tokens.shape[:2]
+def _require_segments(op: Op, x: Value, segments: Value, of: str = "experts") -> None:
+    fits = segments.dtype == "int64" and len(x.shape) == 3 and segments.shape == x.shape[:2]
     require(fits, op, f"wants {of} and segments of the same tokens")
-    require(of != "experts" or of_tokens.dtype == "int64", op, "wants experts of each token")
+    require(of != "experts" or x.dtype == "int64", op, "wants experts of each token")

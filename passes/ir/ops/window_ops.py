@@ -35,10 +35,10 @@ class Windows(Op):
         return "`conv`, which sees neighbours in the sequence"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, *of_tokens = operands
+        x, *beside = operands
         batch, sequence, dim = x.shape
         assert isinstance(dim, int)
-        for numbers in of_tokens:
+        for numbers in beside:
             require_real(self, x, [numbers])
         return (Type(shape=(batch, sequence, (self.before + 1 + self.after) * dim), dtype=x.dtype),)
 

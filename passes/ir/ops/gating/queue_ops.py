@@ -159,8 +159,8 @@ class Reroute(Capacity):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         whole = grouped(self.group, meshes)
-        of_all = {"bias": REPLICATED, "training": REPLICATED}
-        return Placing(tuple(of_all.get(name, whole) for name in self.named(operands)), (whole, whole))
+        replicated = {"bias": REPLICATED, "training": REPLICATED}
+        return Placing(tuple(replicated.get(name, whole) for name in self.named(operands)), (whole, whole))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         logits, chosen, *_ = operands
@@ -228,17 +228,17 @@ class ChosenWeights(TokenOp):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (logits, _), (weights,) = operands, results
-        of_chosen, of_all = workload.count(weights), workload.count(logits)
-        kept = [workload.inner(weights, "indices", of_chosen, "int64")]
+        num_chosen, num_scores = workload.count(weights), workload.count(logits)
+        kept = [workload.inner(weights, "indices", num_chosen, "int64")]
         over_chosen = self.normalize or (self.order == "after" and self.score == "softmax")
         if not over_chosen and self.score == "softmax":
-            kept.append(workload.inner(weights, "scores", of_all, logits.dtype))
+            kept.append(workload.inner(weights, "scores", num_scores, logits.dtype))
         elif self.score == "none":
             pass
         elif self.scale == 1:
             kept += workload.keep(weights)
         else:
-            kept.append(workload.inner(weights, "unscaled", of_chosen, logits.dtype))
+            kept.append(workload.inner(weights, "unscaled", num_chosen, logits.dtype))
         if over_chosen and self.score == "sigmoid":
-            kept += (*workload.keep(logits), workload.inner(weights, "buffer", of_all, logits.dtype))
+            kept += (*workload.keep(logits), workload.inner(weights, "buffer", num_scores, logits.dtype))
         return elementwise(self, operands, results, workload, keeps=kept)
