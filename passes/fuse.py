@@ -83,7 +83,7 @@ def _stays_apart(mixture: _Mixture, makers: Mapping[str, Op]) -> bool:
 
 
 def _gate(choices: str, makers: Mapping[str, Op]) -> Op:
-    """The op that made choices, of which others may have left some out."""
+    """The gate that made the choices; ops behind it may have dropped some of them."""
     op = makers[choices]
     while (source := _source(op)) in makers:
         op = makers[source]

@@ -1,8 +1,8 @@
 """Changes to a file with which a step fits its device, found in the order of the estimated time of a step.
 
 The changes are every combination of `zero`, `recompute`, the numbers of micro-batches that divide a rank's sequences,
-and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. What
-is given was compiled, and its peak fits. Changes that leave `ROOM` of the device's memory come before others.
+and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. Each
+proposed change was compiled, and its peak fits. Changes that leave `ROOM` of the device's memory come before others.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _degrees_that_fit(search: _Search) -> Change | None:
 
 @dataclass
 class _Search:
-    """Combinations of degrees as a queue by time. It compiles once for each `ep` and `zero`: the others keep the ops.
+    """Combinations of degrees in a queue by time. It compiles once for each `ep` and `zero`: other words keep the ops.
 
     A combination is queued with one micro-batch. From 2 on, more micro-batches take less memory and more time, so the
     fewest that fit are found by halving, and queued again with their time.

@@ -32,7 +32,7 @@ def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
 
 
 def _advice(changes: Changes, *names: str) -> str:
-    """All changes if `tp` is one, as the others follow from it; otherwise those of `names`."""
+    """The changes of `names` in words; all changes if `tp` is one, since the others follow from it."""
     return written(changes if "tp" in changes else {name: changes[name] for name in names})
 
 

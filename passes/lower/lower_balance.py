@@ -30,11 +30,11 @@ from moec.passes.lower.gates.topology_gate import topology_loss
 class Routed:
     """The results of a mixture's gate, and `e`, its choices with −1 for padding tokens.
 
-    `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
-    those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
-    the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
-    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` before drops where `gated.w` are
-    others, those of experts that reroutes found, or divided by the sum of those with a place; None elsewhere.
+    `kept` are the choices that the experts get: `e`, or fewer where a capacity has queues of texts or in another order
+    than that of tokens. `real` names the marks of real tokens in a model with a padding id. `segments` names the
+    segments of the tokens where each is a routing group, else None. `outer`: the choices of outer experts in a mixture
+    of mixtures, which balance terms count. `chosen_w`: the weights of `e` before drops, where reroutes or
+    renormalisation have changed `gated.w`; else None.
     """
 
     gated: Gated

@@ -76,7 +76,7 @@ class AddBias(TokenOp):
 
 @op("activation", "x -> y")
 class Activation(TokenOp):
-    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`, the others as in `kind_of`."""
+    """`[…, parts, hidden]` → `[…, hidden]`, by a word of `ACTIVATIONS` with its parameters."""
 
     kind: ActivationName
     clamp: ActivationParameter = None

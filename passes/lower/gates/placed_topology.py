@@ -1,4 +1,4 @@
-"""Completes the gate `topology` with what it asks of the cluster, of `tp` and of `ep`."""
+"""Completes the gate `topology` with the cluster's levels, `tp` and `ep`."""
 
 # Annotations are evaluated where they stand, with no `from __future__`: nodes read them.
 

@@ -1,4 +1,4 @@
-"""Lowers `soft`: the slots that experts take, and what tokens take of them."""
+"""Lowers `soft`: experts compute slots, which are mixtures of tokens, and tokens mix the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues in another order than that of tokens: the ops that keep the choices with places, and priorities of tokens.
+"""Ops of queues that are not in token order: they compute priorities of tokens, and keep the choices with places.
 
 With priorities of tokens, all first choices of a routing group come before all second ones, as in `capacity_ops`. Among
 the j-th choices, the token with the highest priority comes first; equal ones are in token order. With priorities of
