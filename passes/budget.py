@@ -1,4 +1,4 @@
-"""budget: refuses a plan whose training step does not fit the device, and names the change that makes it fit."""
+"""budget: refuses a plan whose training step does not fit the device."""
 
 from __future__ import annotations
 
@@ -7,65 +7,53 @@ from dataclasses import dataclass
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
 from moec.grammar.spec import Spec, Train
 from moec.passes.cost.memory import Moment, memory_of
-from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import Program
-from moec.passes.remedies import ROOM, Change, Placing, first_that_fits, has_room, what_could_help
 
 LARGEST_KINDS = 3
 """Tenants that the message names."""
 
-NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {helps}or a smaller model"
+
+class OverBudgetError(DiagnosticError):
+    """MOE0501 without its help: the change with which a step fits is searched for outside of the passes."""
+
+    def with_help(self, help: str) -> DiagnosticError:
+        """The error as a user sees it."""
+        return DiagnosticError(diagnostic._replace(help=help) for diagnostic in self.diagnostics)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Compares the peak of a step of `spec.train` with the memory of `spec.cluster.device`. Changes nothing.
 
-    `place` compiles other Specs and degrees without this check, for the search of a remedy. A file without `train`, or
-    of a `layer`, does not say what a step is, and is not checked.
+    A file without `train`, or of a `layer`, does not say what a step is, and is not checked.
     """
 
     spec: Spec
-    degrees: Degrees
-    place: Placing
 
     def apply(self, program: Program) -> Program:
-        """Returns `program`. Raises `DiagnosticError` (MOE0501) if its step does not fit the device."""
+        """Returns `program`. Raises `OverBudgetError` if its step does not fit the device."""
         train = self.spec.train
         if train is not None and self.spec.has_model:
             peak = memory_of(program, self.spec).peak
             if peak.bytes.total > self.spec.cluster.device.memory:
-                raise DiagnosticError([self._refused(peak, train)])
+                raise OverBudgetError([_refused(self.spec, train, peak)])
         return program
 
-    def _refused(self, peak: Moment, train: Train) -> Diagnostic:
-        device, place = self.spec.cluster.device, self.spec.parallel.span() or self.spec.cluster.span()
-        largest = sorted(peak.bytes.of.items(), key=lambda kind: -kind[1])[:LARGEST_KINDS]
-        listed = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in largest)
-        labels = (
-            (device.span("memory"), f"{device.name} has {gigabytes(device.memory)}"),
-            (train.span("batch"), f"{train.batch} sequences over all ranks"),
-        )
-        found = first_that_fits(self.spec, self.degrees, self.place)
-        return diagnose(
-            "MOE0501",
-            place,
-            f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
-            labels=[Label(span=span, message=message) for span, message in labels if span is not None],
-            help=_advice(found, device.memory) if found else self._other_advice(),
-        )
 
-    def _other_advice(self) -> str:
-        """What to do where no change that was tried fits."""
-        helps = "".join(f"{change}, " for change in what_could_help(self.spec, self.degrees, self.place))
-        return NOTHING_FITS.format(helps=helps)
-
-
-def _advice(change: Change, memory: float) -> str:
-    """`set … : it fits (61.3 of 80 GB)`."""
-    fits = "it fits" if change.num_words == 1 else "they fit"
-    tight = "" if has_room(change.peak, memory) else f"; less than {ROOM:.0%} stay free, which a prediction may miss by"
-    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)}){tight}"
+def _refused(spec: Spec, train: Train, peak: Moment) -> Diagnostic:
+    device = spec.cluster.device
+    largest = sorted(peak.bytes.of.items(), key=lambda kind: -kind[1])[:LARGEST_KINDS]
+    listed = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in largest)
+    labels = (
+        (device.span("memory"), f"{device.name} has {gigabytes(device.memory)}"),
+        (train.span("batch"), f"{train.batch} sequences over all ranks"),
+    )
+    return diagnose(
+        "MOE0501",
+        spec.parallel.span() or spec.cluster.span(),
+        f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
+        labels=[Label(span=span, message=message) for span, message in labels if span is not None],
+    )
 
 
 def gigabytes(size: float, of: float | None = None) -> str:

@@ -52,25 +52,25 @@ class _Mixture:
 
 
 def _fused(block: Block) -> Block:
-    given = {value.name: op for op in block.ops for value in op.results}
+    makers = {value.name: op for op in block.ops for value in op.results}
     names = _Names(set(block.scope))
     replaced: dict[int, tuple[Op, ...]] = {}
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
-            mixture = _mixture(combine, given)
+            mixture = _mixture(combine, makers)
             if mixture is None:
                 continue
             # `mixture_mlp` saves a pre-activation for every choice, those of other parts' experts too.
-            of_part = isinstance(given.get(mixture.permute.operands[1]), SelectExperts)
-            if not mixture.out and not of_part and _stays_apart(mixture, given):
+            of_part = isinstance(makers.get(mixture.permute.operands[1]), SelectExperts)
+            if not mixture.out and not of_part and _stays_apart(mixture, makers):
                 continue
             replaced |= (_travelling if mixture.out or of_part else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
-                replaced |= {id(op): () for op in _largest_load(mixture.permute, given)}
-    return replace(block, ops=tuple(op for each in block.ops for op in replaced.get(id(each), (each,))))
+                replaced |= {id(op): () for op in _largest_load(mixture.permute, makers)}
+    return replace(block, ops=tuple(new for op in block.ops for new in replaced.get(id(op), (op,))))
 
 
-def _stays_apart(mixture: _Mixture, given: Mapping[str, Op]) -> bool:
+def _stays_apart(mixture: _Mixture, makers: Mapping[str, Op]) -> bool:
     """Whether `mixture_mlp` would not serve: it computes no empty places, and makes room for a row of each choice.
 
     Where a gate is `sparse`, a token has a choice of every expert, and most are −1.
@@ -79,14 +79,14 @@ def _stays_apart(mixture: _Mixture, given: Mapping[str, Op]) -> bool:
     if isinstance(experts, ExpertMlpPadded):
         return experts.all_places
     assert isinstance(permute, Permute)
-    return _gate(permute.operands[1], given).sparse
+    return _gate(permute.operands[1], makers).sparse
 
 
-def _gate(choices: str, given: Mapping[str, Op]) -> Op:
-    """The op that made choices, of which others may have left some out."""
-    op = given[choices]
-    while (source := _source(op)) in given:
-        op = given[source]
+def _gate(choices: str, makers: Mapping[str, Op]) -> Op:
+    """The gate that made the choices; ops behind it may have dropped some of them."""
+    op = makers[choices]
+    while (source := _source(op)) in makers:
+        op = makers[source]
     return op
 
 
@@ -95,23 +95,23 @@ def _source(op: Op) -> str:
     return op.operands[0] if isinstance(op, Conversion) else op.named(op.operands).get("experts", "")
 
 
-def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture | None:
-    """The mixture that ends in `combine`, found by following operands back; `given` maps a value to its op.
+def _mixture(combine: Op, makers: Mapping[str, Op]) -> _Mixture | None:
+    """The mixture that ends in `combine`, found by following operands back; `makers` maps a value to its op.
 
     None for experts without an activation, which have no fused form.
     """
-    back, experts = _journey(combine.operands[0], given)
+    back, experts = _journey(combine.operands[0], makers)
     if not isinstance(experts, Experts):
         return None
-    out, permute = _journey(experts.operands[0], given)
-    assert given[combine.operands[1]] is permute
+    out, permute = _journey(experts.operands[0], makers)
+    assert makers[combine.operands[1]] is permute
     return _Mixture(permute, out, experts, back, combine)
 
 
-def _journey(rows: str, given: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
+def _journey(rows: str, makers: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
     """The conversions of `rows`, in order, and the op that made the rows."""
     conversions: list[Op] = []
-    while isinstance(op := given[rows], Conversion):
+    while isinstance(op := makers[rows], Conversion):
         conversions.insert(0, op)
         rows = op.operands[0]
     return tuple(conversions), op
@@ -123,8 +123,8 @@ def _journey(rows: str, given: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
 def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
     chosen, kept = _kept(block, permute, names)
-    given = experts.named(experts.operands)
-    weights: dict[str, str] = {name: given[name] for name in given if name not in ("rows", "counts")}
+    by_name = experts.named(experts.operands)
+    weights: dict[str, str] = {name: by_name[name] for name in by_name if name not in ("rows", "counts")}
     fused = MixtureMlp(
         **MixtureMlp.taking(weights | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
         results=(*combine.results, permute.results[1]),
@@ -141,9 +141,9 @@ def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]
         assert isinstance(permute, Permute | PermuteDynamic)
         return experts, ()
     kept = replace(block.scope[experts], name=names.fresh("kept"))
-    given = permute.named(permute.operands)
+    by_name = permute.named(permute.operands)
     keep = KeepChoices(
-        **KeepChoices.taking({name: operand for name, operand in given.items() if name != "x"}),
+        **KeepChoices.taking({name: operand for name, operand in by_name.items() if name != "x"}),
         results=(kept,),
         span=permute.span,
         **permute.capacity(),
@@ -151,12 +151,12 @@ def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]
     return kept.name, (keep,)
 
 
-def _largest_load(permute: PermuteDynamic, given: Mapping[str, Op]) -> Iterator[Op]:
+def _largest_load(permute: PermuteDynamic, makers: Mapping[str, Op]) -> Iterator[Op]:
     """The ops that compute the number of places."""
-    op = given[permute.operands[2]]
+    op = makers[permute.operands[2]]
     while not isinstance(op, LargestLoad):
         yield op
-        op = given[op.operands[0]]
+        op = makers[op.operands[0]]
     yield op
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.spec import Spec
-from moec.passes.budget import Budget
+from moec.passes.budget import Budget, OverBudgetError
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
@@ -23,6 +23,7 @@ from moec.passes.place.place import Place
 from moec.passes.place.schedule import Schedule
 from moec.passes.place.shard import ShardLayouts
 from moec.passes.place.tensor_parallel import TensorParallel
+from moec.passes.remedies import advice
 
 
 class Pass(Protocol):
@@ -73,13 +74,8 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
         PassStep("fuse", Fuse().apply, ()),
         PassStep("partition", Partition().apply, (staged, has_interface)),
         PassStep("schedule", Schedule().apply, (scheduled,)),
-        PassStep("budget", Budget(spec, degrees, _placed).apply, ()),
+        PassStep("budget", Budget(spec).apply, ()),
     )
-
-
-def _placed(spec: Spec, degrees: Degrees) -> Program:
-    """The Program of `spec` before the budget."""
-    return compile_program(spec, "schedule", degrees).program
 
 
 def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees | None = None) -> Compilation:
@@ -88,11 +84,23 @@ def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees 
     `degrees`: others than those that `spec` states; they keep the rules of degrees.
     Raises `DiagnosticError` for a user's mistake, `InternalError` for a bug in moec.
     """
-    started = time.perf_counter()
     if degrees is None:
         require_supported(spec)
         degrees = choose_degrees(spec)
-    program = lower(spec, degrees)
+    try:
+        return _run_passes(spec, degrees, stop_after)
+    except OverBudgetError as refused:
+        raise refused.with_help(advice(spec, degrees, _placed)) from None
+
+
+def _placed(spec: Spec, degrees: Degrees) -> Program:
+    """The Program before the budget."""
+    return _run_passes(spec, degrees, "schedule").program
+
+
+def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compilation:
+    started = time.perf_counter()
+    program = lower(spec, degrees.tp, degrees.ep_of)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)

@@ -1,8 +1,8 @@
 """Changes to a file with which a step fits its device, found in the order of the estimated time of a step.
 
 The changes are every combination of `zero`, `recompute`, the numbers of micro-batches that divide a rank's sequences,
-and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. What
-is given was compiled, and its peak fits. Changes that leave `ROOM` of the device's memory come before others.
+and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. Each
+proposed change was compiled, and its peak fits. Changes that leave `ROOM` of the device's memory come before others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cached_property
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
+from moec.passes.budget import gigabytes
 from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
@@ -36,6 +37,8 @@ ROOM = 0.1
 """Part of a device's memory: predicted peaks were at most 9.3 % off the measured ones (benchmarks/bench_memory.py), and
 what a driver and communicators take is not in them."""
 
+NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {helps}or a smaller model"
+
 Placing = Callable[[Spec, Degrees], Program]
 """Compiles a Spec with these degrees."""
 
@@ -49,14 +52,24 @@ class Change:
     peak: float
 
 
+def advice(spec: Spec, degrees: Degrees, place: Placing) -> str:
+    """The help of MOE0501: ``set `zero = 1`: it fits (61.3 of 80 GB)``, or what may help where no change fits."""
+    change, memory = first_that_fits(spec, degrees, place), spec.cluster.device.memory
+    if change is None:
+        return NOTHING_FITS.format(helps="".join(f"{help}, " for help in what_could_help(spec, degrees, place)))
+    fits = "it fits" if change.num_words == 1 else "they fit"
+    tight = "" if has_room(change.peak, memory) else f"; less than {ROOM:.0%} stay free, which a prediction may miss by"
+    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)}){tight}"
+
+
 def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | None:
     """The first change with which a step fits the device; None if none does.
 
     Changes of degrees come in the order of `step_seconds`; then more ranks, with the file's own words; then the fewest
     ranks that fit with a change of degrees.
     """
-    if found := _degrees_that_fit(_Search(spec, degrees, place)):
-        return Change(f"set {found.text}", found.num_words, found.peak)
+    if change := _degrees_that_fit(_Search(spec, degrees, place)):
+        return Change(f"set {change.text}", change.num_words, change.peak)
     larger = [(more, own) for times in MORE_RANKS if (own := _degrees_of(more := _with_ranks(spec, times)))]
     peaks = {own.ranks: peak for more, own in larger if (peak := _peak(more, own, place))}
     if peaks:
@@ -65,8 +78,8 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
         return Change(f"use {ranks} ranks", 1, peaks[ranks])
     for more, own in larger:
         search = _Search(more, own, place)
-        if search.is_promising() and (found := _degrees_that_fit(search)):
-            return Change(f"use {own.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
+        if search.is_promising() and (change := _degrees_that_fit(search)):
+            return Change(f"use {own.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
     return None
 
 
@@ -111,7 +124,7 @@ def _degrees_that_fit(search: _Search) -> Change | None:
 
 @dataclass
 class _Search:
-    """Combinations of degrees as a queue by time. It compiles once for each `ep` and `zero`: the others keep the ops.
+    """Combinations of degrees in a queue by time. It compiles once for each `ep` and `zero`: other words keep the ops.
 
     A combination is queued with one micro-batch. From 2 on, more micro-batches take less memory and more time, so the
     fewest that fit are found by halving, and queued again with their time.
@@ -142,8 +155,8 @@ class _Search:
             _, place, degrees, fits = heapq.heappop(queue)
             if fits or self._fits(degrees):
                 yield degrees
-            elif found := self._with_more_parts(degrees, parts[1:]):
-                heapq.heappush(queue, (self._time(found), place, found, True))
+            elif smaller := self._with_more_parts(degrees, parts[1:]):
+                heapq.heappush(queue, (self._time(smaller), place, smaller, True))
 
     def is_promising(self) -> bool:
         """Whether a combination fits that saves most: ZeRO 1 to 3, `recompute = layer`, one micro-batch or the most."""
@@ -202,14 +215,14 @@ class _Search:
         """The Program of these degrees. Layers of one block recompute the same, unless `layers` says otherwise."""
         program = self._compiled(self._ep_of(degrees), degrees.zero)
         assert program is not None
-        found = {
+        words = {
             name: {degrees.recompute[number] for number in numbers}
             for name, numbers in layers_by_block(program).items()
             if numbers
         }
-        if any(len(of) > 1 for of in found.values()):
+        if any(len(of) > 1 for of in words.values()):
             return self.place(self.spec, degrees)
-        blocks = (replace(b, recompute=next(iter(found.get(b.name, {b.recompute})))) for b in program.blocks)
+        blocks = (replace(b, recompute=next(iter(words.get(b.name, {b.recompute})))) for b in program.blocks)
         return replace(program, blocks=tuple(blocks), microbatches=degrees.microbatches)
 
     def _time(self, degrees: Degrees) -> tuple[float, ...]:

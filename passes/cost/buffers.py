@@ -37,7 +37,7 @@ class Bytes:
         return Bytes({t: self.of.get(t, 0.0) + other.of.get(t, 0.0) for t in (*self.of, *other.of)})
 
     def as_one(self, kind: MemoryKind) -> Bytes:
-        """The same bytes, all of one kind."""
+        """These bytes, all as one kind."""
         return Bytes({kind: self.total})
 
 
@@ -90,10 +90,10 @@ class Buffers:
             return
         self.alias(saved, name)
         number = self._numbers[name]
-        before, of_value = self._tensors[number]
-        self._totals[before] -= of_value
-        self._totals[kind] += of_value
-        self._tensors[number] = kind, of_value
+        before, size = self._tensors[number]
+        self._totals[before] -= size
+        self._totals[kind] += size
+        self._tensors[number] = kind, size
 
     def is_shared(self, name: str) -> bool:
         """Whether the tensor has other names too."""
@@ -117,7 +117,7 @@ class Buffers:
 
     def bytes(self, more: float = 0.0) -> Bytes:
         """Bytes by kind, with `more` bytes of work."""
-        found = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
+        sizes = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
         if more:
-            found["work"] = found.get("work", 0.0) + more
-        return Bytes(found)
+            sizes["work"] = sizes.get("work", 0.0) + more
+        return Bytes(sizes)

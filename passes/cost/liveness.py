@@ -63,10 +63,10 @@ def steps_of(cost: BlockCost) -> tuple[Step, ...]:
     for op, of_op in cost.costs:
         names = op.named(op.operands)
         wanted = {operand for name, operand in names.items() if name not in op.constants and operand in graded}
-        given = [v for v in op.results if v.dtype != "int64"]
+        floating = [v for v in op.results if v.dtype != "int64"]
         if wanted:
-            graded.update(v.name for v in given)
-        wanted = {name for name in wanted if given and not isinstance(scope[name], State)}
+            graded.update(v.name for v in floating)
+        wanted = {name for name in wanted if floating and not isinstance(scope[name], State)}
         steps.append(
             Step(
                 op,
@@ -88,13 +88,13 @@ def last_uses(steps: Sequence[Step]) -> Mapping[str, int]:
 
 def savers(steps: Sequence[Step]) -> Mapping[int, list[str]]:
     """For each op, the tensors whose first saver it is: its backward is the last to read them."""
-    found: dict[int, list[str]] = {}
+    saved_first: dict[int, list[str]] = {}
     seen: set[str] = set()
     for index, step in enumerate(steps):
         new = [name for name in step.saved if name not in seen]
         seen.update(new)
-        found[index] = new
-    return found
+        saved_first[index] = new
+    return saved_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,10 @@ class Run:
 
 def _forward(cost: BlockCost, steps: Sequence[Step]) -> tuple[Bytes, Buffers]:
     """The worst moment of forward, and what is saved after it."""
-    alive, given = Buffers(), [output.name for output in cost.block.outputs]
-    kept = {*given, *(value.name for value in cost.block.inputs)}
+    alive, outputs = Buffers(), [output.name for output in cost.block.outputs]
+    kept = {*outputs, *(value.name for value in cost.block.inputs)}
     worst = largest(*(moment for _, moment in run_forward(steps, alive, kept)))
-    for name in given:
+    for name in outputs:
         alive.drop(name)
     return worst, alive
 

@@ -28,7 +28,7 @@ class ModelFlops:
 
     @classmethod
     def of_program(cls, program: Program, spec: Spec) -> ModelFlops:
-        """Of a placed Program, for the workload of its file."""
+        """The FLOPs of a placed Program, for the workload of its file."""
         workload = Workload.of(spec, program).even
         costs, total, attended = costs_of(program, workload), 0.0, defaultdict[Reach, float](float)
         reaches = reaches_of(program)
@@ -52,5 +52,5 @@ def reaches_of(program: Program) -> tuple[Reach, ...]:
     """How far the attention of its layers reaches, each once; none of a model of images."""
     if program.block(FORWARD).input("tokens") is None:
         return ()
-    found = {op.reach for block in program.blocks for op in block.ops if isinstance(op, Attention)}
-    return tuple(sorted(found))
+    reaches = {op.reach for block in program.blocks for op in block.ops if isinstance(op, Attention)}
+    return tuple(sorted(reaches))

@@ -116,7 +116,7 @@ def _decays(part: Part) -> bool:
 
 
 def _sgd_work(update: Update, parts: Sequence[Part]) -> float:
-    """The gradients to which the decay is added. Torch's own step, which has wide states, takes all of them at once."""
+    """Copies of the gradients to which the decay is added: of all at once in torch's own step, for wide states."""
     decaying = [part for part in parts if part.parameter.decays and update.optimizer.weight_decay]
     if not decaying:
         return 0.0
@@ -135,7 +135,7 @@ def _adafactor_work(_: Update, parts: Sequence[Part]) -> float:
 
 
 def _muon_work(_: Update, parts: Sequence[Part]) -> float:
-    """The matrices of a chunk, whole ones for each cut, and those of two iterations with their two products.
+    """A chunk's matrices, a whole copy of them for each cut, and the matrices and products of two iterations.
 
     On an accelerator the iteration is in bf16 (`runtime/optimizers/newton_schulz.py`).
     """

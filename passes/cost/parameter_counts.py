@@ -36,7 +36,7 @@ class LayerElements:
     """Equal layers: their numbers, the elements of one of them, and its parts by name (`attention`, `moe.experts`)."""
 
     layers: tuple[int, ...]
-    each: Elements
+    one_layer: Elements
     parts: dict[str, Elements]
 
 
@@ -61,10 +61,10 @@ def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
         for p, *elements in cost.elements():
             part = _part(p.name)
             parts[part] = parts.get(part, Elements()) + Elements(*elements)
-        each = sum(parts.values(), start=Elements())
-        whole += each.times(runs[name])
+        own = sum(parts.values(), start=Elements())
+        whole += own.times(runs[name])
         if numbers[name]:
-            layers.append(LayerElements(layers=tuple(numbers[name]), each=each, parts=parts))
+            layers.append(LayerElements(layers=tuple(numbers[name]), one_layer=own, parts=parts))
         else:
             outside |= parts
     layers.sort(key=lambda layer: layer.layers)
@@ -73,7 +73,7 @@ def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
 
 
 def _part(name: str) -> str:
-    """`attention.q.weight` is of `attention`, `moe.experts.up.weight` of `moe.experts`."""
+    """The part of a parameter: `attention` of `attention.q.weight`, `moe.experts` of `moe.experts.up.weight`."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if first == "moe" and len(rest) > 1 else first
 
@@ -99,14 +99,14 @@ def _listed(numbers: Iterable[float]) -> str:
 
 
 def _experts(moe: Moe, subject: Subject) -> int:
-    """Feed-forwards to choose from; those of an inner mixture count."""
+    """The number of feed-forwards to choose from, those of inner mixtures included."""
     within = [subject.within(part) for part in moe.parts]
     inner = [_experts(mixture, subject) if mixture else 1 for mixture in within]
     return sum(part.count * number for part, number in zip(moe.parts, inner, strict=True))
 
 
 def _chosen(moe: Moe, subject: Subject) -> float:
-    """Experts of a token; its mean number for `expert_choice`, all of them for gates that mix all."""
+    """The number of experts that a token uses: a mean for `expert_choice`, all for gates that mix all."""
     within = subject.within(moe.parts[0])
     return _choices(moe) * (_chosen(within, subject) if within else 1)
 

@@ -32,7 +32,7 @@ def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
 
 
 def _advice(changes: Changes, *names: str) -> str:
-    """All changes if `tp` is one, as the others follow from it; otherwise those of `names`."""
+    """The changes of `names` in words; all changes if `tp` is one, since the others follow from it."""
     return written(changes if "tp" in changes else {name: changes[name] for name in names})
 
 
@@ -59,9 +59,9 @@ def _mesh_problems(spec: Spec, mixtures: Mixtures, changes: Changes) -> Iterator
         )
     if ranks % tp:
         yield _not_whole(spec, parallel.span("tp"), tp, written(changes))
-    for _, given in stated_eps(spec):
-        if ranks % given.ep:
-            yield _not_whole(spec, given.span, given.ep, f"set `ep = {fitting_ep(spec, given, mixtures)}`")
+    for _, stated in stated_eps(spec):
+        if ranks % stated.ep:
+            yield _not_whole(spec, stated.span, stated.ep, f"set `ep = {fitting_ep(spec, stated, mixtures)}`")
 
 
 def _not_whole(spec: Spec, span: Span | None, degree: int, help: str) -> Diagnostic:
@@ -132,14 +132,14 @@ def _batch_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
         diagnose(
             "MOE0313",
             train.span("batch"),
-            f"{train.batch} {_of_batch(spec)} over {shares}",
+            f"{train.batch} {_sequences(spec)} over {shares}",
             labels=_cluster_label(spec),
             help=_advice(changes, "batch"),
         )
     ]
 
 
-def _of_batch(spec: Spec) -> str:
+def _sequences(spec: Spec) -> str:
     return "images" if spec.has_model and spec.model.length is not None else "sequences"
 
 
@@ -156,7 +156,7 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
             "MOE0330",
             parallel.span("microbatches"),
             f"{sequences} / {parts} is not whole",
-            labels=_label(spec.train.span("batch"), f"{sequences} {_of_batch(spec)} per data-parallel rank, of {dp}"),
+            labels=_label(spec.train.span("batch"), f"{sequences} {_sequences(spec)} per data-parallel rank, of {dp}"),
             help=_advice(changes, "microbatches") + ("" if "tp" in changes else f" or `batch = {more}`"),
         )
     ]
@@ -175,13 +175,13 @@ def _width_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
     advice = written(changes) if broken else ""
     if len({(node.span(name), size) for node, name, size in broken.values()}) == 1 and len(changes) == 1:
         advice += _wider(spec, *next(iter(broken.values())), tp)
-    found = []
+    problems = []
     for node, name, size in broken.values():
         what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
         labels = _label(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{what}")
         message = f"{size} / {tp} is not whole"
-        found.append(diagnose("MOE0318", spec.parallel.span("tp"), message, labels=labels, help=advice))
-    return list(dict.fromkeys(found))
+        problems.append(diagnose("MOE0318", spec.parallel.span("tp"), message, labels=labels, help=advice))
+    return list(dict.fromkeys(problems))
 
 
 def _wider(spec: Spec, node: Node, name: str, size: int, tp: int) -> str:

@@ -73,12 +73,12 @@ class Degrees(NamedTuple):
         return {layer: experts.ep for experts in self.experts for layer in experts.layers}
 
     def with_ep(self, ep: int) -> Degrees:
-        """The same with one `ep` for all layers with a mixture."""
+        """These degrees with one `ep` for all layers with a mixture."""
         layers = tuple(sorted(layer for experts in self.experts for layer in experts.layers))
         return self._replace(experts=(ExpertDegrees(layers, ep, self.ranks // ep),) if layers else ())
 
     def recomputing(self, word: Recompute) -> Degrees:
-        """The same where each layer computes `word` again, but for those with a word of their own in the file."""
+        """These degrees, where each layer recomputes `word`, unless the file has a word for that layer."""
         new = tuple(
             old if self._has_own(layer) else "none" if word == "experts" and layer not in self.ep_of else word
             for layer, old in enumerate(self.recompute)

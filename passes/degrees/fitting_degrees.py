@@ -30,13 +30,13 @@ def dense_changes(spec: Spec) -> Changes:
         return _others(spec, tp)
     sizes = shard_sizes(spec)
     fitting = [d for d in divisors(spec.cluster.ranks) if _divides(d, sizes) and not _sequence_left(spec, d)]
-    found = min(fitting, key=lambda d: ("batch" in _others(spec, d), _ratio(d, tp), d))
-    return {"tp": found, **_others(spec, found)}
+    best = min(fitting, key=lambda d: ("batch" in _others(spec, d), _ratio(d, tp), d))
+    return {"tp": best, **_others(spec, best)}
 
 
 def fitting_ep(spec: Spec, stated: Stated, mixtures: Mixtures) -> int:
     """The degree nearest to `stated` that divides the ranks and the experts of all its layers."""
-    mine = [moe for moe, given, _ in mixtures if given == stated]
+    mine = [moe for moe, ep, _ in mixtures if ep == stated]
     common = math.gcd(spec.cluster.ranks, *(count for moe in mine for count in moe.counts))
     tp = dense_changes(spec).get("tp", number_of(spec.parallel.tp) or 1)
     near = [d for d in divisors(common) if all(_has_near_experts(spec, moe, tp, d) for moe in mine)]

@@ -14,12 +14,12 @@ def near_problems(spec: Spec, tp: int, ep_of: Mapping[int, int]) -> list[Diagnos
 
     `ep_of` is the degree of each layer with a mixture.
     """
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for number, moe in enumerate(spec.subject.mixtures):
         if moe is not None and isinstance(moe.gate, Topology):
-            found += _unknown(spec, moe.gate)
-            found += _far(spec, moe, moe.gate, tp, ep_of[number])
-    return list(dict.fromkeys(found))
+            problems += _unknown(spec, moe.gate)
+            problems += _far(spec, moe, moe.gate, tp, ep_of[number])
+    return list(dict.fromkeys(problems))
 
 
 def _unknown(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:

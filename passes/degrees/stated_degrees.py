@@ -43,9 +43,9 @@ def data_parallel_size(spec: Spec) -> int:
 def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     """Every stated `ep` with its layers; for a layer with several, the last one counts."""
     every, parallel = range(spec.subject.depth), spec.parallel
-    given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
-    given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
-    return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
+    blocks: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
+    blocks += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
+    return [(layers, Stated(ep, span)) for layers, degree, span in blocks if (ep := number_of(degree)) is not None]
 
 
 def stated_names(spec: Spec) -> frozenset[str]:
@@ -68,15 +68,15 @@ def recomputed_of(spec: Spec) -> list[Recompute]:
     `experts` concerns the layers with a mixture; the others recompute nothing.
     """
     mixtures, parallel = spec.subject.mixtures, spec.parallel
-    found: list[Recompute] = ["none"] * len(mixtures)
+    words: list[Recompute] = ["none"] * len(mixtures)
     every = range(len(mixtures))
     for layers, word in ((every, parallel.recompute), *((b.layers or every, b.recompute) for b in parallel.layers)):
         assert word != "auto", "rejected earlier"
         if word is None:
             continue
         for number in layers:
-            found[number] = "none" if word == "experts" and mixtures[number] is None else word
-    return found
+            words[number] = "none" if word == "experts" and mixtures[number] is None else word
+    return words
 
 
 Mixtures = list[tuple[Moe, Stated | None, list[int]]]
@@ -87,16 +87,15 @@ def mixtures_of(spec: Spec) -> Mixtures:
     """Each distinct mixture with each `ep` stated for it, in the order of the layers."""
     mixtures = spec.subject.mixtures
     stated: list[Stated | None] = [None] * len(mixtures)
-    for layers, given in stated_eps(spec):
+    for layers, ep in stated_eps(spec):
         for number in layers:
-            stated[number] = given
-    found: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
+            stated[number] = ep
+    layers_of: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
     for number, moe in enumerate(mixtures):
         if moe is not None:
-            given_here = stated[number]
-            key = (id(moe), id(given_here))
-            found.setdefault(key, (moe, given_here, []))[2].append(number)
-    return list(found.values())
+            own = stated[number]
+            layers_of.setdefault((id(moe), id(own)), (moe, own, []))[2].append(number)
+    return list(layers_of.values())
 
 
 def divisors(n: int) -> list[int]:

@@ -44,18 +44,18 @@ def _check_of(annotation: Any) -> Check:
     if origin is tuple and arguments[1:] == (...,):
         return _each(_check_of(arguments[0]))
     if origin in (Union, UnionType) and len(arguments) == 2 and arguments[1] is NoneType:
-        of_value = _check_of(arguments[0])
-        return lambda value: None if value is None else of_value(value)
+        check = _check_of(arguments[0])
+        return lambda value: None if value is None else check(value)
     return _SCALARS[annotation]
 
 
 def _bounded(check: Check, bounds: Iterable[Any]) -> Check:
     def within(value: Any) -> Any:
-        found = check(value)
+        checked = check(value)
         for bound in bounds:
-            if complaint := bound.complaint(found):
+            if complaint := bound.complaint(checked):
                 raise ValueError(complaint)
-        return found
+        return checked
 
     return within
 
@@ -79,12 +79,12 @@ def _each(check: Check) -> Check:
 
 
 def _is(kind: type, words: str) -> Check:
-    def of_kind(value: Any) -> Any:
+    def require_kind(value: Any) -> Any:
         if type(value) is not kind:
             raise ValueError(f"must be {words}")
         return value
 
-    return of_kind
+    return require_kind
 
 
 def _number(value: Any) -> float:
@@ -109,26 +109,28 @@ def op_class(mnemonic: str) -> type[Op]:
     return Op.registry[mnemonic]
 
 
-def check_attributes(op: type[Op], given: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """`given`, checked against the types that `op` declares, with defaults for what is left out.
+def check_attributes(op: type[Op], attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    """`attributes`, checked against the types that `op` declares, with defaults for what is left out.
 
     Raises `UnreadableLineError`.
     """
     types, defaults = attribute_types(op), op.attribute_defaults()
-    for name in given:
+    for name in attributes:
         if name not in types:
             raise UnreadableLineError(f"{op.mnemonic} has no attribute {quoted(name)}{did_you_mean(name, types)}")
     checked: dict[str, Attribute] = {}
     for name, type_ in types.items():
-        if name not in given and name in defaults:
+        if name not in attributes and name in defaults:
             checked[name] = defaults[name]
             continue
-        if name not in given:
+        if name not in attributes:
             raise UnreadableLineError(f"{op.mnemonic} wants the attribute {name!r}")
         try:
-            checked[name] = type_(given[name])
+            checked[name] = type_(attributes[name])
         except ValueError as error:
-            raise UnreadableLineError(f"{op.mnemonic} has {name} = {quoted(str(given[name]))}: it {error}") from None
+            raise UnreadableLineError(
+                f"{op.mnemonic} has {name} = {quoted(str(attributes[name]))}: it {error}"
+            ) from None
     return checked
 
 

@@ -77,10 +77,10 @@ def layer_calls(program: Program) -> tuple[Call, ...]:
 
 def layers_by_block(program: Program) -> dict[str, list[int]]:
     """For each block, the numbers of the layers that run it; an empty list for other blocks."""
-    found: dict[str, list[int]] = {block.name: [] for block in program.blocks}
+    layers: dict[str, list[int]] = {block.name: [] for block in program.blocks}
     for call in layer_calls(program):
-        found[call.block].append(call.layer)
-    return found
+        layers[call.block].append(call.layer)
+    return layers
 
 
 def has_interface(program: Program) -> None:
@@ -118,8 +118,8 @@ def _require_counts(program: Program, forward: Block) -> None:
         for value, output in zip(call.results, program.block(call.block).outputs, strict=True)
         if output.role in COUNTS
     }
-    given = {(output.layer, output.name) for output in forward.outputs if output.role in COUNTS}
-    _require(given == counted, "forward does not give the counts that its layers give")
+    handed_on = {(output.layer, output.name) for output in forward.outputs if output.role in COUNTS}
+    _require(handed_on == counted, "forward does not give the counts that its layers give")
 
 
 def _require_settings(block: Block, *, in_layer: bool) -> None:
@@ -134,8 +134,8 @@ def _require_roles(block: Block) -> None:
     """Requires that inputs have different roles, outputs different keys, and all values the type of their role."""
     taken = [value.role for value in block.inputs]
     _require(len(set(taken)) == len(taken), f"{block.name} takes two inputs of one role, or without one")
-    given = [output.key for output in block.outputs]
-    _require(len(set(given)) == len(given), f"{block.name} gives two outputs of one role")
+    keys = [output.key for output in block.outputs]
+    _require(len(set(keys)) == len(keys), f"{block.name} gives two outputs of one role")
     for value in block.inputs:
         _require(value.role is not None, f"{block.name} takes %{value.name}, which has no role")
         assert value.role is not None
@@ -221,8 +221,8 @@ def _require_scalar(block: Block, first: Block, last: Block) -> None:
         assert value.role is not None
         same = first.input(value.role) or last.output(value.role) or value
         _require((same.shape, same.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
-    given = [output.key for output in block.outputs]
-    _require(given == [(gives, None, None)], f"{block.name} does not give one scalar, {gives}")
+    keys = [output.key for output in block.outputs]
+    _require(keys == [(gives, None, None)], f"{block.name} does not give one scalar, {gives}")
     _require(not block.parameters, f"{block.name} has parameters")
     reduced = not any(
         isinstance(p, Partial) for v in block.output_values() for _, p in (v.layout or REPLICATED).placements
@@ -231,17 +231,17 @@ def _require_scalar(block: Block, first: Block, last: Block) -> None:
 
 
 def _require_layer(block: Block) -> None:
-    taken, given = [value.role for value in block.inputs], [output.key for output in block.outputs]
+    taken, keys = [value.role for value in block.inputs], [output.key for output in block.outputs]
     takes = taken[:1] == ["residual"] and all(role is not None and ROLES[role].in_layers for role in taken[1:])
     _require(takes, f"{block.name} takes {_listed(taken)}")
-    gives = given[:1] == [("residual", None, None)] and set(given[1:]) <= {
+    gives = keys[:1] == [("residual", None, None)] and set(keys[1:]) <= {
         *((role, None, None) for role in COUNTS),
         ("balance", None, None),
         ("probabilities", None, None),
         ("counted", None, None),
         ("choices", None, None),
     }
-    _require(gives, f"{block.name} gives {_listed(role for role, *_ in given)}")
+    _require(gives, f"{block.name} gives {_listed(role for role, *_ in keys)}")
 
 
 def _require_gates_of_replay(block: Block) -> None:
@@ -259,8 +259,8 @@ def _require_handed_on(program: Program, call: Call, forward: Block) -> None:
     """Requires that `forward` passes its inputs on to a layer that has inputs of the same roles."""
     for name, value in zip(call.operands, program.block(call.block).inputs, strict=True):
         # A model numbers the segments that it is given.
-        given = None if value.role in (None, "residual", "segments") else forward.input(value.role)
-        right = given is None or given.name == name
+        same = None if value.role in (None, "residual", "segments") else forward.input(value.role)
+        right = same is None or same.name == name
         _require(right, f"forward hands layer {call.layer} %{name} as {value.role}")
 
 

@@ -62,11 +62,11 @@ class Layout:
             return cls()
         placements: dict[str, Placement] = {}
         for part in text.split(" "):
-            found = _PLACED.fullmatch(part)
-            if found is None or found["axis"] in placements:
+            match = _PLACED.fullmatch(part)
+            if match is None or match["axis"] in placements:
                 raise ValueError(f"{text!r} is no layout")
-            dim, reduce = found["dim"], found["reduce"]
-            placements[found["axis"]] = Shard(int(dim)) if dim else Partial(reduce)
+            dim, reduce = match["dim"], match["reduce"]
+            placements[match["axis"]] = Shard(int(dim)) if dim else Partial(reduce)
         return cls.of(placements)
 
     def get(self, axis: str) -> Placement | None:

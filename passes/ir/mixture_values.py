@@ -18,11 +18,11 @@ Permutation = Permute | PermutePadded | PermuteDynamic
 
 def choices_of(block: Block) -> Value | None:
     """The expert ids of each token's choices that the mixture uses, `[batch, sequence, k]`; None without a mixture."""
-    given = {value.name: op for op in block.ops for value in op.results}
+    makers = {value.name: op for op in block.ops for value in op.results}
     for op in block.ops:
         if isinstance(op, Permutation | MixtureMlp):
             chosen = op.operands[1]
-            part = given.get(chosen)
+            part = makers.get(chosen)
             return block.scope[part.operands[0] if isinstance(part, SelectExperts) else chosen]
     return None
 
@@ -54,12 +54,12 @@ class MixtureValues:
     @classmethod
     def of(cls, block: Block) -> tuple[MixtureValues, ...]:
         """The mixture values of `block`, one entry for each part of its experts; none without a mixture."""
-        given = {value.name: op for op in block.ops for value in op.results}
-        found = []
+        makers = {value.name: op for op in block.ops for value in op.results}
+        mixtures = []
         for op in block.ops:
             if isinstance(op, Combine | CombinePadded):
                 rows, positions, weights = op.operands
-                permute = given[positions]
+                permute = makers[positions]
                 assert isinstance(permute, Permutation)
                 num_experts = permute.results[1].shape[1]  # of the counts
                 assert isinstance(num_experts, int)
@@ -70,15 +70,15 @@ class MixtureValues:
                     positions=positions,
                     rows=rows,
                     mixed=op.results[0].name,
-                    of_rows=frozenset(_between(permute.results[0].name, rows, given)),
+                    of_rows=frozenset(_between(permute.results[0].name, rows, makers)),
                 )
-                found.append(own)
-        return tuple(found)
+                mixtures.append(own)
+        return tuple(mixtures)
 
 
-def _between(first: str, last: str, given: Mapping[str, Op]) -> Iterator[str]:
+def _between(first: str, last: str, makers: Mapping[str, Op]) -> Iterator[str]:
     """The names of the values from `last` back to `first`, by the first operands of their ops."""
     while last != first:
         yield last
-        last = given[last].operands[0]
+        last = makers[last].operands[0]
     yield first

@@ -132,9 +132,9 @@ class Op(ABC):
         return {}
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
-        """What makes a token's result depend on others in evaluation, in words of the language; empty if nothing does.
+        """The reason, in words of the language, why a token's result depends on other tokens in evaluation; else empty.
 
-        It cannot generate a token at a time. What attention remembers of the tokens before does not count.
+        An op with one cannot generate token by token. Earlier tokens that attention caches do not count.
         """
         return f"`{self.mnemonic}`, which looks at several tokens"
 
@@ -158,11 +158,11 @@ class Op(ABC):
         return self.operator
 
     @classmethod
-    def taking(cls, given: Mapping[str, str]) -> dict[str, Any]:
+    def taking(cls, operands: Mapping[str, str]) -> dict[str, Any]:
         """The fields `operands` and `optional` of an op, from operands by the names that the class declares."""
         required, optional = operand_names(cls)
-        beside = tuple(name for name in optional if name in given)
-        return {"operands": tuple(given[name] for name in (*required, *beside)), "optional": beside}
+        beside = tuple(name for name in optional if name in operands)
+        return {"operands": tuple(operands[name] for name in (*required, *beside)), "optional": beside}
 
     def attributes(self) -> dict[str, Attribute]:
         """The op's attributes by name, in order."""
@@ -191,7 +191,7 @@ class TokenOp(Op):
     """Base of ops that in evaluation compute a token from no other token."""
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
-        """Nothing."""
+        """Empty: there are none."""
         return ""
 
 

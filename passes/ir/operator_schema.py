@@ -26,8 +26,8 @@ def schema_of(op: type[Op], name: str | None = None, *, also: str = "", saved: b
     assert name or op.operator, op
     arguments = [*_arguments(op), *([also] if also else [])]
     results = [f"Tensor {result}" for result in (*op.gives.split(), *(op.saved.split() if saved else ()))]
-    given = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
-    return f"{name or op.operator}({', '.join(arguments)}) -> {given}"
+    kind = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
+    return f"{name or op.operator}({', '.join(arguments)}) -> {kind}"
 
 
 def _arguments(op: type[Op]) -> Iterator[str]:
@@ -82,9 +82,9 @@ def _torch_type(annotation: Any) -> str:
     """`int`, `float`, `bool`, `str`, a list of one of them, or `float?` where None is allowed."""
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
-        given, none = get_args(annotation)
+        kind, none = get_args(annotation)
         assert none is NoneType
-        return f"{_torch_type(given)}?"
+        return f"{_torch_type(kind)}?"
     if origin is Annotated:
         return _torch_type(get_args(annotation)[0])
     if origin is Literal:

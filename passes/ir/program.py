@@ -83,11 +83,11 @@ class Block:
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The frozen parameters (`@name`) and the values that are computed from these alone: none has a gradient."""
-        found = {f"@{p.name}" for p in self.parameters if p.frozen}
-        for op in self.ops if found else ():
-            if found.issuperset(op.operands):
-                found.update(value.name for value in op.results)
-        return frozenset(found)
+        frozen = {f"@{p.name}" for p in self.parameters if p.frozen}
+        for op in self.ops if frozen else ():
+            if frozen.issuperset(op.operands):
+                frozen.update(value.name for value in op.results)
+        return frozenset(frozen)
 
     def operands(self, op: Op) -> tuple[Value, ...]:
         """The values that `op` takes."""

@@ -71,26 +71,26 @@ class RoleSpec:
 _FLOATING = ("bf16", "fp16", "fp32", "fp64")
 
 
-def _of_tokens(doc: str, *, in_layers: bool = False) -> RoleSpec:
+def _per_token(doc: str, *, in_layers: bool = False) -> RoleSpec:
     """A whole number of each token."""
     return RoleSpec(f"{doc}, [batch, sequence]", ("batch", "sequence"), lies="sharded over dp", in_layers=in_layers)
 
 
 ROLES: Mapping[Role, RoleSpec] = {
-    "tokens": _of_tokens("token ids", in_layers=True),
+    "tokens": _per_token("token ids", in_layers=True),
     "images": RoleSpec(
         "pixels, [batch, channels, height, width]",
         ("batch", WIDTH, WIDTH, WIDTH),
         _FLOATING,
         "sharded over dp",
     ),
-    "positions": _of_tokens("the place of each token in its text", in_layers=True),
-    "segments": _of_tokens("which of several packed texts each token belongs to", in_layers=True),
-    "real": _of_tokens("1 for each token that is no padding, else 0", in_layers=True),
+    "positions": _per_token("the place of each token in its text", in_layers=True),
+    "segments": _per_token("which of several packed texts each token belongs to", in_layers=True),
+    "real": _per_token("1 for each token that is no padding, else 0", in_layers=True),
     "sequences": RoleSpec(
         "the number of each sequence in the global batch of the step, [batch]", ("batch",), lies="sharded over dp"
     ),
-    "keys": _of_tokens("a key of each token in this step, from which its random numbers are drawn", in_layers=True),
+    "keys": _per_token("a key of each token in this step, from which its random numbers are drawn", in_layers=True),
     "past": RoleSpec("keys and values of earlier tokens"),
     "labels": RoleSpec(
         f"the ids that the model is to predict, {IGNORED_LABEL} where none is, [batch, sequence]; classes [batch]",

@@ -25,11 +25,11 @@ def require_updates(program: Program, layers: Sequence[str]) -> None:
     """
     updates = update_blocks(program)
     for block in program.blocks:
-        for complaint in _of_block(program, block, layers, updates):
+        for complaint in _block_complaints(program, block, layers, updates):
             raise InternalError(f"in {block.name}: {complaint}")
 
 
-def _of_block(program: Program, block: Block, layers: Sequence[str], updates: Sequence[str]) -> Iterator[str]:
+def _block_complaints(program: Program, block: Block, layers: Sequence[str], updates: Sequence[str]) -> Iterator[str]:
     operands = {name for op in block.ops for name in op.operands}
     stored = {parameter.name for parameter in block.parameters} | {state.name for state in block.states}
     if len(stored) < len(block.parameters) + len(block.states):
@@ -43,17 +43,17 @@ def _of_block(program: Program, block: Block, layers: Sequence[str], updates: Se
         if f"^{state.name}" not in operands:
             yield f"no op reads ^{state.name}"
     if block.name in updates:
-        yield from _of_update(block, block.name in layers)
+        yield from _update_complaints(block, block.name in layers)
     elif block.states and block.name not in layers:
         yield f"^{block.states[0].name} is a state of no layer"
     elif block.states and block.update is None:
         yield f"no block updates ^{block.states[0].name}"
     if block.update is not None:
-        yield from _of_layer(program, block)
+        yield from _layer_complaints(program, block)
 
 
-def _of_update(update: Block, is_layer: bool) -> Iterator[str]:
-    """What is wrong with a block that updates states."""
+def _update_complaints(update: Block, is_layer: bool) -> Iterator[str]:
+    """The faults of a block that updates states."""
     if is_layer or update.update is not None:
         yield f"{update.name} is also a layer" if is_layer else f"{update.name} has a block that updates it"
     if [value.role for value in update.inputs] != ["counts"]:
@@ -73,8 +73,8 @@ def _of_update(update: Block, is_layer: bool) -> Iterator[str]:
             yield f"%{output.name} is not computed alike on every rank"
 
 
-def _of_layer(program: Program, block: Block) -> Iterator[str]:
-    """What is wrong between a layer's block and the block that updates its states."""
+def _layer_complaints(program: Program, block: Block) -> Iterator[str]:
+    """The faults between a layer's block and the block that updates its states."""
     update = program.block_map.get(block.update or "")
     if update is None:
         yield f"there is no block {block.update}"
@@ -84,13 +84,13 @@ def _of_layer(program: Program, block: Block) -> Iterator[str]:
         counts, taken = block.output("counts"), update.input("counts")
         if counts is None or taken is None or (counts.shape, counts.dtype) != (taken.shape, taken.dtype):
             yield f"{update.name} takes other counts than {block.name} gives"
-        elif not _of_each_rank(counts, program.mesh(block.experts or "dense")):
+        elif not _is_per_rank(counts, program.mesh(block.experts or "dense")):
             yield f"the layout of %{counts.name} is {counts.layout}: each rank must have its own"
-        elif not _of_each_rank(taken, program.mesh("dense")):
+        elif not _is_per_rank(taken, program.mesh("dense")):
             yield f"the layout of %{taken.name} of {update.name} is {taken.layout}: each rank must have its own"
 
 
-def _of_each_rank(counts: Value, mesh: Mesh) -> bool:
+def _is_per_rank(counts: Value, mesh: Mesh) -> bool:
     """Whether each rank is one source. Then a sum over all ranks of one mesh is a sum over those of another."""
     axes = mesh.wide_axes()
     layout = counts.layout or REPLICATED

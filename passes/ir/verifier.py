@@ -143,8 +143,8 @@ def evenly_cut(program: Program) -> None:
         for value in (*block.inputs, *block.parameters):
             partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
             of_balance = block.final or value.role == "balance"
-            given = of_balance and not value.shape and not isinstance(value, Parameter)
-            _check(not partial or given, block, f"{value.name} is given as a partial sum")
+            allowed = of_balance and not value.shape and not isinstance(value, Parameter)
+            _check(not partial or allowed, block, f"{value.name} is given as a partial sum")
 
 
 def connected(program: Program) -> None:
@@ -171,8 +171,8 @@ def connected(program: Program) -> None:
             _lie_as(block, op, op.results, placing.results)
             for name, over in zip(op.operands, sums, strict=True):
                 if not op.moves and name not in block.frozen and over != summed.get(name, _NOTHING):
-                    given = set(summed.get(name, _NOTHING))
-                    raise _failure(block, f"the gradient of {name} is summed over {given}, not {set(over)}", op)
+                    stated = set(summed.get(name, _NOTHING))
+                    raise _failure(block, f"the gradient of {name} is summed over {stated}, not {set(over)}", op)
             if isinstance(op, Conversion):
                 before = summed.get(op.operands[0], _NOTHING)
                 own = {op.axis} if op.partial_gradient else _NOTHING

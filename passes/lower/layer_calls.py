@@ -15,8 +15,8 @@ def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], t
     """Calls `block` as layer `number`; returns its outputs. `to` names the first one, the residual stream."""
     b.blocks[block.name] = block
     names = [to, *(f"{output.role}_{number}" for output in block.outputs[1:])]
-    given = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
-    return [Output(name, output.role, number) for name, output in zip(given, block.outputs, strict=True)]
+    results = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
+    return [Output(name, output.role, number) for name, output in zip(results, block.outputs, strict=True)]
 
 
 def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
@@ -29,9 +29,9 @@ def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
     return [added if output is terms[0] else output for output in others if output not in terms[1:]]
 
 
-def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
+def forward_outputs(b: Builder, first: Output, layer_outputs: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
-    counts = [output for output in of_layers if output.role in COUNTS]
-    balances = [output.name for output in of_layers if output.role == "balance"]
+    counts = [output for output in layer_outputs if output.role in COUNTS]
+    balances = [output.name for output in layer_outputs if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
-    return [first, *balance, *given_routes(b, of_layers), *counts]
+    return [first, *balance, *given_routes(b, layer_outputs), *counts]

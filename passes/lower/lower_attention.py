@@ -15,17 +15,17 @@ from moec.passes.lower.rotary import rotation, score_factor
 
 
 def attend(
-    b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str], context: int | None
+    b: Builder, model: Model, attention: Attention, h: str, marks: Mapping[str, str], context: int | None
 ) -> str:
     """Attention over h `[batch, sequence, dim]`; returns the name of what it adds to the residual stream.
 
-    `of_texts` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence,
+    `marks` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence,
     None where the file does not say it.
     """
     assert isinstance(attention, Gqa | Mha | Mla)
     make, span = latent_heads if isinstance(attention, Mla) else _heads, attention.span()
-    q, k, v = make(b, model, attention, h, of_texts, context)  # type: ignore[arg-type]
-    a = gated(b, model, attention, h, attended(b, model, attention, q, k, v, of_texts))
+    q, k, v = make(b, model, attention, h, marks, context)  # type: ignore[arg-type]
+    a = gated(b, model, attention, h, attended(b, model, attention, q, k, v, marks))
     heads, value_dim = b.scope[a].shape[2:]
     assert isinstance(heads, int)
     assert isinstance(value_dim, int)
@@ -35,18 +35,16 @@ def attend(
     return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
 
 
-def attended(
-    b: Builder, model: Model, attention: Attention, q: str, k: str, v: str, of_texts: Mapping[str, str]
-) -> str:
+def attended(b: Builder, model: Model, attention: Attention, q: str, k: str, v: str, marks: Mapping[str, str]) -> str:
     """The values that queries attend to, `[batch, sequence, heads, width of v]`, from q, k and v as `attention` says.
 
-    `of_texts` as in `attend`.
+    `marks` as in `attend`.
     """
     width, heads = (b.scope[q].shape[dim] for dim in (3, 2))
     assert isinstance(width, int)
     assert isinstance(heads, int)
     how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
-    beside = dict(of_texts)
+    beside = dict(marks)
     if attention.grid is not None:
         beside["segments"] = window_numbers(b, model, attention.grid, v)
     if attention.sinks:
@@ -72,7 +70,7 @@ def gated(b: Builder, model: Model, attention: Attention, h: str, a: str) -> str
 
 
 def _heads(
-    b: Builder, model: Model, attention: Gqa | Mha, h: str, of_texts: Mapping[str, str], context: int | None
+    b: Builder, model: Model, attention: Gqa | Mha, h: str, marks: Mapping[str, str], context: int | None
 ) -> tuple[str, str, str]:
     """Names of q, k and v `[batch, sequence, heads, head_dim]` of h `[batch, sequence, dim]`."""
     heads = attention.heads
@@ -80,19 +78,19 @@ def _heads(
     q = project(b, model, attention, h, "q", heads)
     k = project(b, model, attention, h, "k", kv_heads)
     v = clipped(b, attention, "v", project(b, model, attention, h, "v", kv_heads))
-    q, k = (placed(b, model, attention, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
+    q, k = (placed(b, model, attention, name, x, marks, context) for name, x in (("q", q), ("k", k)))
     return q, k, v
 
 
 def placed(
-    b: Builder, model: Model, attention: Attention, name: str, x: str, of_texts: Mapping[str, str], context: int | None
+    b: Builder, model: Model, attention: Attention, name: str, x: str, marks: Mapping[str, str], context: int | None
 ) -> str:
     """Heads x of queries or keys after their norm, `clip` and rotary positions, in the order that the file says."""
     if attention.qk_norm_place == "after_rope":
-        x = turned(b, attention, name, clipped(b, attention, name, x), of_texts, context)
+        x = turned(b, attention, name, clipped(b, attention, name, x), marks, context)
         return normed(b, model, attention, name, x)
     x = clipped(b, attention, name, normed(b, model, attention, name, x))
-    return turned(b, attention, name, x, of_texts, context)
+    return turned(b, attention, name, x, marks, context)
 
 
 def project(b: Builder, model: Model, attention: Gqa | Mha | Moa, h: str, name: str, heads: int) -> str:
@@ -123,16 +121,14 @@ def normed(b: Builder, model: Model, attention: Attention, name: str, x: str) ->
     return b.one(o.RmsNorm, x, weight, to=name, span=line, eps=model.norm.eps)
 
 
-def turned(
-    b: Builder, attention: Attention, name: str, x: str, of_texts: Mapping[str, str], context: int | None
-) -> str:
+def turned(b: Builder, attention: Attention, name: str, x: str, marks: Mapping[str, str], context: int | None) -> str:
     """Heads x with rotary positions, where there are any."""
     if attention.rope is None:
         return x
     width = b.scope[x].shape[3]
     assert isinstance(width, int)
     turning = rotation(attention.rope, width, context)
-    return b.one(o.Rope, x, beside=of_texts, to=name, span=attention.rope.span(), **turning)
+    return b.one(o.Rope, x, beside=marks, to=name, span=attention.rope.span(), **turning)
 
 
 def _scale(attention: Attention, width: int) -> float:

@@ -30,11 +30,11 @@ from moec.passes.lower.gates.topology_gate import topology_loss
 class Routed:
     """The results of a mixture's gate, and `e`, its choices with −1 for padding tokens.
 
-    `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
-    those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
-    the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
-    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` before drops where `gated.w` are
-    others, those of experts that reroutes found, or divided by the sum of those with a place; None elsewhere.
+    `kept` are the choices that the experts get: `e`, or fewer where a capacity has queues of texts or in another order
+    than that of tokens. `real` names the marks of real tokens in a model with a padding id. `segments` names the
+    segments of the tokens where each is a routing group, else None. `outer`: the choices of outer experts in a mixture
+    of mixtures, which balance terms count. `chosen_w`: the weights of `e` before drops, where reroutes or
+    renormalisation have changed `gated.w`; else None.
     """
 
     gated: Gated
@@ -60,17 +60,17 @@ class Routed:
 def balance_terms(b: Builder, moe: Moe | Moa, routed: Routed) -> list[str]:
     """The weighted balance terms of a mixture, of experts or of heads, and its gate's own terms, as one scalar, a sum
     over tokens; nothing without."""
-    own = [*routed.gated.terms, *_of_gate(b, moe.gate, routed)]
-    of_layer = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
-    if not of_layer and not own:
+    own = [*routed.gated.terms, *_gate_terms(b, moe.gate, routed)]
+    layer_terms = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
+    if not layer_terms and not own:
         return []
-    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in of_layer] + [name for name, _ in own]
-    weights = (*(term.weight for term in of_layer), *(weight for _, weight in own))
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in layer_terms] + [name for name, _ in own]
+    weights = (*(term.weight for term in layer_terms), *(weight for _, weight in own))
     span = moe.span("balance") or moe.gate.span()
     return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
 
 
-def _of_gate(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, float]]:
+def _gate_terms(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, float]]:
     """The term of a gate over the choices that are made, or given, in the end."""
     if isinstance(gate, PlacedTopology) and gate.weight:
         yield topology_loss(b, gate, routed.gated, routed.e, routed.beside), gate.weight
@@ -78,7 +78,7 @@ def _of_gate(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, floa
 
 def _switch_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     assert isinstance(term, SwitchLoss)
-    return _of_choices(b, moe.group, term, routed, counted_by(b, term, routed))
+    return _loss_of_choices(b, moe.group, term, routed, counted_by(b, term, routed))
 
 
 def counted_by(b: Builder, term: SwitchLoss, routed: Routed) -> str:
@@ -87,10 +87,10 @@ def counted_by(b: Builder, term: SwitchLoss, routed: Routed) -> str:
 
 
 def _gshard_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
-    return _of_choices(b, moe.group, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
+    return _loss_of_choices(b, moe.group, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
 
 
-def _of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: str) -> str:
+def _loss_of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: str) -> str:
     """`E · Σ fᵢ·Pᵢ` over each group, with fᵢ the share of the choices `e`."""
     p, span, to = routed.gated.p, term.span(), str(term.word)
     assert p is not None, "the language refuses a term over what the gate does not give"
@@ -148,7 +148,7 @@ def _variation(b: Builder, moe: Moe | Moa, term: Node, routed: Routed, parts: st
 
 def _sequence_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     """The switch loss of each sequence, over the k largest scores: DeepSeek-V3, eq. 17 to 20."""
-    return _of_choices(b, "sequence", term, routed, _largest_scores(b, term, routed))
+    return _loss_of_choices(b, "sequence", term, routed, _largest_scores(b, term, routed))
 
 
 def _largest_scores(b: Builder, term: Node, routed: Routed) -> str:

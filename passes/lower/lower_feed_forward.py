@@ -12,13 +12,13 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
 
 UP = Matrices(1, 1, hidden=True)
-"""Of a gated feed-forward, both halves are matrices of their own."""
+"""Each half of a gated feed-forward is a matrix of its own."""
 
 
 def parameters_of(body: Activated) -> dict[str, Any]:
     """The numbers that change a feed-forward's activation, as attributes of ops."""
-    given = {name: getattr(body, name) for name in ACTIVATIONS[body.word].parameters}
-    return {name: float(value) for name, value in given.items() if value is not None}
+    parameters = {name: getattr(body, name) for name in ACTIVATIONS[body.word].parameters}
+    return {name: float(value) for name, value in parameters.items() if value is not None}
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:

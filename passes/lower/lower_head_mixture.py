@@ -25,13 +25,13 @@ def attend_by_groups(
     moa: Moa,
     h: str,
     beside: Mapping[Role, str],
-    of_texts: Mapping[str, str],
+    marks: Mapping[str, str],
     context: int | None,
 ) -> tuple[str, list[Output]]:
     """Attention over h `[batch, sequence, dim]`: the name of what it adds to the residual stream, the counts of choices
     of each group, and the balance term of its gate if it has one.
 
-    `beside` names the layer's inputs beside the residual stream. `of_texts` and `context` are as in `attend`.
+    `beside` names the layer's inputs beside the residual stream. `marks` and `context` are as in `attend`.
     """
     routed = _routed(b, model.subject, moa, h, beside)
     width, span, e, w = moa.head_dim or model.dim // moa.heads, moa.span(), routed.e, routed.gated.w
@@ -48,8 +48,8 @@ def attend_by_groups(
     kv_heads = moa.kv_heads or moa.heads
     k = project(b, model, moa, h, "k", kv_heads)
     v = clipped(b, moa, "v", project(b, model, moa, h, "v", kv_heads))
-    q, k = (placed(b, model, moa, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
-    a = attended(b, model, moa, q, k, v, of_texts)
+    q, k = (placed(b, model, moa, name, x, marks, context) for name, x in (("q", q), ("k", k)))
+    a = attended(b, model, moa, q, k, v, marks)
     shape, init = (moa.experts, model.dim, moa.heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 2}, OUTPUTS)
     y = b.one(o.MixHeads, a, e, w, out, to="o", span=span, some_are_none=some_are_none)

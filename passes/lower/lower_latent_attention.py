@@ -18,7 +18,7 @@ HEADS_ARE_ROWS = Matrices(rows=2, hidden=True)
 
 
 def latent_heads(
-    b: Builder, model: Model, attention: Mla, h: str, of_texts: Mapping[str, str], context: int | None
+    b: Builder, model: Model, attention: Mla, h: str, marks: Mapping[str, str], context: int | None
 ) -> tuple[str, str, str]:
     """Names of q, k `[batch, sequence, heads, nope_dim + rope_dim]` and v `[…, value_dim]` of h `[…, dim]`.
 
@@ -58,6 +58,6 @@ def latent_heads(
     shared = biased(b.one(o.Linear, h, weight, to="k_rope", span=span), "k_rope")
     if attention.rope is not None:
         line, how = attention.rope.span(), rotation(attention.rope, turning, context)
-        q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **{**how, "start": own, "width": turning})
-        shared = b.one(o.Rope, shared, beside=of_texts, to="k_rope", span=line, **how)
+        q = b.one(o.Rope, q, beside=marks, to="q", span=line, **{**how, "start": own, "width": turning})
+        shared = b.one(o.Rope, shared, beside=marks, to="k_rope", span=line, **how)
     return q, b.one(o.JoinShared, k, shared, to="k", span=span), v

@@ -14,14 +14,14 @@ from moec.passes.lower.lower_images import images_of, patch_numbers
 TOKENS = ("batch", "sequence")
 
 
-def of_tokens(role: Role) -> Value:
+def token_input(role: Role) -> Value:
     """An input with one whole number per token, such as ids or labels. Its name is its role."""
     return Value(name=role, shape=TOKENS, dtype="int64", role=role)
 
 
 def input_of(model: Model) -> Value:
     """The first input of `forward`: ids of tokens, or images."""
-    return images_of(model.embedding) if isinstance(model.embedding, Patches) else of_tokens("tokens")
+    return images_of(model.embedding) if isinstance(model.embedding, Patches) else token_input("tokens")
 
 
 def loss_blocks(model: Model) -> list[Block]:
@@ -49,7 +49,7 @@ def balance_blocks_of_tokens(model: Model) -> list[Block]:
         count = b.block([Output(patches, "num_tokens")], final=True)
     elif padding == "given":
         span = model.embedding.span("padding")
-        count = _count_block("num_tokens", of_tokens("real"), o.CountRealTokens, "num_tokens", span, padding=0)
+        count = _count_block("num_tokens", token_input("real"), o.CountRealTokens, "num_tokens", span, padding=0)
     elif padding is None:
         count = _count_block("num_tokens", tokens, o.CountLabels, "num_tokens", model.span(), valid_only=False)
     else:

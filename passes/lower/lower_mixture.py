@@ -10,7 +10,7 @@ from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
-from moec.passes.lower.gates.gated import Given
+from moec.passes.lower.gates.gated import GateInputs
 from moec.passes.lower.gates.smear_gate import smear_mixture
 from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
@@ -59,13 +59,13 @@ def _without_choices(
 ) -> tuple[str, list[Output]]:
     """A mixture whose tokens choose no experts."""
     (part,), sent, counts = moe.parts, _sent(subject, moe, h), list[Output]()
-    given = Given(subject=subject, experts=part.count, h=h, beside=beside)
+    inputs = GateInputs(subject=subject, experts=part.count, h=h, beside=beside)
     if isinstance(gate, Soft):
-        mixed, rows = soft_mixture(b, gate, given, lambda rows: apply_experts(b, replace(sent, rows=rows)))
+        mixed, rows = soft_mixture(b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows)))
         counts.append(Output(rows, "counts"))
     else:
         weights, biases, numbers = activated_weights(b, sent, shard={})
-        mixed = smear_mixture(b, gate, given, weights, biases, numbers, part.span())
+        mixed = smear_mixture(b, gate, inputs, weights, biases, numbers, part.span())
     mixed = b.scaled(mixed, scale_of(part.body), part.span())
     return beside_experts(b, subject, moe, h, mixed), counts
 
@@ -96,7 +96,7 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
-    """As many rows as there are choices that are kept."""
+    """Computes one row for each kept choice."""
     some_are_none = routed.some_are_none or routed.kept != routed.e
     sent, within = _sent(subject, moe, h), subject.within(moe.parts[0])
     if within is not None:  # all pairs of an outer and an inner expert
@@ -147,17 +147,17 @@ def _kept(b: Builder, moe: Moe, routed: Routed) -> str:
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
-    span, given = moe.span("capacity"), windows(b, moe.parts[0].body, h)
+    span, vectors = moe.span("capacity"), windows(b, moe.parts[0].body, h)
     if isinstance(moe.capacity, Factor):
         rows, counts, positions = b.add(
-            o.PermutePadded, given, routed.kept, starts_of(b, moe, routed.kept), beside=varying(b, moe),
+            o.PermutePadded, vectors, routed.kept, starts_of(b, moe, routed.kept), beside=varying(b, moe),
             to="rows counts positions", span=span, **capacity_of(moe),
         )  # fmt: skip
     else:
         chosen = _kept(b, moe, routed)
         places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=routed.experts)
         rows, counts, positions = b.add(
-            o.PermuteDynamic, given, chosen, places, to="rows counts positions", span=span, num_experts=routed.experts
+            o.PermuteDynamic, vectors, chosen, places, to="rows counts positions", span=span, num_experts=routed.experts
         )
     y = apply_experts(b, _sent(subject, moe, rows))
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.device_groups import with_device_groups
 from moec.grammar.spec import Conv, Layer, Moa, Model, Patches, Spec, Subject, distinct_layers
-from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
@@ -20,7 +19,7 @@ from moec.passes.lower.lower_frozen import freeze
 from moec.passes.lower.lower_head_mixture import attend_by_groups
 from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
-from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, of_tokens
+from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, token_input
 from moec.passes.lower.lower_mixture import mixture
 from moec.passes.lower.lower_norms import added, before, norm
 from moec.passes.lower.lower_pooled import Pooled
@@ -28,20 +27,19 @@ from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
 
-def lower(spec: Spec, degrees: Degrees | None = None) -> Program:
+def lower(spec: Spec, tp: int = 1, ep_of: Mapping[int, int] | None = None) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
     loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
-    groups to the stated `ep`, and for the gate `topology`, which asks where ranks are: by `degrees`, or
-    by those of the file.
+    groups to the stated `ep`, and for the gate `topology`, whose formula has `tp` and the `ep` of its layer.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for words that no pass compiles yet, so later passes never see them.
     """
     require_supported(spec)
-    spec = with_places(with_device_groups(spec), degrees)
+    spec = with_places(with_device_groups(spec), tp, ep_of or {})
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     blocks = freeze(blocks, spec.train.frozen if spec.train else ())
     return Program(name=spec.subject.name, blocks=tuple(blocks))
@@ -50,12 +48,12 @@ def lower(spec: Spec, degrees: Degrees | None = None) -> Program:
 def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
     subject, layers = spec.subject, distinct_layers(model.layers)
-    found = [
+    lowered = [
         with_update(_layer_block(spec, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
         for layer, numbers in layers
     ]
-    blocks = [block for block, *_ in found]
-    updates = [update for _, *rest in found for update in rest]
+    blocks = [block for block, *_ in lowered]
+    updates = [update for _, *rest in lowered for update in rest]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     balance = balance_blocks_of_tokens(model) if forward.output("balance") is not None else []
@@ -76,19 +74,19 @@ def _stated_context(spec: Spec) -> int | None:
 def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     model, replay = spec.model, spec.train is not None and spec.train.replay
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
-    beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
-    of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
+    beside = {role: token_input(role) for role in _beside_residual(model, layer)}
+    marks: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     if "real" in beside and not layer.attention.causal:
-        of_texts["real"] = "real"
+        marks["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
     named = {role: value.name for role, value in beside.items()}
     parallel, others, of_heads = model.parallel_residual, list[Output](), list[Output]()
     h = before(b, model, "x", "attention")
     if isinstance(layer.attention, Moa):
         context = _stated_context(spec)
-        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, of_texts, context)
+        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, marks, context)
     else:
-        attended = attend(b, model, layer.attention, h, of_texts, _stated_context(spec))
+        attended = attend(b, model, layer.attention, h, marks, _stated_context(spec))
     residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
     h = h if parallel == "one_norm" else before(b, model, residual, "ffn")
     if layer.moe is None:
@@ -119,9 +117,9 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
     embedding = model.embedding
-    given = [of_tokens("segments")] if embedding.segments else []
-    given += [of_tokens("real")] if embedding.padding == "given" else []
-    b = Builder("forward", [input_of(model), *routes_input(layers), *given, *sequences], model.span())
+    marks = [token_input("segments")] if embedding.segments else []
+    marks += [token_input("real")] if embedding.padding == "given" else []
+    b = Builder("forward", [input_of(model), *routes_input(layers), *marks, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
         ids = patch_numbers(b, model, embedding)
@@ -134,15 +132,15 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         beside = {"positions": handed["positions"]} if "positions" in handed else {}
         added = b.one(o.EmbedPositions, ids, learned, beside=beside, to="positions", span=line)
         x = b.one(o.Add, x, added, to="x", span=embedding.span())
-    of_layers, pooled = list[Output](), Pooled(b)
+    layer_outputs, pooled = list[Output](), Pooled(b)
     for number, block in enumerate(layers):
         handed["choices"] = choices[number]
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
-        of_layers += others
+        layer_outputs += others
         pooled.add(model.layers[number].moe, others)
-    of_layers += pooled.balance(handed.get("real"))
-    return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), of_layers))
+    layer_outputs += pooled.balance(handed.get("real"))
+    return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), layer_outputs))
 
 
 def _vectors(b: Builder, model: Model) -> tuple[str, str]:

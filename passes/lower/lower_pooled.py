@@ -34,11 +34,11 @@ class Pooled:
     p: str = ""
     choices: str = ""
 
-    def add(self, moe: Moe | None, given: Sequence[Output]) -> None:
+    def add(self, moe: Moe | None, outputs: Sequence[Output]) -> None:
         """Adds what the call of a layer gave."""
         if moe is None or (term := moe.pooled) is None:
             return
-        names = {output.role: output.name for output in given}
+        names = {output.role: output.name for output in outputs}
         p, span = names["probabilities"], term.span()
         choices = self.b.one(
             o.CountChoices, names["counted"], to="choices", span=span, num_experts=moe.num_experts, group=moe.group

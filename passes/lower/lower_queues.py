@@ -44,8 +44,8 @@ def varying(b: Builder, moe: Moe) -> dict[str, str]:
 
 
 def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
-    """The choices after drops where queues are not in token order or are those of texts, or after reroutes, or where
-    weights follow from drops: these divided by the sum of those that found a place."""
+    """The choices after drops, where an op beside the permutation drops them: in queues of texts or in another order
+    than that of tokens, by reroutes, and where the kept weights are divided by their sum."""
     placed, capacity = _placed(b, moe, routed, beside), moe.capacity
     if not (isinstance(capacity, Factor) and capacity.renormalize):
         return placed

@@ -40,9 +40,9 @@ def choices_of_layers(b: Builder, layers: Sequence[Block]) -> list[str]:
     return names
 
 
-def given_routes(b: Builder, of_layers: Sequence[Output]) -> list[Output]:
+def given_routes(b: Builder, layer_outputs: Sequence[Output]) -> list[Output]:
     """The output `routes` of `forward`, from the choices that layers give."""
-    choices = [output.name for output in of_layers if output.role == "choices"]
+    choices = [output.name for output in layer_outputs if output.role == "choices"]
     if not choices:
         return []
     most = max(width for name in choices if isinstance(width := b.scope[name].shape[-1], int))

@@ -30,11 +30,11 @@ def _moved_bias(block: Block, gate: Node, rate: float, name: str) -> Block:
     """The block that moves the gate's biases by the rows that each expert got in the step."""
     counts, span = block.output("counts"), gate.span("bias")
     assert counts is not None
-    given = Value(name="counts", shape=counts.shape, dtype=counts.dtype, role="counts")
-    b = Builder(name, [given], span)
+    loads_input = Value(name="counts", shape=counts.shape, dtype=counts.dtype, role="counts")
+    b = Builder(name, [loads_input], span)
     (experts,) = next(state.shape for state in block.states if state.name == BIAS)
     assert isinstance(experts, int)
     bias = b.state(BIAS, (experts,), span)
-    loads = b.one(SumSources, given.name, to="loads", span=span)
+    loads = b.one(SumSources, loads_input.name, to="loads", span=span)
     moved = b.one(MoveBias, bias, loads, to="moved", span=span, rate=rate)
     return b.block([Output(moved, "state", state=BIAS)], final=True)

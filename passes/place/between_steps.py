@@ -18,8 +18,8 @@ def conversions_between(layout: Layout, wanted: Layout) -> Iterator[Conversion]:
     Raises `LayoutError` where there is none.
     """
     for step in steps_between(layout, wanted):
-        found = matching("dense", step.axis, layout.get(step.axis), step.target, partial_gradient=False)
-        if not found:
+        conversions = matching("dense", step.axis, layout.get(step.axis), step.target, partial_gradient=False)
+        if not conversions:
             raise LayoutError(f"no conversion from {layout} to {step.axis}:{step.target}")
-        yield found[0]
+        yield conversions[0]
         layout = layout.replace(step.axis, step.target)

@@ -1,4 +1,4 @@
-"""Which ranks of a cluster are processes of one machine: what a launcher counts as nodes and processes."""
+"""The ranks of a cluster that are processes of one machine, which launchers count as nodes and processes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ class Place:
 
     Layers with the same expert degrees use one expert mesh, and so its groups. A block lies on one mesh and recomputes
     one part of itself: identical layers with different degrees, or a different `recompute`, get separate blocks.
-
     """
 
     degrees: Degrees
@@ -47,7 +46,7 @@ def _expert_mesh(experts: ExpertDegrees) -> Mesh:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a block has besides its ops: the expert mesh of its mixture, if any, and what its backward recomputes."""
+    """A block's expert mesh, None without a mixture, and the part of the block that its backward recomputes."""
 
     experts: str | None
     recompute: Recompute

@@ -22,11 +22,11 @@ def _levels(levels: tuple[Level, ...], ranks: int) -> tuple[Level, ...]:
     if not levels:
         return (Level(name="rank", size=ranks),)
     *inside, outermost = levels
-    left, found = ranks, list[Level]()
+    left, used = ranks, list[Level]()
     for level in inside:
         size = level.size if left % level.size == 0 else left
         if level.size % size:
             return (outermost.replace(size=ranks),)
-        found.append(level.replace(size=size))
+        used.append(level.replace(size=size))
         left //= size
-    return (*found, outermost.replace(size=left))
+    return (*used, outermost.replace(size=left))

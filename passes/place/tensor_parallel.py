@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moec.passes.ir import Block, Op, Program, Value
+from moec.passes.ir import Block, Op, Parameter, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.ir.value import promoted
-
-KV_PARAMETERS = ("@attention.k.weight", "@attention.v.weight", "@attention.k.bias", "@attention.v.bias")
-KV_NORM = "@attention.k_norm.weight"
-"""With two dims, `[heads, head_dim]`, it has a weight for each kv head, and is repeated like the kv heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +35,25 @@ def _rewrite(program: Program, block: Block, tp: int) -> Block:
         assert isinstance(vocab, int)
         whole = len(logits.shape) == 2 or vocab % tp  # classes of images are on every rank
         return block if whole else _Rewriter(program, block).run(_cross_entropy_in_parts)
-    kv = block.scope.get(KV_PARAMETERS[0])
-    heads = kv.shape[0] if kv is not None else tp
+    attention = next((op for op in block.ops if isinstance(op, o.Attention)), None)
+    heads = block.scope[attention.keys_and_values[0]].shape[2] if attention is not None else tp
     assert isinstance(heads, int)
-    if heads % tp == 0:
+    if attention is None or heads % tp == 0:
         return block
-    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv_heads(rewriter, op, tp // heads))
+    weights = _kv_weights(block, attention)
+    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv_heads(rewriter, op, weights, tp // heads))
+
+
+def _kv_weights(block: Block, attention: o.Attention) -> dict[str, Parameter]:
+    """The parameters that have a part for each kv head: of the ops whose results are heads of keys or values."""
+    heads = set(attention.keys_and_values)
+    weights: dict[str, Parameter] = {}
+    for op in reversed(block.ops):
+        if heads & {result.name for result in op.results}:
+            operands = dict(zip(op.operands, block.operands(op), strict=True))
+            heads |= {name for name, value in operands.items() if len(value.shape) == 4}
+            weights |= {n: v for n, v in operands.items() if isinstance(v, Parameter) and len(v.shape) > 1}
+    return weights
 
 
 class _Rewriter:
@@ -82,15 +91,14 @@ class _Rewriter:
         return to
 
 
-def _repeat_kv_heads(rewriter: _Rewriter, op: Op, copies: int) -> None:
+def _repeat_kv_heads(rewriter: _Rewriter, op: Op, weights: Mapping[str, Parameter], copies: int) -> None:
     operands = list(op.operands)
     for i, operand in enumerate(operands):
-        of_all_heads = operand == KV_NORM and len(rewriter.scope[operand].shape) == 2
-        if operand in KV_PARAMETERS or of_all_heads:
-            stem = operand.removeprefix("@attention.").replace(".", "_")
+        if operand in weights:
+            stem = "_".join(operand.split(".")[-2:])
             operands[i] = rewriter.one(o.RepeatHeads, [operand], f"{stem}_copies", op, copies=copies)
-        if operand in KV_PARAMETERS:
-            operands[i] = rewriter.one(o.Slice, [operands[i]], f"{stem}_copy", op, axis="tp", dim=0)
+            if weights[operand].shard:
+                operands[i] = rewriter.one(o.Slice, [operands[i]], f"{stem}_copy", op, axis="tp", dim=0)
     rewriter.append(replace(op, operands=tuple(operands)))
 
 

@@ -30,5 +30,5 @@ def warn_of_equal(step: BatchAgreed) -> None:
 
 GUARD = Guard(
     event=BatchAgreed, look=warn_of_equal, number=mark_of,
-    when=lambda step: step.data_size > 1, once="equal batches", waits=True,
+    when=lambda step: step.data_size > 1, once="equal batches",
 )  # fmt: skip

@@ -6,37 +6,46 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from moec.runtime.guards import equal_batches, first_batch, mean_losses, padded_labels, rank_means, tp_losses
-from moec.runtime.guards.guard import BatchAgreed, Guard, LogitsGiven, LossComputed, StepBegins, StepEnds
+from moec.runtime.guards import (
+    equal_batches,
+    first_batch,
+    layer_hosts,
+    mean_losses,
+    padded_labels,
+    rank_means,
+    tp_losses,
+)
+from moec.runtime.guards.finite_steps import GRADIENT, GRADIENTS, LOSS, NORM
+from moec.runtime.guards.finite_values import ROUTERS, STATES, TOKENS
+from moec.runtime.guards.guard import BatchAgreed, Event, Guard
+from moec.runtime.guards.layer_weights import NARROWED, UNTOLD
 from moec.runtime.guards.leftover_gradients import AFTER_ERROR, LEFTOVER
 from moec.runtime.guards.untrained import EVALUATION, NO_GRADIENT, NO_LABEL
-from moec.runtime.ranks.checks import Complaint
+from moec.runtime.guards.wrappers import ASKING, AUTOCAST, WRAPPED
+from moec.runtime.ranks.checks import Checks, Complaint
 
 GUARDS: tuple[Guard[Any], ...] = (
-    AFTER_ERROR, equal_batches.GUARD, EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL,
-    tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, rank_means.GUARD,
+    ASKING, AUTOCAST, WRAPPED, layer_hosts.GUARD, UNTOLD, NARROWED, STATES, AFTER_ERROR, equal_batches.GUARD,
+    EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL, ROUTERS, TOKENS, rank_means.GUARD,
+    tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM, GRADIENTS,
 )  # fmt: skip
 """In the order in which they look."""
 
-Event = StepBegins | BatchAgreed | LossComputed | LogitsGiven | StepEnds
+
+def look_at(event: Event, checks: Checks | None = None) -> None:
+    """Raises `JobError` for a guard's complaint. Where an `agreed` guard looks, it is a collective by `checks`."""
+    complaints = _complaints(event)
+    if any(guard.agreed for guard, _ in complaints):
+        assert checks is not None
+        checks.require(event.site, next((c for guard, c in complaints if guard.agreed and c is not None), None))
+    for _, complaint in complaints:
+        if complaint is not None:
+            raise complaint.error()
 
 
 def first_complaint(event: Event) -> Complaint | None:
-    """The first complaint of the guards that look at this event; every one of them looks, and may warn."""
-    first = None
-    for guard in tuple(_looking_at(event)):
-        if guard.once:
-            event.seen.add(guard.once)
-        complaint = guard.look(event)
-        assert complaint is None or complaint.code == guard.code
-        first = first or complaint
-    return first
-
-
-def look_at(event: Event) -> None:
-    """Raises `JobError` for a guard's complaint, which is the same on every rank."""
-    if (complaint := first_complaint(event)) is not None:
-        raise complaint.error()
+    """The first complaint of the guards that look at this event, for an agreement of the ranks."""
+    return next((complaint for _, complaint in _complaints(event) if complaint is not None), None)
 
 
 def with_number(event: BatchAgreed) -> BatchAgreed:
@@ -45,7 +54,20 @@ def with_number(event: BatchAgreed) -> BatchAgreed:
     return replace(event, number=next(numbers, 0))
 
 
+def _complaints(event: Event) -> list[tuple[Guard[Any], Complaint | None]]:
+    """What each guard that looks says; every one of them looks, and may warn."""
+    found = []
+    for guard in tuple(_looking_at(event)):
+        if guard.once:
+            event.seen.add(guard.once)
+        complaint = guard.look(event)
+        assert complaint is None or complaint.code == guard.code
+        found.append((guard, complaint))
+    return found
+
+
 def _looking_at(event: Event) -> Iterator[Guard[Any]]:
     for guard in GUARDS:
-        if guard.event is type(event) and guard.when(event) and not (guard.once and guard.once in event.seen):
+        may_look = isinstance(event, guard.event) and (event.look or not guard.waits)
+        if may_look and not (guard.once and guard.once in event.seen) and guard.when(event):
             yield guard

@@ -54,4 +54,4 @@ def are_tokens(labels: Tensor, tokens: Tensor, shift: int, least: int) -> bool:
     return int(valid.sum()) >= least and bool((labels == tokens[:, shift:])[valid].all())
 
 
-GUARD = Guard(event=BatchAgreed, look=warn_of_batch, when=lambda step: not step.custom, once="first batch", waits=True)
+GUARD = Guard(event=BatchAgreed, look=warn_of_batch, when=lambda step: not step.custom, once="first batch")

@@ -1,12 +1,12 @@
-"""What a guard is: it looks at what a script gives, at one event of a step, and warns or refuses.
+"""What a guard is: it looks at what a script does, at one event, and warns or refuses; and the events.
 
 A new guard is a file here with a `Guard`, and its line in `every_guard.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -33,25 +33,82 @@ class Guarded(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
+class Hosted(Protocol):
+    """What guards know of a layer in a plain PyTorch model. `hosts`: the wrappers around it when it was last called."""
+
+    hosts: tuple[object, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What all events have.
+
+    `seen`: what was looked at before. `look`: values may be read, as `checks` or `on_nonfinite` says. `site`: the name
+    of the ranks' agreement.
+    """
+
+    seen: set[object] = field(default_factory=set)
+    look: bool = False
+    site: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class StepBegins:
+class WrapperAsks(Event):
+    """The event when the wrapper of this name asks a model which parameters are no replicas."""
+
+    wrapper: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassBegins(Event):
+    """The event when a model is called, before its ranks agree."""
+
+    module: nn.Module
+    device_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalled(Event):
+    """The event when a layer of these `ranks` is called, before they agree; `experts` is its module of experts."""
+
+    layer: Hosted
+    experts: nn.Module
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRead(Event):
+    """The event before ranks agree on a pass that reads these states. `states` gives them by their full names."""
+
+    states: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBegins(StatesRead):
+    """The event before ranks agree on a pass of a layer.
+
+    `stepped`: an optimizer has stepped, and `moec.end_step` has not been called since. `rounded` gives the name of a
+    weight that was narrowed before the layer reads it, or nothing.
+    """
+
+    stepped: bool
+    rounded: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegins(Event):
     """The event before anything of a step: before the ranks agree."""
 
     model: Guarded
 
-    @property
-    def seen(self) -> set[object]:
-        """What was looked at before."""
-        return self.model.seen
-
 
 @dataclass(frozen=True, slots=True)
-class BatchAgreed:
+class BatchAgreed(Event):
     """The event after the ranks have agreed on the step's batch, before its first forward pass.
 
     `inputs`: all its tensors. `custom`: a user's function computes the loss or its divisor. `by_labels`: the number of
-    valid labels of all ranks, `num_labels`, divides the loss. `look`: values may be read. `sums`: over all ranks, of
-    the guards' `number`, and of its squares.
+    valid labels of all ranks, `num_labels`, divides the loss. `sums`: over all ranks, of the guards' `number`, and
+    of its squares.
     """
 
     model: Guarded
@@ -63,26 +120,19 @@ class BatchAgreed:
     inputs: tuple[Tensor | None, ...]
     custom: bool
     by_labels: bool
-    look: bool
     num_labels: Tensor | None = None
     number: int = 0
     sums: tuple[int, int] = (0, 0)
 
-    @property
-    def seen(self) -> set[object]:
-        """What was looked at before."""
-        return self.model.seen
-
 
 @dataclass(frozen=True, slots=True)
-class LossComputed:
+class LossComputed(Event):
     """The event after a custom loss of a micro-batch, which then gets the ranks' agreement.
 
     `summed`: what the function `name` gave, None if that is refused already. `by_labels` as above. `group`: the name of
     the group of the `group_size` ranks that compute the same loss.
     """
 
-    seen: set[object]
     name: str
     summed: Tensor | None
     labels: Tensor
@@ -92,38 +142,79 @@ class LossComputed:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsGiven:
+class LogitsGiven(Event):
     """The event when a script gets whole `logits`, for a loss of its own outside of a step."""
 
-    seen: set[object]
     logits: Tensor
     data_size: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepEnds:
+class StepEnds(Event):
     """The event after the last backward pass. `graded`: the loss depends on the model's logits on some rank."""
 
-    seen: set[object]
     graded: bool
 
 
-Sight = TypeVar("Sight")
+@dataclass(frozen=True, slots=True)
+class PassEnds(Event):
+    """The event after a pass. `unscored` has a mask of the tokens without scores for each of `routers`."""
+
+    unscored: Sequence[Tensor]
+    routers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokensChosen(Event):
+    """The event when generation has chosen a token of each sequence, but for those of `impossible`, bool `[batch]`."""
+
+    impossible: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossSummed(Event):
+    """The event when the step's loss over all ranks is known. `steps`: those before."""
+
+    steps: int
+    loss: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NormTaken(Event):
+    """The event when the norm of the gradients of all ranks is known; `gradients` are this rank's, by name."""
+
+    steps: int
+    norm: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSteps(Event):
+    """The event before an optimizer of the job reads gradients of these parameters, whose norm was not taken."""
+
+    steps: int
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+
+
+Sight = TypeVar("Sight", bound=Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard(Generic[Sight]):
     """Looks at an event, whose class is what it sees.
 
-    `look` warns, or returns the complaint that stops the step; at `LossComputed` ranks may differ in it. `code`: of its
-    complaint, "" for a warning. `waits`: it reads values, which on a GPU waits for the device. `when`: of which events
-    it looks. `once`: a name in `seen`; it looks at the first of them alone. `number`: what it adds to the one agreement
-    at the step's begin, an int below 2^20, 0 for nothing; at most one guard has one.
+    `look` warns, or returns the complaint that stops the step. `code`: of its complaint, "" for a warning. `agreed`:
+    ranks may differ in the complaint, and agree on it before one raises; else it is the same on every rank. `waits`: it
+    reads values at each event, which on a GPU waits for the device, so it looks only at events with `look`. `when`: at
+    which events it looks. `once`: a name in `seen`; it looks at the first of them alone. `number`: what it adds to the
+    one agreement at the step's begin, an int below 2^20, 0 for nothing; at most one guard has one.
     """
 
     event: type[Sight]
     look: Callable[[Sight], Complaint | None]
     code: str = ""
+    agreed: bool = False
     waits: bool = False
     when: Callable[[Sight], bool] = lambda sight: True
     once: str = ""

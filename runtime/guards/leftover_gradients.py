@@ -47,5 +47,5 @@ def has_gradients(model: Guarded) -> bool:
     return bool(local.any())
 
 
-AFTER_ERROR = Guard(event=StepBegins, look=warn_after_error, when=lambda step: STEP_RAISED in step.seen, waits=True)
-LEFTOVER = Guard(event=BatchAgreed, look=warn_of_leftover, when=lambda step: SECOND_STEP not in step.seen, waits=True)
+AFTER_ERROR = Guard(event=StepBegins, look=warn_after_error, when=lambda step: STEP_RAISED in step.seen)
+LEFTOVER = Guard(event=BatchAgreed, look=warn_of_leftover, when=lambda step: SECOND_STEP not in step.seen)

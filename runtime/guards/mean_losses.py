@@ -109,4 +109,4 @@ def _factor(node: Any) -> float | None:
     return float(other) if isinstance(other, Tensor) and other.numel() == 1 and not other.is_complex() else None
 
 
-GUARD = Guard(event=LossComputed, look=warn_of_mean, when=may_be_a_mean, waits=True)
+GUARD = Guard(event=LossComputed, look=warn_of_mean, when=may_be_a_mean)

@@ -38,6 +38,4 @@ def padding_of(step: BatchAgreed) -> Tensor | None:
     return None if padding is None else step.tokens == padding
 
 
-GUARD = Guard(
-    event=BatchAgreed, look=warn_of_padded, when=lambda step: not step.custom, once="padded labels", waits=True
-)
+GUARD = Guard(event=BatchAgreed, look=warn_of_padded, when=lambda step: not step.custom, once="padded labels")

@@ -64,5 +64,5 @@ def _is_of_count(logits: Tensor, gradient: Tensor, count: int) -> bool:
 
 GUARD = Guard(
     event=LogitsGiven, look=watch_for_mean, when=lambda given: given.data_size > 1 and given.logits.requires_grad,
-    once="mean of a rank", waits=True,
+    once="mean of a rank",
 )  # fmt: skip

@@ -37,5 +37,6 @@ def unlike_in_group(computed: LossComputed) -> Complaint | None:
 
 
 GUARD = Guard(
-    event=LossComputed, look=unlike_in_group, when=lambda loss: loss.group_size > 1, code="MOE0713", waits=True
-)
+    event=LossComputed, look=unlike_in_group, when=lambda loss: loss.group_size > 1, code="MOE0713",
+    agreed=True, waits=True,
+)  # fmt: skip

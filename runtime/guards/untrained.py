@@ -34,7 +34,5 @@ def no_gradient(step: StepEnds) -> Complaint | None:
 EVALUATION = Guard(
     event=BatchAgreed, look=warn_of_evaluation, when=lambda step: not step.model.training, once="step in evaluation"
 )
-NO_LABEL = Guard(
-    event=BatchAgreed, look=no_label, when=lambda step: step.by_labels and step.look, code="MOE0713", waits=True
-)
+NO_LABEL = Guard(event=BatchAgreed, look=no_label, when=lambda step: step.by_labels, code="MOE0713", waits=True)
 NO_GRADIENT = Guard(event=StepEnds, look=no_gradient, when=lambda step: not step.graded, code="MOE0713")

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
@@ -21,8 +20,8 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.errors import JobError
-from moec.runtime.guards.finite_logits import NOT_FINITE, unscored_complaint
-from moec.runtime.host import hosts
+from moec.runtime.guards.every_guard import first_complaint, look_at
+from moec.runtime.guards.guard import LayerBegins, LayerCalled, PassEnds
 from moec.runtime.host.captured_layer import Captured, Results, refused
 from moec.runtime.host.layer_biases import LayerBiases
 from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
@@ -35,12 +34,6 @@ from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home, own_weights
 from moec.runtime.weights.microbatches import Microbatches
-
-KEEP = (
-    "a layer narrows its weights itself: convert the rest of the model before the layer is put in; or call "
-    "`layer.float()` and load its weights again; `fully_shard(layer)` without `MixedPrecisionPolicy(param_dtype=…)`; "
-    "or leave out `keep_in_fp32`"
-)
 
 
 class HostedHome(Home, Protocol):
@@ -90,7 +83,7 @@ class MoeLayer(nn.Module):
         require_seed(home.seed)
         self.dim, self._home, self.seen = spec.subject.dim, home, set[object]()
         self._words = "\n".join(set_lines(spec.layer))
-        self._hosts: tuple[object, ...] | None = None
+        self.hosts: tuple[object, ...] | None = None
         (call,) = layer_calls(program)
         self._function = emit_function(program, call.block, groups=home.groups, float64=float64, ways=home.ways)
         self._scalars: dict[str, Function] = {
@@ -179,7 +172,7 @@ class MoeLayer(nn.Module):
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
             given = _as_sequences(x).to(self._dtype)
             results = self._run(given)
-            self._require_scores(noted, look)
+            look_at(PassEnds(noted, self._routers, look=look, site="end of a layer"), self._home.checks)
             aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
@@ -243,18 +236,18 @@ class MoeLayer(nn.Module):
         """Raises `JobError` for an invalid x; returns whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
-        if dist.is_initialized():
-            self._hosts = hosts.check_hosts(self.get_submodule("experts"), self._home.ranks, self._hosts)
+        look_at(LayerCalled(self, self.get_submodule("experts"), self._home.ranks))
         look = checks.looks(self.seen, kind, x.device)
-        complaint = self.biases.complaint if self.training else None
+        complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
             words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
             complaint = Complaint("MOE0702", words)
-        if look and complaint is None and (rounded := self._weights.rounded(self._dtype)):
-            words = f"{rounded} has been rounded before it reaches the layer, whose file keeps it in fp32"
-            complaint = Complaint("MOE0711", words, KEEP)
-        if look and complaint is None and (name := self.biases.not_finite(self)):
-            complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", NOT_FINITE)
+        complaint = complaint or first_complaint(
+            LayerBegins(
+                lambda: self.biases.by_name(self), stepped=self.training and self.biases.stepped,
+                rounded=lambda: self._weights.rounded(self._dtype), look=look,
+            )
+        )  # fmt: skip
         if look or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
@@ -264,13 +257,9 @@ class MoeLayer(nn.Module):
             raise complaint.error()
         return look
 
-    def _require_scores(self, noted: Any, look: bool) -> None:
-        if look:
-            self._home.checks.require("end of a layer", unscored_complaint(noted, self._routers))
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies: drops a forward pass's results, part of its graph, and weak references, which do not pickle."""
-        return self.__dict__ | {"aux_loss": None, "expert_counts": None, "_hosts": None, "_captured": None}
+        return self.__dict__ | {"aux_loss": None, "expert_counts": None, "hosts": None, "_captured": None}
 
 
 def _waiting_op(block: Block) -> str | None:

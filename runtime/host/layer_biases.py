@@ -16,17 +16,10 @@ from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import Program, State
 from moec.passes.ir.interface import layer_calls
 from moec.runtime.host.layer_state import INNER
-from moec.runtime.ranks.checks import Complaint
 from moec.runtime.refused_derivatives import outlasting
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
 from moec.runtime.weights.states import OwnStates
-
-FORGOTTEN = Complaint(
-    "MOE0713",
-    "an optimizer has stepped, and nothing said that the step ended: the biases of `online` have not moved",
-    "call `moec.end_step(model)` once after each `optimizer.step()`, on every rank",
-)
 
 
 class LayerBiases:
@@ -59,9 +52,9 @@ class LayerBiases:
         return self._function is not None
 
     @property
-    def complaint(self) -> Complaint | None:
-        """Why no pass in training may follow, or None."""
-        return FORGOTTEN if self._stepped else None
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped, and the host has not said since that the step ended."""
+        return self._stepped
 
     @property
     def loads(self) -> Tensor | None:
@@ -72,10 +65,9 @@ class LayerBiases:
         """The states as they are now, in the order of the file. Raises `JobError` for one that was narrowed."""
         return tuple(self._own.by_name(owner).values())
 
-    def not_finite(self, owner: nn.Module) -> str | None:
-        """The name of a state that is NaN or infinite, if any. Waits for the device."""
-        states = self._own.by_name(owner)
-        return next((name for name, value in states.items() if not value.isfinite().all()), None)
+    def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
+        """The states by their names in the layer."""
+        return self._own.by_name(owner)
 
     def add(self, owner: nn.Module, counts: Tensor) -> None:
         """Counts the rows `[experts]` of a pass in training."""

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from moec.codegen.plan import parameters_of
 from moec.grammar.spec import Spec
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.stated_degrees import data_parallel_size
 from moec.passes.ir import Program
+from moec.passes.lower.gates.placed_topology import depends_on_ranks
 from moec.passes.lower.lower_model import lower
 from moec.runtime.errors import wrong_argument
 from moec.runtime.host.layer import MoeLayer
@@ -71,4 +73,6 @@ class AloneInHost(Alone):
 
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:
     """The lowered Program of `spec`, for one process with the sequences of all ranks and micro-batches."""
-    return replace(lower(spec), data_ranks=data_parallel_size(spec), microbatches=microbatches)
+    degrees = choose_degrees(spec) if depends_on_ranks(spec) else None
+    program = lower(spec, degrees.tp, degrees.ep_of) if degrees else lower(spec)
+    return replace(program, data_ranks=data_parallel_size(spec), microbatches=microbatches)

@@ -57,7 +57,7 @@ def accumulating(
         job.checks.require("end of job.accumulate", used.complaint(flat, look=look, numbered=model.draws))
         each = limits.tokens_per_label
         job.count_tokens(used.given * each, used.given_of_all * each // job.plan.sharers)
-        if not job.finite.stops_at_loss(model, torch.as_tensor(used.loss)):
+        if not job.finite.leaves_out(model, torch.as_tensor(used.loss)):
             model.update_states()
 
 

@@ -63,8 +63,9 @@ def custom_loss(
         complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
     del given  # whole logits: not held while ranks agree
     computed = LossComputed(
-        model.seen, name, None if complaint or error else summed, labels, by_labels=step.count is None,
+        name, None if complaint or error else summed, labels, by_labels=step.count is None,
         group=f"{job.number}tp", group_size=job.plan.sharers,
+        seen=model.seen, look=job.checks.looks(model.seen, ("custom loss", name), labels.device),
     )  # fmt: skip
     of_guards = first_complaint(computed)  # a collective, also on a rank that has a complaint
     depends = isinstance(summed, Tensor) and summed.requires_grad

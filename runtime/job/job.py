@@ -242,7 +242,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
         norm = gradient_norm(gradients, sharded, device)
-        if self.finite.stops_at_norm(model, norm, gradients):
+        if self.finite.leaves_out_norm(model, norm, gradients):
             return norm
         if optimizer is None or not takes_scale(optimizer, named.values()):
             scale_to(max_norm, norm, gradients.values())
@@ -264,7 +264,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             return logits
         whole: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
         if not self._running:  # `step` and `accumulate` know what their losses are divided by
-            look_at(LogitsGiven(self._seen, whole, self.data_size))
+            look_at(LogitsGiven(whole, self.data_size, seen=self._seen))
         return whole
 
     # ---- internal ------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             if self._check_every and self.steps % self._check_every == 0:
                 self.check_replicas(model)
             self._take_back(model)
-            look_at(StepBegins(model))
+            look_at(StepBegins(model, seen=model.seen))
             yield
 
     def _take_back(self, model: PlanModule) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.runtime.calls import called
 from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
-from moec.runtime.guards.finite import Finite
 from moec.runtime.inputs.attended_keys import AttendedKeys
 from moec.runtime.job import loads
+from moec.runtime.job.finite import Finite
 from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.progress import Progress
 from moec.runtime.model.module import PlanModule

@@ -150,9 +150,9 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     loss.backward()  # type: ignore[no-untyped-call]
                     sum_of_losses += loss.detach()
                 case "sum":
-                    look_at(StepEnds(model.seen, graded))
+                    look_at(StepEnds(graded, seen=model.seen))
                     microbatches.finish()
-                    stops = job.finite.stops_at_loss(model, sum_of_losses)
+                    stops = job.finite.leaves_out(model, sum_of_losses)
                 case "states" if not stops:
                     model.update_states()
     return sum_of_losses

@@ -58,7 +58,7 @@ def agree(job: Job, model: PlanModule, step: Step) -> Agreed:
     given = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
     event = BatchAgreed(
         model, job.world_size, job.data_size, step.tokens, step.labels, step.beside, inputs.tensors,
-        custom=step.has_custom_loss, by_labels=step.count is None, look=look,
+        custom=step.has_custom_loss, by_labels=step.count is None, look=look, seen=model.seen,
     )  # fmt: skip
     event = event if complaint is not None else with_number(event)
     *totals, numbers, squares = job.checks.require(

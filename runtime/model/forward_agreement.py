@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moec.runtime.errors import JobError
-from moec.runtime.guards.finite_logits import NOT_FINITE
+from moec.runtime.guards.every_guard import first_complaint
+from moec.runtime.guards.guard import StatesRead
 from moec.runtime.inputs.batches import device_of
 from moec.runtime.inputs.beside import NOTHING, Beside
 from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
@@ -45,8 +46,7 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Bes
     """
     words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
     complaint = batch_complaint(words) if words else model.takes.complaint(beside, tokens, look=look)
-    if look and complaint is None and (name := model._updates.not_finite(model.layers)):
-        complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", NOT_FINITE)
+    complaint = complaint or first_complaint(StatesRead(lambda: model._updates.states(model.layers), look=look))
     needed: list[bool] = []
     try:
         if model._home.checks.compares:

@@ -19,10 +19,8 @@ from moec.runtime import (
 )
 from moec.runtime.calls import called
 from moec.runtime.errors import JobError
-from moec.runtime.guards.every_guard import look_at
-from moec.runtime.guards.finite_logits import unscored_complaint
-from moec.runtime.guards.guard import LogitsGiven
-from moec.runtime.guards.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
+from moec.runtime.guards.every_guard import first_complaint, look_at
+from moec.runtime.guards.guard import LogitsGiven, PassBegins, PassEnds, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
 from moec.runtime.inputs.beside import Beside, Takes
 from moec.runtime.inputs.forward_checks import (
@@ -130,8 +128,7 @@ class PlanModule(StepModule):
         router logits that are NaN or infinite at the end of the pass, before any gradient.
         """
         self._home.require_running()
-        refuse_autocast(device_of(tokens).type)
-        refuse_data_parallel(self)
+        look_at(PassBegins(self, device_of(tokens).type))
         beside = Beside(routes, segments, padding)
         look = require_batch(self, tokens, labels, beside)
         self.num_tokens = self.counters.real_tokens(tokens, beside)
@@ -142,7 +139,7 @@ class PlanModule(StepModule):
             results = self._top.run(self, given)
         if self.training and self._counts.sequences is None:
             self.next_step()
-        unfit = unscored_complaint(noted, self._routers) if look else None
+        unfit = first_complaint(PassEnds(noted, self._routers, look=look))
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
         kept = {} if in_vmap() else results  # it has other counts for each of its batch
@@ -164,7 +161,7 @@ class PlanModule(StepModule):
             if refuses and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
             if self.training and self._counts.sequences is None and not self._home.shares_batch:
-                look_at(LogitsGiven(self.seen, logits, self._home.data_size))
+                look_at(LogitsGiven(logits, self._home.data_size, seen=self.seen))
             return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
         if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)
@@ -292,9 +289,9 @@ class PlanModule(StepModule):
             module.compile(*args, **kwargs)
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
         """Raises `JobError`: DistributedDataParallel reads this attribute of the module that it wraps."""
-        raise data_parallel_error("DistributedDataParallel")
+        look_at(WrapperAsks("DistributedDataParallel"))
 
 
 def _drop_loads(module: nn.Module, incompatible: object) -> None:

@@ -41,16 +41,14 @@ class Updates:
         """Whether the model has states."""
         return bool(self._of_layer)
 
-    def not_finite(self, layers: nn.ModuleList) -> str | None:
-        """The full name of a state that is NaN or infinite, if any. Waits for the device once if all are finite."""
-        finite = {}
+    def states(self, layers: nn.ModuleList) -> dict[str, Tensor]:
+        """The states by their full names."""
+        named = {}
         for number, function in self._of_layer.items():
             states = _states_in(layers[number])
             names = [state.name for state in function.states if state.name in states]
-            finite.update({f"layers.{number}.{name}": states[name].isfinite().all() for name in names})
-        if not finite or torch.stack([*finite.values()]).all():
-            return None
-        return next(name for name, is_finite in finite.items() if not is_finite)
+            named.update({f"layers.{number}.{name}": states[name] for name in names})
+        return named
 
     def functions(self) -> Iterable[Function]:
         """The functions that compute new values."""

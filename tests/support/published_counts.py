@@ -107,7 +107,10 @@ def as_published(name: str) -> tuple[float, float]:
         total, active = total - counts.outside[part].total, active - counts.outside[part].active
     active -= sum(counts.outside[part].active for part in published.active_without)
     last = max(counts.layers, key=lambda layer: layer.layers[-1])
-    total, active = total + published.layers_more * last.each.total, active + published.layers_more * last.each.active
+    total, active = (
+        total + published.layers_more * last.one_layer.total,
+        active + published.layers_more * last.one_layer.active,
+    )
     if published.decoder:  # the embedding is shared, and attention to the encoder is as large as attention
         of_encoder = sum(len(layer.layers) * layer.parts["attention"].total for layer in counts.layers)
         total = 2 * total - counts.outside["embedding"].total + of_encoder

@@ -45,7 +45,7 @@ def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
     for layer in counts.layers:
         several = len(layer.layers) > 1
         name = f"layer{'s' * several} {selector(list(layer.layers))}"
-        rows.append(_row(name + f", each of {len(layer.layers)}" * several, layer.each))
+        rows.append(_row(name + f", each of {len(layer.layers)}" * several, layer.one_layer))
         rows += [_row(f"  {name}", elements) for name, elements in layer.parts.items()]
     rows.append(_row("all", counts.whole))
     yield from table(rows, numbers=(1, 2, 3))
@@ -57,7 +57,7 @@ def counted(spec: Spec, counts: ParameterCounts) -> ParametersDocument:
         CountedLayers(
             layers=list(layer.layers),
             parts={name: _elements(elements) for name, elements in layer.parts.items()},
-            **asdict(layer.each),
+            **asdict(layer.one_layer),
         )
         for layer in counts.layers
     ]

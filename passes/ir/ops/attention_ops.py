@@ -35,12 +35,12 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
             layout = layout.replace(axis, None if alone else Shard(2))
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
-    of_tokens = layout.only(Shard(0))
+    token_layout = layout.only(Shard(0))
     of_heads = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
 
     def wanted(value: Value) -> Layout:
         if value.dtype == "int64":
-            return of_tokens
+            return token_layout
         return of_heads if len(value.shape) == 1 else layout
 
     return Placing(tuple(map(wanted, operands)), (layout,))
@@ -168,6 +168,11 @@ class Attention(Op):
         elif numbers:  # torch turns the mask into numbers of q's dtype
             saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
+
+    @property
+    def keys_and_values(self) -> tuple[str, ...]:
+        """The operands with kv heads, of which there may be fewer than ranks of `tp`."""
+        return self.operands[1:3]
 
     @property
     def reach(self) -> Reach:

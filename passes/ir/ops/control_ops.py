@@ -24,8 +24,8 @@ class Call(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         callee = blocks[self.block]
-        given = [(v.shape, v.dtype) for v in operands]
-        require(given == [(v.shape, v.dtype) for v in callee.inputs], self, "operands are not the block's inputs")
+        types = [(v.shape, v.dtype) for v in operands]
+        require(types == [(v.shape, v.dtype) for v in callee.inputs], self, "operands are not the block's inputs")
         return tuple(Type(shape=v.shape, dtype=v.dtype) for v in callee.output_values())
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

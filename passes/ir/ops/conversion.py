@@ -147,7 +147,7 @@ class Conversion(TokenOp):
 
 def conversion_classes() -> tuple[type[Conversion], ...]:
     """The classes of all registered conversions."""
-    return tuple(found for found in Op.registry.values() if issubclass(found, Conversion))
+    return tuple(op for op in Op.registry.values() if issubclass(op, Conversion))
 
 
 def matching(
@@ -160,8 +160,8 @@ def matching(
     if source == target and not partial_gradient:
         return []
     classes = [c for c in conversion_classes() if carried in c.carries and c.partial_gradient == partial_gradient]
-    candidates = (each for conversion in classes for each in _candidates(conversion, axis, source, target))
-    return [each for each in candidates if (each.source(), each.target()) == (source, target)]
+    candidates = (candidate for conversion in classes for candidate in _candidates(conversion, axis, source, target))
+    return [candidate for candidate in candidates if (candidate.source(), candidate.target()) == (source, target)]
 
 
 def _candidates(conversion: type[Conversion], axis: str, *placements: Placement | None) -> Iterator[Conversion]:

@@ -34,8 +34,8 @@ class Embed(TokenOp):
                 raise LayoutError(f"embed has no rule for a table with {axis}:{placement}")
             # Each rank takes all tokens and looks up the ids in its part of the table: the result is a partial sum.
             ids = ids.replace(axis, None)
-        found = Layout.of((*ids.placements, *((axis, Partial()) for axis in table.axes)))
-        return Placing((ids, table), (found,))
+        result = Layout.of((*ids.placements, *((axis, Partial()) for axis in table.axes)))
+        return Placing((ids, table), (result,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return _lookup(workload.keep(operands[0]), operands, results, workload)
@@ -103,10 +103,10 @@ class RmsNorm(TokenOp):
         if workload.device != "cpu":  # `_fused_rms_norm` (torch's derivatives.yaml)
             return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), *saved))
         # On CPUs torch composes the norm from operators, which save x in fp32 and x/rms.
-        given = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
+        kept_x = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
         normalized = workload.inner(y, "normalized", workload.count(x), wide)
         of_weight = () if workload.is_frozen(weight) else (normalized,)
-        keeps = (*given, *of_weight, *saved)
+        keeps = (*kept_x, *of_weight, *saved)
         scratch = normalized.bytes, 2 * normalized.bytes
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=8, scratch=scratch)
 

@@ -35,30 +35,30 @@ class ExpertLinear(TokenOp):
     then: WindowFunction = "none"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        rows, weight = given["rows"], given["weight"]
+        by_name = self.named(operands)
+        rows, weight = by_name["rows"], by_name["weight"]
         experts, out, *window = weight.shape
         require(rows.shape[0] == experts, self, f"{rows.shape} does not fit {weight.shape}")
         require_window(self, rows, (out, *window) if len(window) == 2 else (out, 1, *window), self.positions)
-        counted = given["counts"].name if "counts" in given else None
+        counted = by_name["counts"].name if "counts" in by_name else None
         require(rows.ragged == counted, self, f"rows are counted by {rows.ragged}, not {counted}")
-        biases = [given["bias"]] if "bias" in given else []
+        biases = [by_name["bias"]] if "bias" in by_name else []
         require(all(bias.shape == (experts, out) for bias in biases), self, "wants a bias for each output")
         require(all(v.dtype == rows.dtype for v in (weight, *biases)), self, "wants one dtype")
         assert isinstance(out, int)
         return (Type(shape=(*rows.shape[:-1], self.positions * out), dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        given = self.named(operands)
-        stored = weights_layout(self, given["weight"])
+        by_name = self.named(operands)
+        stored = weights_layout(self, by_name["weight"])
         rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
         counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
         wanted = {"rows": rows, "counts": counts}
-        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
+        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        given = self.named(operands)
-        rows, weight = given["rows"], given["weight"]
+        by_name = self.named(operands)
+        rows, weight = by_name["rows"], by_name["weight"]
         groups, out, *window = workload.shape(weight)
         width, count = math.prod(window), workload.count(results[0]) / out
         largest = workload.most_rows(rows) * self.positions if rows.ragged else count / groups
@@ -67,5 +67,5 @@ class ExpertLinear(TokenOp):
         behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
         work = Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
         kept = window_saved(rows, results[0], count, width, self.positions, self.then, workload)
-        saved = (*kept, *workload.keep(*(given[name] for name in ("weight", "counts") if name in given)))
+        saved = (*kept, *workload.keep(*(by_name[name] for name in ("weight", "counts") if name in by_name)))
         return Cost(work=work, saved=saved, used=used_share(weight, workload))

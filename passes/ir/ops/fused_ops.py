@@ -35,12 +35,12 @@ class MixtureMlp(Activates):
     """
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        x, experts, weights = given["x"], given["experts"], given["weights"]
+        by_name = self.named(operands)
+        x, experts, weights = by_name["x"], by_name["experts"], by_name["weights"]
         require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
         require(experts.shape == weights.shape, self, "wants a weight for each choice")
-        require_experts(self, x, given)
-        return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", given["up"].shape[0]), dtype="int64"))
+        require_experts(self, x, by_name)
+        return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", by_name["up"].shape[0]), dtype="int64"))
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
@@ -93,8 +93,8 @@ class PermuteWeights(TokenOp):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         weights, positions, _ = operands
-        given = Direction(moved=workload.bytes(weights, positions, *results), launches=1)
-        return Cost(work=Work(forward=given, backward=given), saved=workload.keep(positions))
+        move = Direction(moved=workload.bytes(weights, positions, *results), launches=1)
+        return Cost(work=Work(forward=move, backward=move), saved=workload.keep(positions))
 
 
 @op("sum_rows", "rows positions counts -> mixed", operator="sum_rows", moves=True)

@@ -36,12 +36,12 @@ class Linear(TokenOp):
         x, weight = operands
         kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
         weight_layout = layout_of(weight)
-        given = settled(x, meshes)
+        x_layout = settled(x, meshes)
         wanted: dict[str, Placement] = {}
         result: dict[str, Placement] = {}
         # Contracted dims and outputs are cut in the order of the weight's cuts, all other dims in that of x.
-        for axis in dict.fromkeys((*weight_layout.axes, *given.axes)):
-            match weight_layout.get(axis), given.get(axis):
+        for axis in dict.fromkeys((*weight_layout.axes, *x_layout.axes)):
+            match weight_layout.get(axis), x_layout.get(axis):
                 case Shard(dim=dim), _ if dim < out:  # by columns: each rank computes its outputs
                     result[axis] = Shard(kept + dim)
                 case Shard(dim=dim), _:  # by rows: each rank computes a term of every output
@@ -76,7 +76,7 @@ class AddBias(TokenOp):
 
 @op("activation", "x -> y")
 class Activation(TokenOp):
-    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`, the others as in `kind_of`."""
+    """`[…, parts, hidden]` → `[…, hidden]`, by a word of `ACTIVATIONS` with its parameters."""
 
     kind: ActivationName
     clamp: ActivationParameter = None
@@ -84,9 +84,9 @@ class Activation(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        kind, given = ACTIVATIONS[self.kind], [name for name in PARAMETERS if getattr(self, name) is not None]
+        kind, parameters = ACTIVATIONS[self.kind], [name for name in PARAMETERS if getattr(self, name) is not None]
         require(x.shape[-2] == kind.parts, self, f"{x.shape[-2]} parts")
-        require(set(given) <= set(kind.parameters), self, f"{self.kind} has no {' and no '.join(given)}")
+        require(set(parameters) <= set(kind.parameters), self, f"{self.kind} has no {' and no '.join(parameters)}")
         return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -100,12 +100,12 @@ class Activation(TokenOp):
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (x,), (y,) = operands, results
         kind = ACTIVATIONS[self.kind]
-        given = workload.keep(x)
+        kept = workload.keep(x)
         if not kind.gated and kind.function.keeps == "result":
-            given = workload.keep(y)
+            kept = workload.keep(y)
         elif not kind.gated and kind.function.keeps == "inner":
-            given = (workload.inner(y, "inner", workload.count(y), y.dtype),)
-        return elementwise(self, operands, results, workload, keeps=given)
+            kept = (workload.inner(y, "inner", workload.count(y), y.dtype),)
+        return elementwise(self, operands, results, workload, keeps=kept)
 
 
 @op("add", "terms* -> total")
@@ -119,11 +119,11 @@ class Add(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Addition is linear: partial sums add to a partial sum. Where layouts differ, use that of the tokens.
-        given = [layout_of(v) for v in operands]
+        layouts = [layout_of(v) for v in operands]
         # Axes go in the order of the tokens' cuts, because `replace` appends a new cut as the last of its dim.
-        layout = given[0]
-        for axis in dict.fromkeys(axis for other in (meshes.tokens, *given) for axis in other.axes):
-            if len({other.get(axis) for other in given}) > 1:
+        layout = layouts[0]
+        for axis in dict.fromkeys(axis for other in (meshes.tokens, *layouts) for axis in other.axes):
+            if len({other.get(axis) for other in layouts}) > 1:
                 layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
         return Placing((layout,) * len(operands), (layout,))
 

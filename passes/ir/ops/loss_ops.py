@@ -33,8 +33,8 @@ class CrossEntropy(Op):
         log_probabilities = workload.inner(results[0], "log_probabilities", workload.count(logits), results[0].dtype)
         keeps = (log_probabilities, *workload.keep(labels))
         # Backward makes the gradients of the log-probabilities and of the wide logits.
-        wide, given = log_probabilities.bytes, workload.bytes(logits)
-        scratch = (0.0, wide) if given == wide else (wide, 2 * wide - given)
+        wide, narrow = log_probabilities.bytes, workload.bytes(logits)
+        scratch = (0.0, wide) if narrow == wide else (wide, 2 * wide - narrow)
         return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=2, scratch=scratch)
 
 

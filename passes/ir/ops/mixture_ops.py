@@ -84,32 +84,32 @@ class Activates(TokenOp):
         return {"activation": self.activation, "clamp": self.clamp, "alpha": self.alpha}
 
 
-def require_experts(op: Activates, x: Value, given: Mapping[str, Value]) -> None:
+def require_experts(op: Activates, x: Value, by_name: Mapping[str, Value]) -> None:
     """Experts of x `[…, dim]`: up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, maybe both biases.
 
     All have the dtype of x. A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
     """
-    up, down = given["up"], given["down"]
+    up, down = by_name["up"], by_name["down"]
     experts, parts, hidden, _ = up.shape
     kind, numbers = ACTIVATIONS[op.activation], [name for name in PARAMETERS if getattr(op, name) is not None]
     require(parts == kind.parts, op, f"{parts} parts")
     require(set(numbers) <= set(kind.parameters), op, f"{op.activation} has no {' and no '.join(numbers)}")
     dim = x.shape[-1]
     require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
-    biases = [given[name] for name in ("up_bias", "down_bias") if name in given]
+    biases = [by_name[name] for name in ("up_bias", "down_bias") if name in by_name]
     require(all(value.dtype == x.dtype for value in (up, down, *biases)), op, "wants one dtype")
     wanted = [up.shape[:-1], down.shape[:-1]]
     require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
 
 
-def experts_of(given: Mapping[str, Value]) -> list[Value]:
+def experts_of(by_name: Mapping[str, Value]) -> list[Value]:
     """Up, down and, where given, both biases, from operands by name."""
-    return [given[name] for name in ("up", "down", "up_bias", "down_bias") if name in given]
+    return [by_name[name] for name in ("up", "down", "up_bias", "down_bias") if name in by_name]
 
 
-def require_weights(op: Op, rows: Value, given: Mapping[str, Value]) -> None:
+def require_weights(op: Op, rows: Value, by_name: Mapping[str, Value]) -> None:
     """Requires one weight for each row, or no weights."""
-    weights = given.get("weights")
+    weights = by_name.get("weights")
     fits = weights is None or (weights.shape, weights.ragged) == (rows.shape[:-1], rows.ragged)
     require(fits, op, "wants a weight for each row, or none")
 
@@ -131,24 +131,24 @@ class ExpertMlp(Activates):
     """Applies to each row its expert: rows, counts, experts as in `require_experts`, and optional weights of rows."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        rows, counts = given["rows"], given["counts"]
+        by_name = self.named(operands)
+        rows, counts = by_name["rows"], by_name["counts"]
         require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
-        require_weights(self, rows, given)
-        require_experts(self, rows, given)
+        require_weights(self, rows, by_name)
+        require_experts(self, rows, by_name)
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        given = self.named(operands)
-        stored = weights_layout(self, given["up"])
+        by_name = self.named(operands)
+        stored = weights_layout(self, by_name["up"])
         rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
         counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
         wanted = {"rows": rows, "counts": counts, "weights": rows}
-        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
+        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        given = self.named(operands)
-        rows, experts = given["rows"], experts_of(given)
+        by_name = self.named(operands)
+        rows, experts = by_name["rows"], experts_of(by_name)
         count = workload.count(rows) / workload.row(rows)
         work = experts_work(count, workload.most_rows(rows), experts, workload, forward=3, backward=4)
         inner = inner_of_experts(results[0], count, experts[0], workload)

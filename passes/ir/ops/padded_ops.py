@@ -108,22 +108,22 @@ class ExpertMlpPadded(Activates):
     all_places: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        rows = given["rows"]
-        require_weights(self, rows, given)
-        require_experts(self, rows, given)
+        by_name = self.named(operands)
+        rows = by_name["rows"]
+        require_weights(self, rows, by_name)
+        require_experts(self, rows, by_name)
         return (Type(shape=rows.shape, dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        given = self.named(operands)
-        stored = weights_layout(self, given["up"])
+        by_name = self.named(operands)
+        stored = weights_layout(self, by_name["up"])
         rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
         wanted = {"rows": rows, "weights": rows}
-        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
+        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        given = self.named(operands)
-        rows, experts = given["rows"], experts_of(given)
+        by_name = self.named(operands)
+        rows, experts = by_name["rows"], experts_of(by_name)
         local, places, _ = workload.shape(rows)
         work = experts_work(local * places, places, experts, workload, forward=3, backward=4)
         inner = inner_of_experts(results[0], local * places, experts[0], workload)

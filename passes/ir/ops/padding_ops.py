@@ -57,7 +57,7 @@ class MaskChoices(TokenOp):
         return own_tokens(self, 2, meshes)
 
 
-def require_real(op: Op, of_tokens: Value, real: Sequence[Value]) -> None:
+def require_real(op: Op, x: Value, real: Sequence[Value]) -> None:
     """Requires at most one more operand, `real_tokens` of the same tokens."""
-    fits = all(value.dtype == "int64" and value.shape == of_tokens.shape[:-1] for value in real)
+    fits = all(value.dtype == "int64" and value.shape == x.shape[:-1] for value in real)
     require(len(real) <= 1 and fits, op, "wants which tokens are real, or nothing")

@@ -71,12 +71,12 @@ class RowsConversion(Conversion):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         counts = operands[-1]
-        if layout_of(counts).get(self.axis) != _of_counts(self.target()):
+        if layout_of(counts).get(self.axis) != _counts_placement(self.target()):
             raise LayoutError(f"{self.mnemonic} over {self.axis} to rows that %{counts.name} does not count")
         return Conversion.place(self, operands, meshes, blocks)
 
 
-def _of_counts(rows: Placement | None) -> Placement | None:
+def _counts_placement(rows: Placement | None) -> Placement | None:
     """The placement of counts `[sources, experts]` on an axis where their rows `[experts, rows, …]` have `rows`."""
     return Shard(1 - rows.dim) if isinstance(rows, Shard) else None
 

@@ -54,9 +54,9 @@ class NumberSegments(TokenOp):
     """
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        (given,) = operands
-        require(given.dtype == "int64" and len(given.shape) == 2, self, "wants a whole number for each token")
-        return (Type(shape=given.shape, dtype="int64"),) * 2
+        (segments,) = operands
+        require(segments.dtype == "int64" and len(segments.shape) == 2, self, "wants a whole number for each token")
+        return (Type(shape=segments.shape, dtype="int64"),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Segments are counted from the start of a sequence.
@@ -157,7 +157,7 @@ class SegmentLoss(Op):
         return elementwise(self, operands, results, workload, keeps=(fractions, *masks), forward=5, backward=2)
 
 
-def _require_segments(op: Op, of_tokens: Value, segments: Value, of: str = "experts") -> None:
-    fits = segments.dtype == "int64" and len(of_tokens.shape) == 3 and segments.shape == of_tokens.shape[:2]
+def _require_segments(op: Op, x: Value, segments: Value, of: str = "experts") -> None:
+    fits = segments.dtype == "int64" and len(x.shape) == 3 and segments.shape == x.shape[:2]
     require(fits, op, f"wants {of} and segments of the same tokens")
-    require(of != "experts" or of_tokens.dtype == "int64", op, "wants experts of each token")
+    require(of != "experts" or x.dtype == "int64", op, "wants experts of each token")

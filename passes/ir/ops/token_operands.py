@@ -11,9 +11,9 @@ def require_training(op: Op, training: Value) -> None:
     require(isinstance(training, Setting) and training.name == TRAINING.name, op, "wants the setting $training")
 
 
-def require_keys(op: Op, keys: Value, of_tokens: Value | None = None) -> None:
-    """Requires keys `[batch, sequence]`, those of the tokens of `of_tokens` `[batch, sequence, …]`."""
-    fits = len(keys.shape) == 2 if of_tokens is None else keys.shape == of_tokens.shape[:2]
+def require_keys(op: Op, keys: Value, x: Value | None = None) -> None:
+    """Requires keys `[batch, sequence]`, those of the tokens of x `[batch, sequence, …]`."""
+    fits = len(keys.shape) == 2 if x is None else keys.shape == x.shape[:2]
     require(keys.dtype == "int64" and fits, op, "wants a key for each token")
 
 

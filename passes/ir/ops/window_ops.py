@@ -35,10 +35,10 @@ class Windows(Op):
         return "`conv`, which sees neighbours in the sequence"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, *of_tokens = operands
+        x, *beside = operands
         batch, sequence, dim = x.shape
         assert isinstance(dim, int)
-        for numbers in of_tokens:
+        for numbers in beside:
             require_real(self, x, [numbers])
         return (Type(shape=(batch, sequence, (self.before + 1 + self.after) * dim), dtype=x.dtype),)
 
@@ -62,10 +62,10 @@ class WindowLinear(Op):
     then: WindowFunction = "none"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        x, weight = given["x"], given["weight"]
+        by_name = self.named(operands)
+        x, weight = by_name["x"], by_name["weight"]
         require_window(self, x, weight.shape, self.positions)
-        biases = [given["bias"]] if "bias" in given else []
+        biases = [by_name["bias"]] if "bias" in by_name else []
         require(all(bias.shape == weight.shape[:1] for bias in biases), self, "wants a bias for each output")
         require(all(v.dtype == x.dtype for v in (weight, *biases)), self, "wants one dtype")
         out = weight.shape[0]

@@ -35,14 +35,14 @@ def elementwise(
     Backward reads `keeps` and the gradients of results, and writes the gradients of operands. An op without a
     differentiable operand or result has no backward. `scratch` is that of `Cost`.
     """
-    given = _differentiable(results)
+    outputs = _differentiable(results)
     trained = {name: value for name, value in op.named(operands).items() if not workload.is_frozen(value)}
     wanted = _differentiable([value for name, value in trained.items() if name not in op.constants])
     ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
-    if not given or not wanted:
+    if not outputs or not wanted:
         return Cost(work=Work(forward=ahead), scratch=(scratch[0], 0.0))
     kept = sum(saved.bytes for saved in keeps)
-    behind = Direction(moved=workload.bytes(*given, *wanted) + kept, launches=backward)
+    behind = Direction(moved=workload.bytes(*outputs, *wanted) + kept, launches=backward)
     return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps), scratch=scratch)
 
 

@@ -53,13 +53,13 @@ class Workload:
 
     @classmethod
     def of_microbatch(cls, spec: Spec, program: Program) -> Workload:
-        """What a rank computes at a time: the batch of `of`, divided by the micro-batches of a step."""
+        """The workload of one micro-batch: the batch of `of`, divided by the micro-batches of a step."""
         whole = cls.of(spec, program)
         return replace(whole, batch=-(-whole.batch // program.microbatches))
 
     @property
     def even(self) -> Workload:
-        """The same batch with every expert equally loaded: the load of an average rank."""
+        """This workload with every expert equally loaded: that of an average rank."""
         return replace(self, exponent=0.0)
 
     @property
@@ -119,7 +119,7 @@ class Workload:
         return tuple(dim if isinstance(dim, int) else int(self.sizes[dim]) for dim in shape)
 
     def is_frozen(self, value: Value) -> bool:
-        """Whether a parameter or value of the block has no gradient, because it or what it is made of is frozen."""
+        """Whether a parameter or value of the block has no gradient: it is frozen, or made from frozen ones alone."""
         return bool(self.frozen) and _name(value) in self.frozen
 
     # ---- saved activations ---------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Workload:
         return self.rows_of(self.sizes["rows"] * self.share(up) / ranks, experts)
 
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
-        """`rows`, which are those of all experts, and the rows of the busiest expert."""
+        """The rows of all experts, `rows`, and those of the busiest expert."""
         return rows, rows / experts * busiest(experts, experts, self.exponent)
 
 

@@ -26,7 +26,7 @@ from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.attention_gate import attention_router
 from moec.passes.lower.gates.dense_gate import dense
 from moec.passes.lower.gates.dselect_gate import dselect_k
-from moec.passes.lower.gates.gated import BIAS, Gated, Given
+from moec.passes.lower.gates.gated import BIAS, Gated, GateInputs
 from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
@@ -54,11 +54,13 @@ def lower_gate(
 ) -> Gated:
     """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates. `of_heads`:
     the gate of a mixture of attention heads."""
-    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered, of_heads=of_heads)
-    return _LOWERED[type(gate)](b, gate, given) if within is None else nested_gate(b, gate, within, given)
+    inputs = GateInputs(
+        subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered, of_heads=of_heads
+    )
+    return _LOWERED[type(gate)](b, gate, inputs) if within is None else nested_gate(b, gate, within, inputs)
 
 
-_LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
+_LOWERED: dict[type[Node], Callable[[Builder, Node, GateInputs], Gated]] = {
     DSelectK: dselect_k,
     GShard: gshard,
     Base: base,

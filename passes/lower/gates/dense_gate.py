@@ -6,11 +6,11 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Dense, TopK
 from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.gated import Gated, GateInputs
 from moec.passes.lower.gates.topk_gates import topk
 
 
-def dense(b: Builder, gate: Node, given: Given) -> Gated:
+def dense(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     """All experts are chosen (Jacobs et al. 1991, equation 1).
 
     The expert with the largest probability is first where the order matters; elsewhere nothing is sorted. There `route`
@@ -18,9 +18,9 @@ def dense(b: Builder, gate: Node, given: Given) -> Gated:
     """
     assert isinstance(gate, Dense)
     span = gate.span()
-    if given.ordered:
-        return topk(b, TopK(k=given.experts).with_spans({"": span} if span else {}), given)
-    logits = given.router(b, span)
+    if inputs.ordered:
+        return topk(b, TopK(k=inputs.experts).with_spans({"": span} if span else {}), inputs)
+    logits = inputs.router(b, span)
     p, _, _ = b.add(
         g.Route, logits, to="p best best_expert", span=span, k=1, score="softmax", order="before", normalize=False
     )

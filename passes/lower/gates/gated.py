@@ -1,4 +1,4 @@
-"""What a gate is given, and what it gives."""
+"""The inputs of a gate, and its results."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Gated:
     terms: tuple[tuple[str, float], ...] = ()
 
     def rounded(self, b: Builder, subject: Subject, span: Located) -> Gated:
-        """With weights rounded to the model's dtype, where routers have it; their tensor stays fp32."""
+        """Rounds the weights to the model's dtype, where routers have it; their tensor stays fp32."""
         if not subject.rounds_logits or subject.dtype == DType.FP32:
             return self
         return replace(self, w=b.one(RoundWeights, self.w, to="w", span=span, dtype=subject.dtype.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class GateInputs:
     """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`.
 
     `group` is the mixture's routing group. `ordered`: whether the order of a token's choices matters, to a capacity or

@@ -9,15 +9,15 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Switch, TopK
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import TABLE, Builder, normal
-from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.gated import Gated, GateInputs
 
 
-def nested_gate(b: Builder, gate: Node, inner: Moe, given: Given) -> Gated:
+def nested_gate(b: Builder, gate: Node, inner: Moe, inputs: GateInputs) -> Gated:
     """Weights and flat ids of pairs. `moe.gate.weight` has the rows of the outer gate, then those of each inner one."""
-    outer, count, span = given.experts, inner.num_experts, gate.span()
-    shape = (outer * (1 + count), given.subject.dim)
-    weight = b.parameter("moe.gate.weight", shape, given.dtype, normal(), span, matrices=TABLE)
-    logits = b.one(o.Router, given.h, weight, to="logits", span=span, rounds=given.subject.rounds_logits)
+    outer, count, span = inputs.experts, inner.num_experts, gate.span()
+    shape = (outer * (1 + count), inputs.subject.dim)
+    weight = b.parameter("moe.gate.weight", shape, inputs.dtype, normal(), span, matrices=TABLE)
+    logits = b.one(o.Router, inputs.h, weight, to="logits", span=span, rounds=inputs.subject.rounds_logits)
     ways = _way(gate) | {f"inner_{name}": value for name, value in _way(inner.gate).items()}
     p, w, e = b.add(o.NestedRoute, logits, to="p w e", span=span, outer=outer, inner=count, **ways)
     return Gated(w=w, e=e, p=p)

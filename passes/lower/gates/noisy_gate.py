@@ -8,17 +8,17 @@ from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import AddLearnedNoise, NormalNoise
 from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.gated import Gated, GateInputs
 
 
-def noisy_topk(b: Builder, gate: Node, given: Given) -> Gated:
+def noisy_topk(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     """Scores for balance terms are those that choose: with the noise."""
     assert isinstance(gate, NoisyTopK)
     span = gate.span()
-    clean = given.router(b, span, to="clean")
-    spread = given.router(b, span, name="noise.", to="spread")
+    clean = inputs.router(b, span, to="clean")
+    spread = inputs.router(b, span, name="noise.", to="spread")
     noise = b.one(
-        NormalNoise, clean, given.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=given.stream(1)
+        NormalNoise, clean, inputs.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=inputs.stream(1)
     )
     logits, deviation = b.add(AddLearnedNoise, clean, spread, noise, to="logits deviation", span=span)
     p, w, e = b.add(

@@ -1,11 +1,11 @@
-"""Completes the gate `topology` with what it asks of the cluster and of the degrees."""
+"""Completes the gate `topology` with the cluster's levels, `tp` and `ep`."""
 
 # Annotations are evaluated where they stand, with no `from __future__`: nodes read them.
 
+from collections.abc import Mapping
 from typing import Any
 
 from moec.grammar.spec import Layer, Moe, Spec, Topology
-from moec.passes.degrees.degrees import Degrees, choose_degrees
 
 
 class PlacedTopology(Topology):
@@ -23,26 +23,28 @@ class PlacedTopology(Topology):
         return {"levels": self.levels, "parts": self.parts, "tp": self.tp, "ep": self.ep}
 
 
-def with_places(spec: Spec, degrees: Degrees | None) -> Spec:
+def depends_on_ranks(spec: Spec) -> bool:
+    """Whether a gate is `topology`: in the reference too it means where data-parallel ranks and experts are."""
+    return any(moe is not None and isinstance(moe.gate, Topology) for moe in spec.subject.mixtures)
+
+
+def with_places(spec: Spec, tp: int, ep_of: Mapping[int, int]) -> Spec:
     """The Spec whose gates `topology` are all placed: layers with another `ep` become layers of their own.
 
-    Where data-parallel ranks and experts are is what this gate means, so the reference has it, too. Without `degrees`
-    they are the file's. Raises `DiagnosticError` for those of a file that do not fit.
+    `ep_of` gives the `ep` of layers, 1 for those that it lacks.
     """
-    if not any(moe is not None and isinstance(moe.gate, Topology) for moe in spec.subject.mixtures):
+    if not depends_on_ranks(spec):
         return spec
-    degrees = choose_degrees(spec) if degrees is None else degrees
-    ep_of = degrees.ep_of
     if not spec.has_model:
         subject = spec.layer
-        return spec.replace(layers=(subject.replace(moe=_placed(spec, subject.moe, degrees.tp, ep_of[0])),))
+        return spec.replace(layers=(subject.replace(moe=_placed(spec, subject.moe, tp, ep_of.get(0, 1))),))
     known: dict[tuple[int, int], Layer] = {}
     layers = []
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None and isinstance(layer.moe.gate, Topology):
-            key = id(layer), ep_of[number]
+            key = id(layer), ep_of.get(number, 1)
             if key not in known:
-                known[key] = layer.replace(moe=_placed(spec, layer.moe, degrees.tp, ep_of[number]))
+                known[key] = layer.replace(moe=_placed(spec, layer.moe, tp, key[1]))
             layer = known[key]
         layers.append(layer)
     return spec.replace(model=spec.model.replace(layers=tuple(layers)))

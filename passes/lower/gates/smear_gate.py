@@ -10,13 +10,13 @@ from moec.grammar.spec.gates import Smear
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops.gating import merge_ops as m
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
-from moec.passes.lower.gates.gated import Given
+from moec.passes.lower.gates.gated import GateInputs
 
 
 def smear_mixture(
     b: Builder,
     gate: Node,
-    given: Given,
+    inputs: GateInputs,
     weights: Sequence[str],
     biases: Mapping[str, str],
     numbers: Mapping[str, Any],
@@ -27,15 +27,15 @@ def smear_mixture(
     `numbers` are the activation and its parameters, as attributes of an op of experts.
     """
     assert isinstance(gate, Smear)
-    line, shape = gate.span(), (given.experts, given.subject.dim)
-    router = b.parameter("moe.gate.weight", shape, given.dtype, normal(), line, matrices=TABLE)
-    real = {"real": given.beside["real"]} if "real" in given.beside else {}
-    shares = b.one(m.MergeShares, given.h, router, beside=real, to="shares", span=line)
+    line, shape = gate.span(), (inputs.experts, inputs.subject.dim)
+    router = b.parameter("moe.gate.weight", shape, inputs.dtype, normal(), line, matrices=TABLE)
+    real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
+    shares = b.one(m.MergeShares, inputs.h, router, beside=real, to="shares", span=line)
     up, down = (b.one(m.MergeExperts, shares, weight, to="merged", span=line) for weight in weights)
     merged = {name: b.one(m.MergeExperts, shares, bias, to="merged", span=line) for name, bias in biases.items()}
     first = {"bias": merged["up_bias"]} if merged else {}
     last = {"bias": merged["down_bias"]} if merged else {}
-    hidden = b.one(m.SequenceLinear, given.h, up, beside=first, to="hidden", span=span)
+    hidden = b.one(m.SequenceLinear, inputs.h, up, beside=first, to="hidden", span=span)
     attributes = {"kind" if name == "activation" else name: value for name, value in numbers.items()}
     active = b.one(o.Activation, hidden, to="active", span=span, **attributes)
     return b.one(m.SequenceLinear, active, down, beside=last | real, to="mixed", span=span)

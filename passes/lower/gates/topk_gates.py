@@ -8,22 +8,22 @@ from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import AddNoise, Jitter, NormalNoise
 from moec.passes.ir.ops.gating import gate_ops as g
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import BIAS, Gated, Given
+from moec.passes.lower.gates.gated import BIAS, Gated, GateInputs
 
 
-def topk(b: Builder, gate: Node, given: Given) -> Gated:
+def topk(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     assert isinstance(gate, TopK)
-    span, h = gate.span(), given.h
+    span, h = gate.span(), inputs.h
     if gate.jitter:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
         h = b.one(
-            Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=given.stream(0)
+            Jitter, h, inputs.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=inputs.stream(0)
         )
-    logits = clean = given.router(b, span, h, biased=gate.bias == "learned")
+    logits = clean = inputs.router(b, span, h, biased=gate.bias == "learned")
     if gate.noise:
-        logits = _with_noise(b, gate, given, logits)
+        logits = _with_noise(b, gate, inputs, logits)
     online = isinstance(gate.bias, Online)
-    beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if online else {}
+    beside = {"bias": b.state(BIAS, (inputs.experts,), gate.span("bias"))} if online else {}
     limited = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, beside=beside,
@@ -33,10 +33,10 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
     return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not limited, others=others)
 
 
-def _with_noise(b: Builder, gate: TopK, given: Given, logits: str) -> str:
+def _with_noise(b: Builder, gate: TopK, inputs: GateInputs, logits: str) -> str:
     """Logits with noise in training; balance terms are over these, too."""
     training, line = b.setting(TRAINING), gate.span("noise") or gate.span()
-    noise = b.one(NormalNoise, logits, given.beside["keys"], training, to="noise", span=line, stream=given.stream(1))
+    noise = b.one(NormalNoise, logits, inputs.beside["keys"], training, to="noise", span=line, stream=inputs.stream(1))
     return b.one(AddNoise, logits, noise, to="logits", span=line, std=gate.noise)
 
 
@@ -45,14 +45,14 @@ def _groups(gate: TopK) -> dict[str, object]:
     return {"groups": gate.groups, "keep_groups": gate.keep_groups, "group_score": gate.group_score}
 
 
-def switch(b: Builder, gate: Node, given: Given) -> Gated:
+def switch(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     assert isinstance(gate, Switch)
     spans = {key: span for key in ("", "jitter") if (span := gate.span(key))}
-    return topk(b, TopK(k=1, jitter=gate.jitter).with_spans(spans), given)
+    return topk(b, TopK(k=1, jitter=gate.jitter).with_spans(spans), inputs)
 
 
-def batch_priority(b: Builder, gate: Node, given: Given) -> Gated:
+def batch_priority(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     """The capacity has its order (`Moe.order`)."""
     assert isinstance(gate, BatchPriority)
     spans = {key: span for key in ("", "k") if (span := gate.span(key))}
-    return topk(b, TopK(k=gate.k).with_spans(spans), given)
+    return topk(b, TopK(k=gate.k).with_spans(spans), inputs)

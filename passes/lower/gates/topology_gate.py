@@ -9,7 +9,7 @@ from moec.grammar.spec.gates import TopK
 from moec.passes.ir import TRAINING
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.gated import Gated, GateInputs
 from moec.passes.lower.gates.placed_topology import PlacedTopology
 from moec.passes.lower.gates.topk_gates import topk
 
@@ -17,11 +17,11 @@ RANKS = "ranks"
 """The numbers of data ranks among a gate's other results."""
 
 
-def topology(b: Builder, gate: Node, given: Given) -> Gated:
+def topology(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     """`topk(k)`; with `share`, choices beyond the bound are made again and weighed by the same rule."""
     assert isinstance(gate, PlacedTopology)
     spans = {key: span for key in ("", "k") if (span := gate.span(key))}
-    gated = topk(b, TopK(k=gate.k).with_spans(spans), given)
+    gated = topk(b, TopK(k=gate.k).with_spans(spans), inputs)
     logits, p = gated.logits, gated.p
     assert logits is not None
     assert p is not None
@@ -32,7 +32,7 @@ def topology(b: Builder, gate: Node, given: Given) -> Gated:
     if gate.share is None:
         return gated
     line = gate.span("share")
-    real = {"real": given.beside["real"]} if "real" in given.beside else {}
+    real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
     kept = b.one(
         o.BoundFar, gated.w, gated.e, ranks, b.setting(TRAINING), beside=real, to="bounded", span=line,
         share=gate.share.numerator, whole=gate.share.denominator, **gate.places,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moec.runtime import unscored
 from moec.runtime.errors import JobError, is_whole
-from moec.runtime.guards.finite_logits import unscored_complaint
-from moec.runtime.guards.wrappers import refuse_autocast
+from moec.runtime.guards.every_guard import first_complaint, look_at
+from moec.runtime.guards.guard import PassBegins, PassEnds, TokensChosen
 from moec.runtime.inputs.batches import Limits, device_of
 from moec.runtime.inputs.beside import NOTHING
 from moec.runtime.model.generation.decoder import Decoder, NewTokens, layers_of
@@ -28,7 +28,6 @@ SITE = "generate"
 OPTIONS = "ranks call `generate` with different options: give the same lengths, ends, seed and others on every rank"
 SHAPES = "prompts have shapes from {least} to {most} on the ranks, and must have one: places of experts follow from it"
 BATCHES = "ranks {one} and {other} draw tokens for batches of different sizes: give `sequences`, their numbers"
-NOT_FINITE = "the logits of {} of {} sequences are NaN or infinite, first sequence {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def generate(
     request, complaint = None, None
     first = tokens[0] if isinstance(tokens, list | tuple) and tokens else tokens
     try:
-        refuse_autocast(device_of(first).type)
+        look_at(PassBegins(model, device_of(first).type))
         layers = layers_of(model, model._decoding.emitted())
         for weights in model.all_weights(wrapped=True):
             weights.needed()  # raises for replaced parameters
@@ -181,9 +180,10 @@ def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -
         with unscored.noting() as noted:
             logits = decoder.step(new, {**beside, **_without_effect(model, new.ids)})
         chosen = request.sampling.choose(logits, request.sequences, prompts.lengths + (count - 1))
-        complaint = None
-        if look or ends.stops or count == prompts.new:  # where a stop is looked for, the device is waited for anyway
-            complaint = unscored_complaint(noted, decoder.routers) or _not_finite((chosen < 0) & ~done)
+        looks = look or bool(ends.stops) or count == prompts.new  # where a stop is looked for, the device is waited for
+        complaint = first_complaint(PassEnds(noted, decoder.routers, look=looks)) or first_complaint(
+            TokensChosen((chosen < 0) & ~done, look=looks)
+        )
         chosen = chosen.where(~done, ends.pad).clamp_min(0)
         found[:, count - 1] = chosen
         counts += ~done
@@ -213,12 +213,3 @@ def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, even: b
         place = place + torch.arange(pieces, device=place.device)
     first = prompts.longest + count - 1
     return NewTokens(ids, place, torch.zeros_like(chosen), real, first if even else -1, first + pieces)
-
-
-def _not_finite(wrong: Tensor) -> Complaint | None:
-    """What is wrong where no token could be chosen, or None."""
-    if not wrong.any():
-        return None
-    first = int(wrong.nonzero()[0])
-    words = NOT_FINITE.format(int(wrong.sum()), len(wrong), first)
-    return Complaint("MOE0743", words, "go on from the last weights that were finite")

@@ -8,6 +8,8 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.guards.every_guard import first_complaint
+from moec.runtime.guards.guard import PassEnds
 from moec.runtime.ranks.checks import Checks
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -50,6 +52,12 @@ def test_ids_and_scores_are_looked_at_by_default_and_not_where_nothing_is_asked(
             model(torch.zeros(2, 8, dtype=torch.int64))
             with pytest.raises(outcome):
                 model(torch.full((2, 8), 32))
+
+
+def test_a_guard_that_waits_looks_only_where_values_are_read() -> None:
+    masks = [torch.tensor([[False, True]])]
+    complaints = [first_complaint(PassEnds(masks, ["layers.0.moe"], look=look)) for look in (False, True)]
+    assert [complaint and complaint.code for complaint in complaints] == [None, "MOE0708"]
 
 
 def test_a_meta_model_allocates_nothing_and_is_filled_by_a_state_dict() -> None:

@@ -12,7 +12,7 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.guards import finite
+from moec.runtime.guards import finite_steps
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule
 
@@ -102,7 +102,7 @@ def test_gradients_whose_norm_was_taken_are_looked_at_once(monkeypatch: pytest.M
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         looks = []
-        monkeypatch.setattr(finite, "_have_finite_norms", lambda parameters: bool(looks.append(1)) or True)
+        monkeypatch.setattr(finite_steps, "_have_finite_norms", lambda parameters: bool(looks.append(1)) or True)
         for clipped in (True, False, True):
             job.step(model, TOKENS, TOKENS)
             if clipped:

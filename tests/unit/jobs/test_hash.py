@@ -25,7 +25,7 @@ from moec.passes.ir import Block, Output, Program, Value
 from moec.passes.ir.ops import AllReduce
 from moec.passes.ir.ops.gating.gate_ops import HashRoute
 from moec.passes.ir.verifier import check_program
-from moec.passes.lower.lower_losses import of_tokens
+from moec.passes.lower.lower_losses import token_input
 from moec.runtime.host.reference import reference
 from moec.runtime.verify.verification import verify
 
@@ -46,11 +46,11 @@ DEGREES = [
 def choose(ids: Tensor, k: int, experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The results of the op alone: weights and experts."""
     built = HashRoute(operands=("tokens",), results=(), k=k, num_experts=experts, seed=seed)
-    types = built.infer([of_tokens("tokens")], {})
+    types = built.infer([token_input("tokens")], {})
     results = [Value(name=name, shape=t.shape, dtype=t.dtype) for name, t in zip("we", types, strict=True)]
     block = Block(
         name="choose",
-        inputs=(of_tokens("tokens"),),
+        inputs=(token_input("tokens"),),
         parameters=(),
         ops=(built.with_results(results),),
         outputs=(Output("w", "loss"), Output("e", "counts")),

@@ -38,7 +38,7 @@ def test_parts_agree_with_arithmetic_by_hand():
     assert sparse.parts["moe.experts"] == Elements(experts * expert, 2 * expert, experts // 2 * expert)
     assert sparse.parts["moe.gate"] == Elements(experts * dim, experts * dim, experts * dim)
     assert "moe.experts" not in dense.parts
-    whole = sum((part for part in found.outside.values()), start=dense.each) + sparse.each.times(2)
+    whole = sum((part for part in found.outside.values()), start=dense.one_layer) + sparse.one_layer.times(2)
     assert found.whole == whole
 
 

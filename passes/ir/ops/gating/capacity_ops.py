@@ -80,9 +80,9 @@ class Capacity(Op):
     least: Count
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
-        """Nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
-        given = self.named(operands)
-        k, scored = given["experts"].shape[-1], given.get("starts") or given.get("logits")
+        """Costs nothing where an expert has a place for every token, `factor · k ≥ experts`: no choice is dropped."""
+        by_name = self.named(operands)
+        k, scored = by_name["experts"].shape[-1], by_name.get("starts") or by_name.get("logits")
         experts = scored.shape[-1] if scored is not None else getattr(self, "num_experts", 0)
         if isinstance(k, int) and isinstance(experts, int) and self.eval_parts * k >= self.eval_whole * experts:
             return ""
@@ -105,12 +105,12 @@ class Capacity(Op):
     def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
         """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
         dp, tp = workload.meshes.size("dp"), workload.meshes.size("tp")
-        of_rank = {
+        groups_of = {
             "sequence": max(1, workload.batch // dp),
             "batch": 1,
             "rank": max(1, int(workload.sizes["data_ranks"]) // dp),
         }
-        groups = of_rank[self.group]
+        groups = groups_of[self.group]
         tokens = workload.tokens // (dp * tp * groups)
         whole = tokens * tp * (dp if self.group == "batch" else 1)
         return groups, max(self.least, -(-self.parts * k * whole // (self.whole * experts))), tokens

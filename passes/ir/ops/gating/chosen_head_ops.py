@@ -29,14 +29,14 @@ HEADS = 2
 
 def _tokens(op: Op, x: Value, weight: Layout, heads: int, meshes: Meshes) -> Layout:
     """The layout of tokens that an op needs: that of x, whole where `weight` is cut by its dim `heads`."""
-    found = settled(x, meshes)
+    layout = settled(x, meshes)
     for axis, placement in weight.placements:
         if placement != Shard(heads):
             raise LayoutError(f"{op.mnemonic} has no rule for groups of heads with {axis}:{placement}")
-        found = found.replace(axis, None)
-    if any(not isinstance(p, Shard) or p.dim >= TOKEN_DIMS for _, p in found.placements):
-        raise LayoutError(f"{op.mnemonic} has no rule for {found}")
-    return found
+        layout = layout.replace(axis, None)
+    if any(not isinstance(p, Shard) or p.dim >= TOKEN_DIMS for _, p in layout.placements):
+        raise LayoutError(f"{op.mnemonic} has no rule for {layout}")
+    return layout
 
 
 def _with_heads(tokens: Layout, weight: Layout) -> Layout:

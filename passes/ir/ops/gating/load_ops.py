@@ -94,7 +94,7 @@ class ExpectedLoads(Op):
 
 
 _WIDE = ("others", "distance", "clamped_deviation", "scaled")
-"""What backward keeps of `expected_loads` for every expert."""
+"""Tensors with a number for every expert that `expected_loads` saves for backward."""
 
 
 @op("loads_above", "scores logits experts -> probabilities")

@@ -90,12 +90,14 @@ class SequenceLinear(Op):
     """
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        x, weight = given["x"], given["weight"]
+        by_name = self.named(operands)
+        x, weight = by_name["x"], by_name["weight"]
         fits = len(x.shape) == 3 and x.shape[2] == weight.shape[-1] and x.shape[0] == weight.shape[0]
         require(fits and x.dtype == weight.dtype, self, "wants a weight of each sequence")
-        require("bias" not in given or given["bias"].shape == weight.shape[:-1], self, "wants a bias of each output")
-        require_real(self, x, [given["real"]] if "real" in given else [])
+        require(
+            "bias" not in by_name or by_name["bias"].shape == weight.shape[:-1], self, "wants a bias of each output"
+        )
+        require_real(self, x, [by_name["real"]] if "real" in by_name else [])
         return (Type(shape=(*x.shape[:2], *weight.shape[1:-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -104,13 +106,13 @@ class SequenceLinear(Op):
         return Placing(tuple(wanted), (tokens,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        given = self.named(operands)
-        x, weight = given["x"], given["weight"]
+        by_name = self.named(operands)
+        x, weight = by_name["x"], by_name["weight"]
         batch, tokens, _ = workload.shape(x)
         _, *out, width = workload.shape(weight)
         saved = workload.keep(x, weight)
-        if "real" in given:
-            saved = (*saved, workload.inner(results[0], "real", workload.count(given["real"]), "bool"))
+        if "real" in by_name:
+            saved = (*saved, workload.inner(results[0], "real", workload.count(by_name["real"]), "bool"))
         bytes_each = workload.width(x.dtype)
         return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, bytes_each), saved=saved)
 

@@ -61,7 +61,7 @@ class NestedRoute(TokenOp):
             *(("own", chosen * self.inner, logits.dtype), ("outer", chosen, logits.dtype), ("chosen", chosen, "int64")),
             *(("within", pairs, logits.dtype), ("inside", pairs, "int64")),
         )
-        keeps = (*workload.keep(logits), *(workload.inner(weights, *each) for each in kept))
+        keeps = (*workload.keep(logits), *(workload.inner(weights, *tensor) for tensor in kept))
         return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
 
 

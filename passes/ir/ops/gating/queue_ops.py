@@ -1,4 +1,4 @@
-"""Queues in another order than that of tokens: the ops that keep the choices with places, and priorities of tokens.
+"""Ops of queues that are not in token order: they compute priorities of tokens, and keep the choices with places.
 
 With priorities of tokens, all first choices of a routing group come before all second ones, as in `capacity_ops`. Among
 the j-th choices, the token with the highest priority comes first; equal ones are in token order. With priorities of
@@ -104,9 +104,9 @@ class KeepBest(Capacity):
     num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        experts, priorities = given["experts"], given.get("priorities")
-        self.require_setting([given["training"]] if "training" in given else [])
+        by_name = self.named(operands)
+        experts, priorities = by_name["experts"], by_name.get("priorities")
+        self.require_setting([by_name["training"]] if "training" in by_name else [])
         require_choices(self, experts)
         fits = priorities is None or (priorities.dtype != "int64" and priorities.shape == experts.shape)
         require(fits, self, "wants a priority of each choice, or none")
@@ -145,20 +145,22 @@ class Reroute(Capacity):
     score: Literal["softmax", "sigmoid"]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        given = self.named(operands)
-        logits, experts = given["logits"], given["experts"]
-        self.require_setting([given["training"]] if "training" in given else [])
+        by_name = self.named(operands)
+        logits, experts = by_name["logits"], by_name["experts"]
+        self.require_setting([by_name["training"]] if "training" in by_name else [])
         require_choices(self, experts, logits)
         require_scores(self, logits, "logits")
-        fits = "priorities" not in given or given["priorities"].shape == logits.shape[:-1]
+        fits = "priorities" not in by_name or by_name["priorities"].shape == logits.shape[:-1]
         require(fits, self, "wants a priority of each token, or none")
-        require("bias" not in given or given["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert")
+        require(
+            "bias" not in by_name or by_name["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert"
+        )
         return (Type(shape=experts.shape, dtype="int64"),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         whole = grouped(self.group, meshes)
-        of_all = {"bias": REPLICATED, "training": REPLICATED}
-        return Placing(tuple(of_all.get(name, whole) for name in self.named(operands)), (whole, whole))
+        replicated = {"bias": REPLICATED, "training": REPLICATED}
+        return Placing(tuple(replicated.get(name, whole) for name in self.named(operands)), (whole, whole))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         logits, chosen, *_ = operands
@@ -190,13 +192,13 @@ class Renormalize(TokenOp):
         return own_tokens(self, 2, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        (weights, _), (given,) = operands, results
+        (weights, _), (result,) = operands, results
         choices, k = workload.count(weights), workload.shape(weights)[-1]
         keeps = (
-            workload.inner(given, "none", choices, "bool"),
-            workload.inner(given, "placed", choices, weights.dtype),
-            workload.inner(given, "sums", choices / k, weights.dtype),
-            workload.inner(given, "divisors", choices / k, weights.dtype),
+            workload.inner(result, "none", choices, "bool"),
+            workload.inner(result, "placed", choices, weights.dtype),
+            workload.inner(result, "sums", choices / k, weights.dtype),
+            workload.inner(result, "divisors", choices / k, weights.dtype),
         )
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=5)
 
@@ -226,17 +228,17 @@ class ChosenWeights(TokenOp):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (logits, _), (weights,) = operands, results
-        of_chosen, of_all = workload.count(weights), workload.count(logits)
-        kept = [workload.inner(weights, "indices", of_chosen, "int64")]
+        num_chosen, num_scores = workload.count(weights), workload.count(logits)
+        kept = [workload.inner(weights, "indices", num_chosen, "int64")]
         over_chosen = self.normalize or (self.order == "after" and self.score == "softmax")
         if not over_chosen and self.score == "softmax":
-            kept.append(workload.inner(weights, "scores", of_all, logits.dtype))
+            kept.append(workload.inner(weights, "scores", num_scores, logits.dtype))
         elif self.score == "none":
             pass
         elif self.scale == 1:
             kept += workload.keep(weights)
         else:
-            kept.append(workload.inner(weights, "unscaled", of_chosen, logits.dtype))
+            kept.append(workload.inner(weights, "unscaled", num_chosen, logits.dtype))
         if over_chosen and self.score == "sigmoid":
-            kept += (*workload.keep(logits), workload.inner(weights, "buffer", of_all, logits.dtype))
+            kept += (*workload.keep(logits), workload.inner(weights, "buffer", num_scores, logits.dtype))
         return elementwise(self, operands, results, workload, keeps=kept)

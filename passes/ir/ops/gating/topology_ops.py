@@ -53,8 +53,8 @@ class Placed(Op):
 
     def require_meshes(self, meshes: Meshes) -> None:
         """Requires degrees of the meshes. Raises `LayoutError`."""
-        own, found = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
-        if own != found or math.prod(self.levels) != meshes.dense.ranks:
+        own, sizes = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
+        if own != sizes or math.prod(self.levels) != meshes.dense.ranks:
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 
 
@@ -103,8 +103,8 @@ class TopologyLoss(Placed):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         self.require_meshes(meshes)
-        tokens, of_rank = meshes.own_tokens, grouped("rank", meshes)
-        wanted = (tokens, of_rank, of_rank, *(tokens,) * len(operands[3:]))
+        tokens, per_rank = meshes.own_tokens, grouped("rank", meshes)
+        wanted = (tokens, per_rank, per_rank, *(tokens,) * len(operands[3:]))
         return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:

@@ -1,4 +1,4 @@
-"""Keeps losses and gradients that are NaN or infinite from the weights: `moec.launch(on_nonfinite=…)`."""
+"""What a job does with losses and gradients that are NaN or infinite: `moec.launch(on_nonfinite=…)`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moec.runtime.errors import JobError, one_of
+from moec.runtime.guards.every_guard import first_complaint, look_at
+from moec.runtime.guards.guard import LossSummed, NormTaken, OptimizerSteps
 from moec.runtime.optimizers.clipping import HandedOver
-from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.running_job import RunningJob
 from moec.runtime.weights.masters import has_closure, local_part
 
 MODES = ("raise", "skip", "ignore")
-
-HELP = (
-    "weights and optimizer states are as before: go on from them with a lower learning rate or with clipped gradients; "
-    '`moec.launch(…, on_nonfinite="skip")` leaves such steps out, and "ignore" turns this check off'
-)
-
 
 OF_SCALER = "grad_scale", "found_inf"
 """What torch's `GradScaler` sets on an optimizer, and takes away after a step that raises nothing."""
@@ -71,23 +65,23 @@ class Finite:
         """Whether training goes on after such a step."""
         return self.mode == "skip"
 
-    def stops_at_loss(self, model: nn.Module, loss: Tensor) -> bool:
+    def leaves_out(self, model: nn.Module, loss: Tensor) -> bool:
         """Whether to leave out the step of this global loss."""
         self._left_out.discard(model)
-        if self.mode == "ignore" or bool(loss.isfinite()):
-            return False
-        if not self.skips:
-            raise JobError("MOE0723", f"{self._step()}the loss is {float(loss)}", HELP)
-        self._skip(model)
-        return True
+        return self._leaves_out(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
 
-    def stops_at_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+    def leaves_out_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
         """Whether to leave out the step of this global norm. `gradients`: this rank's parts, to name one of them."""
-        if self.mode == "ignore" or bool(norm.isfinite()):
-            return False
+        look, site = self.mode != "ignore", "gradient norm"
+        return self._leaves_out(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
+
+    def _leaves_out(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
+        """Whether a guard complains about a step that is to be skipped. Raises `JobError` for others."""
         if not self.skips:
-            self._job.checks.require("gradient norm", self._complaint(gradients))
-            raise JobError("MOE0723", f"{self._step()}the gradient norm is {float(norm)}", HELP)
+            look_at(event, self._job.checks)
+            return False
+        if first_complaint(event) is None:
+            return False
         self._skip(model)
         return True
 
@@ -116,7 +110,7 @@ class Finite:
             handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
             if has_closure(arguments, named) or handed_over or self._has_seen(model, owned):
                 return
-            complaint = None if _have_finite_norms(owned) else self._complaint(_gradients(owned, model))
+            complaint = first_complaint(OptimizerSteps(self._job.steps, model, owned, look=True))
             counts, refused = (int(complaint is not None),), None if self.skips else complaint
             try:
                 (wrong,) = self._job.checks.require("optimizer.step", refused, counts=counts)
@@ -132,41 +126,12 @@ class Finite:
         if self.mode != "ignore":
             optimizer.register_step_pre_hook(look)
 
-    def _complaint(self, gradients: Mapping[str, Tensor]) -> Complaint | None:
-        """Names this rank's first gradient that is not finite."""
-        wrong = next((name for name, gradient in gradients.items() if not gradient.isfinite().all()), None)
-        words = f"{self._step()}the gradient of {wrong} is NaN or infinite"
-        return None if wrong is None else Complaint("MOE0723", words, HELP)
-
     def _skip(self, model: nn.Module) -> None:
         self.skipped += 1
         self._left_out.add(model)
         _drop(model.parameters())
 
-    def _step(self) -> str:
-        return f"step {self._job.steps}: " if self._job.steps else ""
-
 
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> dict[str, Tensor]:
-    """This rank's parts of the gradients, by the parameters' names in `model`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        names.get(parameter, f"parameter {index} of the optimizer"): local_part(parameter.grad)
-        for index, parameter in enumerate(parameters)
-        if parameter.grad is not None
-    }
-
-
-def _have_finite_norms(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether this rank's gradients have finite norms: then all elements are. Waits for the device once."""
-    parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not parts:
-        return True
-    # The Euclidean norm: on CPU the maximum norm takes forty times as long.
-    norms = torch._foreach_norm(parts, 2)
-    return bool(torch.stack([each.to(parts[0].device, torch.float32) for each in norms]).isfinite().all())

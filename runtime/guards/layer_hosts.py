@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moec.runtime.errors import JobError
+from moec.runtime.guards.guard import Guard, LayerCalled
+from moec.runtime.ranks.checks import Complaint
 
 
 def _hosts(experts: nn.Module) -> tuple[object, ...]:
@@ -30,42 +31,43 @@ def _hosts(experts: nn.Module) -> tuple[object, ...]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_hosts(experts: nn.Module, ranks: Sequence[int], last: tuple[object, ...] | None) -> tuple[object, ...]:
-    """Returns the present hosts. If they are not the `last`, calls `require_left_alone`, which raises `JobError`."""
-    now = _hosts(experts)
-    if last != now:
-        require_left_alone(experts, ranks)
-    return now
+def foreign_host(call: LayerCalled) -> Complaint | None:
+    """The complaint about the present hosts, which it looks at if they are not those of the layer's last call."""
+    hosts = _hosts(call.experts)
+    if call.layer.hosts == hosts:
+        return None
+    if (complaint := _complaint(call.experts, call.ranks)) is None:
+        call.layer.hosts = hosts
+    return complaint
 
 
-def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
-    """Raises `JobError` if the host manages experts: it takes them for replicas, but ranks have different experts.
+def _complaint(experts: nn.Module, ranks: Sequence[int]) -> Complaint | None:
+    """The complaint if the host manages experts: it takes them for replicas, but ranks have different experts.
 
-    Raises it too if the host reduces over other ranks than the layer's `ranks`: replicas of experts would drift apart.
+    Also if the host reduces over other ranks than the layer's `ranks`: replicas of experts would drift apart.
     """
     ddp = _active_ddp()
     spans = [("fully_shard", span) for span in _spans_of_fsdp(experts)]
     if ddp is not None:
         spans.append(("DistributedDataParallel", set(dist.get_process_group_ranks(ddp.process_group))))
     if len(ranks) == 1:
-        _require_managed(experts, ddp, [host for host, span in spans if len(span) > 1])
-        return
+        return _unmanaged(experts, ddp, [host for host, span in spans if len(span) > 1])
     for host, span in spans:
         if span != set(ranks):
-            raise JobError(
+            return Complaint(
                 "MOE0711",
                 f"{host} spans the ranks {sorted(span)}, but a layer in it spans {sorted(ranks)}",
                 "make the layer without `group`, and set `parallel { ep = … }` in its file",
             )
     if _joins(ddp):
-        raise JobError(
+        return Complaint(
             "MOE0711",
             "DistributedDataParallel's `join()` lets a rank end before the others, which would wait for its rows",
             "leave it out, and give every rank as many batches",
         )
     reduced = {} if ddp is None else _reduced_by(ddp)
     if names := [reduced[id(parameter)] for parameter in experts.parameters() if id(parameter) in reduced]:
-        raise JobError(
+        return Complaint(
             "MOE0711",
             f"DistributedDataParallel manages this rank's experts ({names[0]}): it has replaced them by copies of rank "
             "0's, or averages their gradients",
@@ -75,31 +77,33 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
             "moec.expert_parameters(model).values())}`",
         )
     if _is_in_fsdp(experts) and not _spans_of_fsdp(experts):
-        raise JobError(
+        return Complaint(
             "MOE0711",
             "FullyShardedDataParallel is around a layer: it mixes the experts of all ranks, or clips without them",
             "take `fully_shard` with `ignored_params = set(moec.expert_parameters(model).values())`",
         )
     if _is_owned_by_fsdp(experts):
-        raise JobError(
+        return Complaint(
             "MOE0711",
             "fully_shard has sharded this rank's experts over the other ranks",
             "pass `ignored_params = set(moec.expert_parameters(model).values())` to every call of fully_shard",
         )
+    return None
 
 
-def _require_managed(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> None:
-    """Raises `JobError` if none of `hosts`, each of several ranks, manages the experts of a layer of one rank."""
+def _unmanaged(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> Complaint | None:
+    """The complaint if none of `hosts`, each of several ranks, manages the experts of a layer of one rank."""
     managed = _reduced_by(ddp) if ddp is not None else {}
     if ddp is not None and not _is_inside(experts, ddp):
         hosts = [host for host in hosts if host == "fully_shard"]  # its forward pass calls the layer of another model
     left = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
     if hosts and left and not _is_owned_by_fsdp(experts):
-        raise JobError(
+        return Complaint(
             "MOE0711",
             f"{hosts[0]} ignores the experts of a layer of one rank: nobody would sum their gradients",
             "make the layer over the ranks of the host, or let the host manage its experts",
         )
+    return None
 
 
 def _active_ddp() -> Any:
@@ -151,3 +155,6 @@ def _spans_of_fsdp(experts: nn.Module) -> list[set[int]]:
 
 def _is_inside(experts: nn.Module, host: nn.Module) -> bool:
     return any(module is experts for module in host.modules())
+
+
+GUARD = Guard(event=LayerCalled, look=foreign_host, when=lambda call: dist.is_initialized(), code="MOE0711")
