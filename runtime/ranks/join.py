@@ -218,5 +218,18 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
     return by_name
 
 
+def await_groups(job: str, world_size: int) -> None:
+    """Waits until every rank has made its groups: one that raised and ended sooner would break a slow rank's
+    connections, whose error would then stand for its own. Raises `JobError` after the groups' timeout."""
+    store = PrefixStore(f"groups_of_{job}", distributed_c10d._get_default_store())
+    if store.add("made", 1) == world_size:
+        store.set("all", "")
+    try:
+        store.wait(["all"])
+    except RuntimeError as error:
+        words = "a rank has not made its process groups in time"
+        raise JobError("MOE0705", words, "look there for what ends the process in `moec.launch`") from error
+
+
 def _takes_cpu_tensors() -> bool:
     return "cpu:" in str(dist.get_backend_config())

@@ -100,6 +100,7 @@ def _run_reference(
     with plain_torch():
         passes = Passes(whole, [inputs.given], [inputs.targets], loads=loads, beside=inputs.beside_alone)
         (loss,) = passes.only_loss()
+        passes.update_states(0)
     return passes, loss, leaves
 
 

@@ -102,9 +102,13 @@ class VirtualWeights:
     # ---- gradients ---------------------------------------------------------------------------------
 
     def gradient_of_pass(self, name: str) -> list[Tensor]:
-        """What the last backward pass gave each leaf, in at least fp32, as a job widens it before it sums."""
+        """What the last backward pass gave each leaf, in at least fp32, as a job widens it before it sums.
+
+        Zeros of a parameter that a wrong plan does not use.
+        """
+        of_ranks = self._weights.get(name) or self.leaves(name)
         gradients = []
-        for leaf in dict(zip(self._leaf_of_rank[name], self.weight(name), strict=True)).values():
+        for leaf in dict(zip(self._leaf_of_rank[name], of_ranks, strict=True)).values():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             gradients.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
             leaf.grad = None
@@ -113,11 +117,11 @@ class VirtualWeights:
     def summed(self, name: str, of_leaves: Sequence[Tensor]) -> list[Tensor]:
         """A gradient after the sums over the plan's groups: each rank's part, in the master's layout."""
         data, leaf_of = self._plan.parameters[name], self._leaf_of_rank[name]
-        gradients = [of_leaves[leaf] for leaf in leaf_of]
+        gradients, shared = [of_leaves[leaf] for leaf in leaf_of], len(of_leaves) < len(leaf_of)
         for number, group in enumerate(data.sum_over):
             for ranks in self._groups[group]:
                 terms = [gradients[rank] for rank in ranks]
-                if number == 0:  # a leaf of several ranks has the sum of their gradients already
+                if shared and number == 0:  # a leaf of several ranks has the sum of their gradients already
                     terms = list({leaf_of[rank]: gradients[rank] for rank in ranks}.values())
                 total = torch.stack(terms).sum(0)
                 for rank in ranks:
