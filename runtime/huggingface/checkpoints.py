@@ -20,12 +20,12 @@ from moec.grammar.huggingface.read import CONFIG, Imported, parsed_config, read_
 from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
-from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
+from moec.runtime.checkpoint.convert import Advance, NewTensor, no_progress, shapes_of, write_new
 from moec.runtime.checkpoint.format.index import MODEL
 from moec.runtime.checkpoint.format.parts import DTYPES
 from moec.runtime.checkpoint.format.reading import Checkpoint
-from moec.runtime.checkpoint.format.shards import places_of
-from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.format.shards import parse_header
+from moec.runtime.checkpoint.model_fields import differences
 from moec.runtime.checkpoint.remarks import first_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
@@ -48,7 +48,7 @@ class Moved:
 
 
 def import_weights(
-    folder: Path, target: Path, version: str, plan: Plan | None = None, advance: Advance = no_bar
+    folder: Path, target: Path, version: str, plan: Plan | None = None, advance: Advance = no_progress
 ) -> Moved:
     """Writes the checkpoint `target` of step 0 with the weights of a Hugging Face folder, in fp32.
 
@@ -70,7 +70,7 @@ def import_weights(
         weights = FolderWeights(folder, imported, shapes, plan.spec.model)
     except DiagnosticError as error:
         raise (JobError("MOE0908", remark, error.diagnostics[0].help) if remark else error) from error
-    tensors = [Whole(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
+    tensors = [NewTensor(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
     num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into), advance)
     return Moved(num_bytes, len(tensors), notes, weights.left_out)
 
@@ -98,7 +98,7 @@ def export_weights(
     like: Path | None = None,
     plan: Plan | None = None,
     model_type: str | None = None,
-    advance: Advance = no_bar,
+    advance: Advance = no_progress,
 ) -> Moved:
     """Writes the model of a checkpoint, imported or trained, as the new folder `target` that transformers loads.
 
@@ -210,7 +210,7 @@ def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str 
         return _of_decoder(imported, beside, layout, notes)
     dtypes, laid = dict[str, torch.dtype](), list[File]()
     for name, header in layout.headers.items():
-        places = places_of(name, header)
+        places = parse_header(name, header)
         dtypes |= {each: DTYPES[place.dtype] for each, place in places.items()}
         offsets = {each: place.offset - len(header) for each, place in places.items()}
         laid.append(File(name, header, offsets, sum(place.num_bytes for place in places.values())))
@@ -224,7 +224,7 @@ def _of_decoder(
     """The decoder of a model of images and text by itself, with the tokenizer's files, in the dtype of most tensors."""
     config, family = config_for(imported.spec)
     found = Counter(
-        place.dtype for name, header in layout.headers.items() for place in places_of(name, header).values()
+        place.dtype for name, header in layout.headers.items() for place in parse_header(name, header).values()
     )
     dtype = DTYPES[found.most_common(1)[0][0]] if found else torch.float32
     without = {name: content for name, content in beside.items() if name != CONFIG}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.grammar.huggingface.read import GGUF, NO_GGUF
 from moec.runtime.checkpoint.format.parts import DTYPES
-from moec.runtime.checkpoint.format.shards import Place, ShardFile
+from moec.runtime.checkpoint.format.shards import ShardFile, StoredTensor
 from moec.runtime.errors import JobError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -183,7 +183,7 @@ def _of_file(path: Path, shown: str) -> dict[str, Stored]:
     mapped = _Mapped(path)
     return {
         name: Stored(place.shape, DTYPES[place.dtype], shown, _viewer(mapped, place))
-        for name, place in file.places.items()
+        for name, place in file.tensors.items()
     }
 
 
@@ -201,7 +201,7 @@ class _Mapped:
         return self._map
 
 
-def _viewer(mapped: _Mapped, place: Place) -> Callable[[], Tensor]:
+def _viewer(mapped: _Mapped, place: StoredTensor) -> Callable[[], Tensor]:
     def view() -> Tensor:
         dtype = DTYPES[place.dtype]
         if not place.num_bytes:

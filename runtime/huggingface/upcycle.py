@@ -28,10 +28,10 @@ from moec.grammar.diagnostics import Diagnostic, Severity, diagnose
 from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
-from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
+from moec.runtime.checkpoint.convert import Advance, NewTensor, no_progress, shapes_of, write_new
 from moec.runtime.checkpoint.format.index import HEAD, MODEL
 from moec.runtime.checkpoint.format.reading import Checkpoint
-from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.model_fields import differences
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
@@ -67,7 +67,9 @@ class Dense(Protocol):
         ...
 
 
-def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling, advance: Advance = no_bar) -> Moved:
+def upcycle(
+    dense: Path, model: Spec, target: Path, version: str, how: Upcycling, advance: Advance = no_progress
+) -> Moved:
     """Writes the checkpoint `target` of step 0 of the mixture `model` with the weights of the model `dense`.
 
     `dense` is a folder of Hugging Face or a checkpoint of moec. Where `model` has a mixture, `dense` has a feed-forward
@@ -94,7 +96,8 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
             _require_upcyclable(number, layer.moe, weights, how)
     _require_shapes(plan, weights)
     tensors = [
-        Whole(name, shape, _content(name, shape, plan, weights, how)) for name, shape in sorted(shapes_of(plan).items())
+        NewTensor(name, shape, _content(name, shape, plan, weights, how))
+        for name, shape in sorted(shapes_of(plan).items())
     ]
     num_bytes = write_new(target, plan, version, tensors, advance=advance)
     return Moved(num_bytes, len(tensors), (*notes, *_remarks(spec.model, weights)))

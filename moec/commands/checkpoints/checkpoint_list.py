@@ -13,7 +13,7 @@ from moec.commands.console.table import table
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.runtime.checkpoint.folders import fault_of, heads_in
 from moec.runtime.checkpoint.format.index import HEAD
-from moec.runtime.checkpoint.runs import of_the_last_run
+from moec.runtime.checkpoint.runs import checkpoints_of_last_run
 
 COLUMNS = "checkpoint", "model", "step", "saved", "size", ""
 RUN_DIGITS = 8
@@ -27,7 +27,7 @@ def checkpoints_of(folder: Path) -> list[ListedCheckpoint]:
         return []
     found: list[ListedCheckpoint] = []
     heads = heads_in(folder)
-    of_last_run = {path for path, _ in of_the_last_run(heads)}
+    of_last_run = {path for path, _ in checkpoints_of_last_run(heads)}
     for path, head in heads:
         fault, saved = fault_of(path, head), None
         model, step = (head.model, head.step) if head else (None, None)

@@ -1,4 +1,4 @@
-"""Names and files of checkpoints: what is there already, what cannot be written, what is durable. Needs no torch."""
+"""Writes the files of checkpoints durably, and refuses names that exist or cannot be written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def give_name(fresh: Path, target: Path) -> None:
-    """Gives the file `fresh` the name `target`; the name `fresh` may stay. Raises `OSError`.
+    """Gives the file `fresh` the name `target`; the name `fresh` may remain. Raises `OSError`.
 
     Raises `JobError` MOE0803 if `target` exists, and on a file system with hard links even if it is made meanwhile.
     """
