@@ -27,7 +27,7 @@ from moec.runtime.checkpoint.format.faults import unexpected
 from moec.runtime.checkpoint.format.files import shown
 from moec.runtime.checkpoint.format.grid import Box
 from moec.runtime.checkpoint.format.index import MODEL, RNG, Entry
-from moec.runtime.checkpoint.format.parts import DTYPES, UnevenError, part_of
+from moec.runtime.checkpoint.format.parts import DTYPES, UnevenError, copy_block, part_of
 from moec.runtime.checkpoint.format.reading import Block, Checkpoint
 from moec.runtime.checkpoint.model_fields import other_biases
 from moec.runtime.checkpoint.optimizer_state import (
@@ -95,10 +95,7 @@ class Loading:
         dtypes = {name: DTYPES[self.checkpoint.index.tensors[name].dtype] for name in targets}
 
         def copy(block: Block, content: memoryview) -> None:
-            flat, target = torch.frombuffer(content, dtype=dtypes[block.name]), targets[block.name]
-            for part in block.copies:
-                size = torch.Size(part.shape).numel()
-                target[part.target].copy_(flat[part.first : part.first + size].view(part.shape)[part.source])
+            copy_block(block, content, dtypes[block.name], targets[block.name])
 
         blocks = [block for name in targets for block in self.checkpoint.blocks(name, self.boxes[name])]
         self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=check)

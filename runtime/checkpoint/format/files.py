@@ -43,9 +43,9 @@ def no_name(path: Path, code: str) -> JobError:
     return JobError(code, f"{str(path)!r} is no name of a file", "give another name")
 
 
-def sync_folder(path: Path) -> None:
-    """Makes new names in a folder durable."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes the content of a file durable, or new names in a folder."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
@@ -77,7 +77,7 @@ def give_name(fresh: Path, target: Path) -> None:
 def sync_name(target: Path) -> None:
     """Makes the name of a file or folder durable. Raises `JobError` MOE0804, which says that it is written."""
     try:
-        sync_folder(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise written_but(
             target,

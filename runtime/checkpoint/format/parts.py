@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moec.runtime.checkpoint.format.grid import Box, chunk_box, chunk_number
+from moec.runtime.checkpoint.format.reading import Block
 from moec.runtime.checkpoint.format.shards import HostTensor
 
 DTYPES = {
@@ -95,6 +96,14 @@ def part_of(tensor: Tensor, rank: int = 0, world_size: int = 1) -> Part:
     if any(dim % cut for dim, cut in zip(shape, cuts, strict=True)):
         raise UnevenError(f"{list(shape)} is cut into {cuts} parts of different sizes")
     return Part(shape, tuple(cuts), tuple(chunk), replica, replicas, tensor.to_local().detach())
+
+
+def copy_block(block: Block, content: memoryview, dtype: torch.dtype, target: Tensor) -> None:
+    """Copies what a reader wants of a block of elements of `dtype` into `target`, its part of the tensor."""
+    flat = torch.frombuffer(content, dtype=dtype)
+    for copy in block.copies:
+        box = flat[copy.first : copy.first + math.prod(copy.shape)].view(copy.shape)
+        target[copy.target].copy_(box[copy.source])
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> list[HostTensor]:

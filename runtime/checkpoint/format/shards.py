@@ -45,9 +45,12 @@ class WrittenShard:
     digests: Mapping[str, str]
 
 
-def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """A safetensors header of (name, dtype, shape, bytes) in this order: its length, then JSON padded to 8 bytes."""
-    table, offset = {}, 0
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
     for name, dtype, shape, num_bytes in tensors:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
         offset += num_bytes
