@@ -12,7 +12,7 @@ from moec.cli.command import Command, argument, output_format, path
 from moec.cli.completing import FileOrPlan
 
 WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8s"), "--image": ("k8s",)}
-"""The ways of starting that an option is for; other options are for all of them."""
+"""Options that are for some ways of starting only, with these ways."""
 
 
 class LaunchCommand(Command):
