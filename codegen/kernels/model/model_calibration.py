@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PULL = 0.01
 """Weight of a constant's distance (as a logarithm) from its assumed value, against 1 for a measurement."""
 
-MOST_STEPS = 60
+MAX_STEPS = 60
 RANGE = log(8)
 """A constant may move by this factor at most."""
 
@@ -79,15 +79,15 @@ class Measurement(Data):
 
 def read_measurements(text: str, device: str) -> tuple[Measurement, ...]:
     """The timed kernels of a device among lines of JSON; a last line that was cut off is skipped."""
-    found = []
+    measurements = []
     for line in text.splitlines():
         try:
             row = json.loads(line)
-            given = {name: value for name, value in row.items() if name in Measurement.model_fields}
-            found.append(Measurement.model_validate(given))
+            fields = {name: value for name, value in row.items() if name in Measurement.model_fields}
+            measurements.append(Measurement.model_validate(fields))
         except (ValueError, AttributeError, ValidationError):
             continue
-    return tuple(each for each in found if each.device == device)
+    return tuple(measurement for measurement in measurements if measurement.device == device)
 
 
 def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> DeviceModel:
@@ -97,14 +97,14 @@ def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> Device
     """
     import numpy as np
 
-    rows = [each for each in measurements if isfinite(each.predicted(model))]
+    rows = [measurement for measurement in measurements if isfinite(measurement.predicted(model))]
     if not rows:
         return model
-    said = f"calibrated from {len(rows)} measurements on {model.name}"
+    origin = f"calibrated from {len(rows)} measurements on {model.name}"
     start = np.array([log(getattr(model, name)) for name in FREE])
     at, damping = start.copy(), 1e-2
     errors = _errors(at, start, rows, model)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         slopes = _slopes(at, start, rows, model, errors)
         normal = slopes.T @ slopes
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ errors)
@@ -119,7 +119,7 @@ def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> Device
             damping *= 4
             if damping > 1e9:
                 break
-    return model.with_constants(_constants(at), said)
+    return model.with_constants(_constants(at), origin)
 
 
 def _constants(logs: Numbers) -> dict[str, float]:
@@ -170,31 +170,32 @@ class Residual:
 
 
 def residuals(model: DeviceModel, measurements: Iterable[Measurement]) -> tuple[Residual, ...]:
-    """How far the model is from each measurement, the furthest first."""
-    found = [Residual(each, each.predicted(model) / each.ms) for each in measurements]
-    return tuple(sorted((each for each in found if isfinite(each.ratio)), key=lambda each: -abs(log(each.ratio))))
+    """The residual of every measurement that the model can compute, the largest first."""
+    ratios = [Residual(measurement, measurement.predicted(model) / measurement.ms) for measurement in measurements]
+    finite = (residual for residual in ratios if isfinite(residual.ratio))
+    return tuple(sorted(finite, key=lambda residual: -abs(log(residual.ratio))))
 
 
 def report(model: DeviceModel, measurements: Sequence[Measurement], most: int = 10) -> Iterator[str]:
-    """The mean error, that of each kernel, the constants, and the measurements that the model misses by most."""
-    found = residuals(model, measurements)
+    """The mean error of all and of each kernel, the constants, and the measurements with the largest errors."""
+    by_distance = residuals(model, measurements)
     yield f"{model.name}: {model.origin}"
-    if not found:
+    if not by_distance:
         return
-    yield f"mean error {_mean_error(found):.1%} over {len(found)} measurements"
-    for kernel in dict.fromkeys(each.measurement.kernel for each in found):
-        own = [each for each in found if each.measurement.kernel == kernel]
+    yield f"mean error {_mean_error(by_distance):.1%} over {len(by_distance)} measurements"
+    for kernel in dict.fromkeys(residual.measurement.kernel for residual in by_distance):
+        own = [residual for residual in by_distance if residual.measurement.kernel == kernel]
         yield f"  {kernel}: {_mean_error(own):.1%} over {len(own)}"
     for name in FREE:
         yield f"  {name} = {getattr(model, name):.4g}"
-    for each in found[:most]:
-        row = each.measurement
+    for residual in by_distance[:most]:
+        row = residual.measurement
         where = f"{row.kernel} {row.way} of {row.experts} x {row.dim} x {row.hidden}, {row.tokens} tokens"
-        yield f"  {each.ratio:.2f} x the measured {row.ms:.3f} ms: {where}"
+        yield f"  {residual.ratio:.2f} x the measured {row.ms:.3f} ms: {where}"
 
 
-def _mean_error(found: Sequence[Residual]) -> float:
-    return sum(abs(each.ratio - 1) for each in found) / len(found)
+def _mean_error(residuals: Sequence[Residual]) -> float:
+    return sum(abs(residual.ratio - 1) for residual in residuals) / len(residuals)
 
 
 class StoredModel(Data):
@@ -214,9 +215,11 @@ class StoredModel(Data):
 
 def stored(model: DeviceModel, measurements: Sequence[Measurement]) -> StoredModel:
     """A calibrated model's constants, to be written as JSON."""
-    found = residuals(model, measurements)
+    all_residuals = residuals(model, measurements)
     constants = {name: getattr(model, name) for name in FREE}
-    return StoredModel(device=model.name, measurements=len(found), mean_error=_mean_error(found), constants=constants)
+    return StoredModel(
+        device=model.name, measurements=len(all_residuals), mean_error=_mean_error(all_residuals), constants=constants
+    )
 
 
 def model_file(name: str) -> Path:

@@ -54,9 +54,9 @@ class LayerPrediction:
 
     def seconds(self, direction: Direction, graph: bool = True) -> float:
         """All kernels one after another; without a graph, no faster than the host launches them."""
-        own = [each.prediction for each in self.kernels if each.direction == direction]
-        device = sum(each.seconds for each in own)
-        return device if graph else max(device, self.host_launch * sum(each.launches for each in own))
+        predictions = [kernel.prediction for kernel in self.kernels if kernel.direction == direction]
+        device = sum(kernel.seconds for kernel in predictions)
+        return device if graph else max(device, self.host_launch * sum(kernel.launches for kernel in predictions))
 
     def flops(self, direction: Direction) -> float:
         """By convention: 6 · T · k · D · F forward if gated (4 if not), and twice as much backward."""
@@ -79,7 +79,7 @@ def predict_layer(
 def predict_schedules(
     schedules: dict[Kernel, Schedule], layer: ExpertLayer, load: Load, device: DeviceModel
 ) -> LayerPrediction:
-    """The same layer with a schedule for each product."""
+    """A local layer with a softmax router and a schedule for each product."""
     products = {
         kernel: predict_schedule(kernel, schedule, layer, load, device) for kernel, schedule in schedules.items()
     }

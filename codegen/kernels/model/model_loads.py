@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 WINDOW = 12
-"""Standard deviations about the mean that are summed; what is beyond is below the rounding of a float64."""
+"""Standard deviations about the mean that are summed; the rest is below the rounding of a float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`trials` tokens, and of each expert the chance that one of them chooses it; a chance of 0 or 1 is no chance.
+    """`trials` tokens, and for each expert the probability that a token chooses it; or the known `counts` of rows.
 
-    `counts` instead are rows that are known.
+    A probability of 0 or 1 makes an expert's rows certain.
     """
 
     trials: int = 0
@@ -46,13 +46,13 @@ class Load:
         return cls(tokens, inclusions(tuple((i + 1) ** -exponent for i in range(experts)), k))
 
     @classmethod
-    def of_rank(cls, tokens: int, experts: int, k: int, ranks: int) -> Load:
+    def uniform_over_ranks(cls, tokens: int, experts: int, k: int, ranks: int) -> Load:
         """One of `ranks` ranks, each with `tokens` tokens and with `experts` experts: all choices equally likely."""
         return cls(tokens * ranks, (k / (experts * ranks),) * experts)
 
     @property
     def experts(self) -> int:
-        """The number of experts, also of those without rows."""
+        """The number of experts, including those without rows."""
         return len(self.counts) or len(self.chances)
 
     @property
@@ -65,16 +65,16 @@ class Load:
         """Expected rows of the expert with the most."""
         return float(max(self.counts)) if self.counts else self.trials * max(self.chances)
 
-    def expected(self, of: Callable[[Numbers], Numbers]) -> float:
-        """The expected sum over experts of a function of an expert's rows, which is given arrays of them."""
+    def expected(self, function: Callable[[Numbers], Numbers]) -> float:
+        """The expected sum over experts of `function` of an expert's rows; it takes arrays of numbers of rows."""
         import numpy as np
 
         if self.counts:
-            return float(of(np.array(self.counts, dtype=np.float64)).sum())
+            return float(function(np.array(self.counts, dtype=np.float64)).sum())
         total = 0.0
         for chance, experts in Counter(self.chances).items():
             counts, weights = _binomial(self.trials, chance)
-            total += experts * float((of(counts) * weights).sum())
+            total += experts * float((function(counts) * weights).sum())
         return total
 
     def tiles(self, height: int) -> float:
@@ -82,7 +82,7 @@ class Load:
         return _tiles(self, height)
 
     def padding_efficiency(self, height: int) -> float:
-        """Rows over rows of tiles: the part of the multiplications that is of use."""
+        """The useful part of the multiplications: rows over rows of tiles."""
         tiles = self.tiles(height)
         return self.rows / (tiles * height) if tiles else 1.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moec.codegen.kernels.model.model import Prediction
 from moec.codegen.kernels.model.model_device import complaint
-from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
+from moec.codegen.kernels.plan_kernels import kernel_sources, kernels_of
 from moec.codegen.kernels.plan_ways import takes_tuned
 from moec.codegen.kernels.resources import Resources
 from moec.codegen.plan import Plan

@@ -15,7 +15,7 @@ from moec.codegen.kernels.model.model_layer import moving
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.plan_kernels import PlanKernel, kernels_of
 from moec.codegen.kernels.plan_ways import Experts, rows_per_rank, tokens_per_rank, ways_of
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.resources import Resources
@@ -186,7 +186,7 @@ class KernelListing:
         shape = kernel.shape
         assert isinstance(shape, ProductShape)
         mesh = self.plan.meshes[self.plan.program.block(kernel.block).experts or "dense"]
-        return Load.of_rank(self.tokens, shape.experts, kernel.k, dict(mesh.axes).get("ep", 1))
+        return Load.uniform_over_ranks(self.tokens, shape.experts, kernel.k, dict(mesh.axes).get("ep", 1))
 
     def _library_kernels(self, kernel: PlanKernel, op_work: Work, choice: Choice) -> Iterator[ListedKernel]:
         """The products that a library computes; they are not compiled."""

@@ -18,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from moec.codegen.data import Data, first_fault, strict_json
 from moec.grammar.folder_kinds import CHECKPOINT
 from moec.runtime.checkpoint.format.faults import damaged
 from moec.runtime.errors import JobError
@@ -50,12 +51,6 @@ Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Tree = Any
 """Plain data as JSON (`trees.py`)."""
 DataT = TypeVar("DataT", bound="Data")
-
-
-class Data(BaseModel):
-    """Frozen and strict; undeclared fields are refused."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
 
 class Head(Data):
@@ -275,12 +270,9 @@ def _complaint_about(entry: Entry, world_size: int) -> str:
 
 
 def _json_object(path: Path, content: bytes) -> dict[str, Any]:
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number")
-
     try:
-        data = json.loads(content.decode(), parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        data = strict_json(content)
+    except ValueError as error:
         raise damaged(path, f"it is not JSON ({str(error)[:100]})") from error
     if not isinstance(data, dict):
         raise damaged(path, "it is not a JSON object")
@@ -291,6 +283,4 @@ def _validated(model: type[DataT], path: Path, content: bytes) -> DataT:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise damaged(path, f"{where}: {first['msg']}") from error
+        raise damaged(path, first_fault(error)) from error

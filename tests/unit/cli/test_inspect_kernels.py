@@ -17,7 +17,7 @@ from moec.cli import app
 from moec.codegen.kernels.model.model_device import DEVICES
 from moec.codegen.kernels.model.model_layer import predict_layer
 from moec.codegen.kernels.model.model_loads import Load
-from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.plan_kernels import products_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
