@@ -48,13 +48,13 @@ def latent(node: Mla) -> Iterator[Diagnostic]:
     ]
     if rope is not None:
         options.append(("fraction", rope.fraction != 1, rope.span("fraction"), "`rope_dim` says how many dims turn"))
-    for name, given, span, instead in options:
-        if given:
+    for name, is_given, span, instead in options:
+        if is_given:
             yield diagnose("MOE0363", span, f"`{name}` in `mla`: {instead}", help=f"leave `{name}` out")
 
 
 def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic]:
-    """Rotary positions of heads `width` wide, a width that `declared` gives."""
+    """Rules of rotary positions for heads `width` wide; `declared` is the place of that width."""
     turning = rope.turning(width)
     if rope.fraction < 1 and (turning == 0 or turning % 2):
         whole = f"{turning} of {width} dimensions" if turning else f"no dimension of {width}"

@@ -1,4 +1,4 @@
-"""Warnings about capacities: an `eval` or `order` without effect, and later tokens that take places of earlier ones."""
+"""Warnings about capacities: options without effect, and later tokens that take places of earlier ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moec.grammar.units import written
 def capacities(spec: Spec) -> list[Diagnostic]:
     """Every warning about a capacity of the file's model or layer, once for all layers with the same mixture.
 
-    Where the gate decides how many rows an expert takes, its own rules refuse a capacity. A `layer` file has no
+    If the gate decides how many rows an expert takes, the gate's rules refuse a capacity. A `layer` file has no
     causality warning: only its host knows whether the model is causal.
     """
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe and not moe.gate.decides_rows}.values():
-        found += _evaluation(spec, moe)
-        found += _order(moe)
-        found += _renormalized(moe)
-        found += _overflow(moe)
-        found += _causality(spec, moe) if causal else ()
-    return list(dict.fromkeys(found))
+        problems += _evaluation(spec, moe)
+        problems += _order(moe)
+        problems += _renormalized(moe)
+        problems += _overflow(moe)
+        problems += _causality(spec, moe) if causal else ()
+    return list(dict.fromkeys(problems))
 
 
 def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
@@ -52,7 +52,7 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
 
 
 def _order(moe: Moe) -> Iterator[Diagnostic]:
-    """Warns of an order of places where nothing is dropped; refuses two orders."""
+    """Warns of an order of places if nothing is dropped; refuses two orders."""
     capacity, by_gate = moe.capacity, isinstance(moe.gate, BatchPriority)
     stated = None if isinstance(capacity, Dropless) else capacity.order
     span = moe.gate.span() if by_gate else capacity.span("order")
@@ -101,16 +101,16 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
         yield diagnose("MOE0354", capacity.span("order"), message, labels=there, help=help)
     elif isinstance(gate, TopK):
         limits = {"bias": gate.bias == "learned", "noise": gate.noise > 0, "groups": gate.keep_groups is not None}
-        for option in [name for name, given in limits.items() if given]:
+        for option in [name for name, is_given in limits.items() if is_given]:
             message = f"moec cannot yet rank experts by `{option}` when it reroutes"
             yield diagnose("MOE0354", gate.span(option), message, labels=_label(moe.span("overflow"), "reroutes here"))
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """Warns where later tokens decide which choices of earlier ones a capacity drops.
+    """Warns if later tokens decide which choices of earlier tokens a capacity drops.
 
-    In token order only second choices queue behind later tokens, unless each choice has an expert of its own, and
-    token by token none; by priority or by weight, or at random in training, first ones do.
+    In token order only second choices queue behind those of later tokens, unless they have experts of their own; token
+    by token none do. By priority, by weight, or at random in training, first choices queue behind them too.
     """
     capacity, k = moe.capacity, moe.gate.choices(moe.num_experts)
     second = k > 1 and not moe.gate.by_expert
@@ -164,8 +164,8 @@ _BEHIND_LATER: dict[PlaceOrder, Callable[[bool], tuple[bool, bool]]] = {
     "weight": lambda second: (True, True),
     "token": lambda second: (False, False),
 }
-"""By order of places: whether choices queue behind those of later tokens, in training and in evaluation. They are given
-whether second choices, which share experts with first ones, do in token order."""
+"""By order of places, functions that say whether choices queue behind those of later tokens, in training and in
+evaluation. Their argument: whether second choices, which share experts with first ones, do so in token order."""
 
 
 def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:

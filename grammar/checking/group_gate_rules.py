@@ -1,4 +1,4 @@
-"""Rules of gates that look at all tokens of a routing group: what they decide themselves, and what they let leak."""
+"""Rules of gates that choose among all tokens of a routing group: options that they replace, leaks of later tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moec.grammar.spec import Moe, Smear, Soft, Spec, Topology
 ONE_TEXT = (
     "give every sequence one text: leave `segments` or `separator` out of `tokens(…)`, and pad with `padding = …`"
 )
-"""What remains for a gate that knows no group but a whole sequence."""
+"""The way out for a gate whose only group is a whole sequence."""
 
 
 def group_gates(spec: Spec) -> list[Diagnostic]:
@@ -23,11 +23,11 @@ def group_gates(spec: Spec) -> list[Diagnostic]:
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     packs = spec.has_model and spec.model.embedding.packs
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
-        found += _decided(moe, packs)
-        found += _leaks(moe) if causal else ()
-    return list(dict.fromkeys(found))
+        problems += _decided(moe, packs)
+        problems += _leaks(moe) if causal else ()
+    return list(dict.fromkeys(problems))
 
 
 def _decided(moe: Moe, packs: bool) -> Iterator[Diagnostic]:

@@ -24,7 +24,7 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
 
 
 def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
-    """Every balance term is over scores that the gate computes, and over choices in the order that it counts on."""
+    """Every balance term needs scores that the gate computes, and choices in the order that the term expects."""
     gate = moe.gate
     for term in moe.balance:
         if isinstance(term, LoadLoss) and term.of == "probabilities":
@@ -66,7 +66,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
 
 
 def _equal_loads(moe: Moe | Moa, counts: str) -> str:
-    """Why the loads that a term counts are equal whatever the router computes, or nothing."""
+    """Why a term's loads are equal whatever the router computes; empty if they are not."""
     gate, experts = moe.gate, moe.num_experts
     if experts == 1 or counts not in ("choices", "scores") or isinstance(gate, GShard):  # drops second choices
         return ""
@@ -96,7 +96,7 @@ def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
 
 
 def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnostic]:
-    """As many experts as a token wants, and groups of equal size that hold enough of them."""
+    """There are enough experts for a token's choices, in groups of equal size, also in the groups that it keeps."""
     there = _labels((declared, f"there are {experts}"))
     k = getattr(gate, "k", 1)
     if k > experts:
@@ -133,7 +133,7 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
 
 
 def gated(ffn: Node | None, moe: Moe | None) -> Iterator[Diagnostic]:
-    """Only what is added beside the experts can have a gate of its own."""
+    """Only a shared expert can have a gate of its own."""
     bodies = [ffn, *([moe.residual, *(part.body for part in moe.parts)] if moe else [])]
     for body in bodies:
         if body is not None and getattr(body, "gated", False):

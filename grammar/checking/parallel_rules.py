@@ -26,11 +26,11 @@ def microbatches_and_recomputation(spec: Spec) -> Iterator[Diagnostic]:
         return
     mixtures = [layer.moe for layer in spec.model.layers]
     every = range(len(mixtures))
-    given: list[tuple[Sequence[int], str | None, Span | None]] = [
+    recomputed: list[tuple[Sequence[int], str | None, Span | None]] = [
         (every, parallel.recompute, parallel.span("recompute"))
     ]
-    given += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
-    for layers, word, span in given:
+    recomputed += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
+    for layers, word, span in recomputed:
         if word == "experts":
             yield from _without_experts(spec, mixtures, [n for n in layers if n < len(mixtures)], span)
 

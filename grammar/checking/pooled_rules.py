@@ -32,7 +32,7 @@ def _compared(first: Moe, other: Moe) -> Iterator[Diagnostic]:
     assert term is not None
     help = "give the layers that share the term the same, or use `over = layer` there"
     if one.weight != term.weight:
-        here, there = (written(each.weight, "") for each in (term, one))
+        here, there = (written(loss.weight, "") for loss in (term, one))
         labels = _label(one.span("weight"), f"{there} in other layers")
         yield diagnose("MOE0372", term.span("weight"), f"its weight is {here} here", labels=labels, help=help)
     if first.num_experts != other.num_experts:

@@ -31,31 +31,31 @@ from moec.grammar.suggest import advice, divisor_near
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found = over_parts(spec)
+    problems = over_parts(spec)
     if not spec.has_model:
-        return found
+        return problems
     if len(model.layers) != model.depth:
         message = f"`depth` is {model.depth}, and there are {len(model.layers)} layers"
-        found.append(diagnose("MOE0306", model.span("depth"), message))
+        problems.append(diagnose("MOE0306", model.span("depth"), message))
     for layer in {id(layer): layer for layer in model.layers}.values():
         if not layer.ffn and not layer.moe:
-            found.append(diagnose("MOE0305", layer.span(), "a layer has no `ffn` or `moe`"))
+            problems.append(diagnose("MOE0305", layer.span(), "a layer has no `ffn` or `moe`"))
         if layer.ffn and layer.moe:
-            found.append(diagnose("MOE0309", layer.span("moe"), "a layer has both"))
-        found += attention(layer.attention, model.dim, model.span("dim"))
-        found += gated(layer.ffn, layer.moe)
+            problems.append(diagnose("MOE0309", layer.span("moe"), "a layer has both"))
+        problems += attention(layer.attention, model.dim, model.span("dim"))
+        problems += gated(layer.ffn, layer.moe)
         if layer.moe:
-            found += mixture(layer.moe)
+            problems += mixture(layer.moe)
     for block in spec.parallel.layers:
         for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
-            found += selected(first, last, block.span(), model.depth, model.span("depth"))
+            problems += selected(first, last, block.span(), model.depth, model.span("depth"))
     if model.length is not None:  # images have no ids, and `model_forms` compares their lengths
-        return found
+        return problems
     if isinstance(model.embedding, TokenEmbedding) and model.vocab is not None:
-        found += special_ids(model.embedding, model.vocab, model.span("vocab"))
+        problems += special_ids(model.embedding, model.vocab, model.span("vocab"))
     sequence = (train.sequence, train.span("sequence")) if train and train.sequence else None
-    found += lengths((model.context, model.span("context")), sequence, model.span())
-    return found
+    problems += lengths((model.context, model.span("context")), sequence, model.span())
+    return problems
 
 
 def over_parts(spec: Spec) -> list[Diagnostic]:
@@ -156,7 +156,7 @@ def modules(spec: Spec) -> Iterator[Diagnostic]:
         if one.name not in declared:
             help = advice(one.name, declared) or f'declare it: `layer "{one.name}" {{ moe {{ … }} }}`'
             yield diagnose("MOE0201", one.span("name"), f"no `layer` is called `{one.name}`", help=help)
-    circular = _circular({name: {one.name for one in found} for name, found in inside.items()})
+    circular = _circular({name: {one.name for one in references} for name, references in inside.items()})
     for module in declared.values():
         if module.name in circular:
             message = f"`{module.name}` contains itself"
@@ -186,15 +186,17 @@ def _mixtures(moe: Moe) -> Iterator[Mixture]:
 
 
 def _circular(inside: dict[str, set[str]]) -> set[str]:
-    """The names that contain themselves: what is left when those that contain nothing are taken away, again and again,
-    and then those that nothing contains."""
-    left = {name: {inner for inner in found if inner in inside} for name, found in inside.items()}
+    """The names that contain themselves.
+
+    They remain after removing, again and again, names that contain no other, and then names that no other contains.
+    """
+    left = {name: {inner for inner in references if inner in inside} for name, references in inside.items()}
     for _ in range(2):
         around: dict[str, set[str]] = {name: set() for name in left}
-        for name, found in left.items():
-            for inner in found:
+        for name, references in left.items():
+            for inner in references:
                 around[inner].add(name)
-        todo = [name for name, found in left.items() if not found]
+        todo = [name for name, references in left.items() if not references]
         while todo:
             gone = todo.pop()
             del left[gone]
@@ -225,7 +227,7 @@ def lengths(
 
 
 def selected(first: int, last: int, span: Span | None, depth: int, depth_span: Span | None) -> Iterator[Diagnostic]:
-    """A selector picks layers that there are."""
+    """A selector picks existing layers."""
     if first > last:
         yield diagnose("MOE0306", span, f"{first}..{last} is no layer: a range goes upwards")
     elif last >= depth:

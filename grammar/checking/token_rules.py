@@ -1,4 +1,4 @@
-"""Rules of what a batch has beside ids and labels: the routes of a rollout, segments of packed texts, padding."""
+"""Rules of a batch's other inputs: the routes of a rollout, segments of packed texts, padding."""
 
 from __future__ import annotations
 

@@ -13,19 +13,19 @@ from moec.grammar.spec import Cluster, Moa, Spec, Topology
 
 def near_experts(spec: Spec) -> list[Diagnostic]:
     """Every diagnostic of these gates in the file's model or layer, once for all layers with the same mixture."""
-    found = list(_of_heads(spec))
+    problems = list(_head_problems(spec))
     stated, tp = stated_ep(spec), spec.parallel.tp or 1
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     for number, moe in enumerate(mixtures):
         if moe is None or not isinstance(gate := moe.gate, Topology):
             continue
-        found += _flat(gate, spec.cluster, tp, *stated.get(number, (None, None)))
+        problems += _flat(gate, spec.cluster, tp, *stated.get(number, (None, None)))
         if gate.share is not None:
-            found += _bounded(spec, gate)
-    return list(dict.fromkeys(found))
+            problems += _bounded(spec, gate)
+    return list(dict.fromkeys(problems))
 
 
-def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
+def _head_problems(spec: Spec) -> Iterator[Diagnostic]:
     for layer in spec.model.layers if spec.has_model else ():
         if isinstance(layer.attention, Moa) and isinstance(gate := layer.attention.gate, Topology):
             message = "moec cannot compile `topology` of heads yet"
@@ -33,9 +33,9 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _flat(gate: Topology, cluster: Cluster, tp: object, ep: object, place: Span | None) -> Iterator[Diagnostic]:
-    """Warns where a rank sends a token to all experts at the same cost, so that the gate is `topk`.
+    """Warns if a rank sends tokens to all experts at equal cost, so that the gate equals `topk`.
 
-    The ranks of a tp group that hold all experts between them are equally far from each, inside of one level.
+    If the ranks of a tp group together have all experts, each of them is equally far from all, within one level.
     """
     inner = next((level.size for level in cluster.levels if level.size > 1), 1)
     everywhere = ep == 1 or cluster.ranks == 1

@@ -10,7 +10,7 @@ from moec.grammar.spec import Hash, ModelPart, Optimizer, Spec, Train
 from moec.grammar.spec.optimizers import Sgd
 
 SLOWEST = 2**-8
-"""bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
+"""bf16 has 8 significant bits: rounding to nearest drops changes below this fraction of a number."""
 
 
 def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Rules of what blocks give, before there is a Spec."""
+"""Rules of blocks' values that are checked before there is a Spec."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def complete(part: Part, layers: Sequence[int], model: Span) -> Iterator[Diagnos
 def one_slot(part: Part) -> Iterator[Diagnostic]:
     """One block gives at most one field of a slot; of two blocks the later one's counts."""
     for slot in part.cls.exclusive:
-        given = [(word, span) for word in slot if (span := part.where(word))]
-        if len(given) > 1:
-            (first, first_span), (second, second_span) = sorted(given, key=lambda item: item[1].start)[:2]
+        stated = [(word, span) for word in slot if (span := part.where(word))]
+        if len(stated) > 1:
+            (first, first_span), (second, second_span) = sorted(stated, key=lambda item: item[1].start)[:2]
             yield diagnose(
                 "MOE0309",
                 second_span,
