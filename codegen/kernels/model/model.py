@@ -133,6 +133,20 @@ def predict_schedule(
     )
 
 
+def moving(moved: float, device: DeviceModel) -> Prediction:
+    """The time of a kernel that computes no product and moves `moved` bytes."""
+    seconds = moved / (device.memory_bandwidth * device.row_efficiency)
+    return Prediction(
+        seconds=seconds + device.launch,
+        bound="memory" if seconds > device.launch else "launch",
+        parts={"memory": seconds, "launch": device.launch},
+        flops=0,
+        multiplied=0,
+        moved=moved,
+        blocks=0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Grid:
     """Expected tiles of a launch, the steps of all tiles and of the longest one, and programs without a tile."""

@@ -8,7 +8,7 @@ that, and is exact. NumPy is imported where it computes: plans are compiled and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log, sqrt
@@ -39,11 +39,6 @@ class Load:
     def uniform(cls, tokens: int, experts: int, k: int) -> Load:
         """All experts equally likely: `tokens` tokens with `k` different experts each."""
         return cls(tokens, (k / experts,) * experts)
-
-    @classmethod
-    def zipf(cls, tokens: int, experts: int, k: int, exponent: float = 1.1) -> Load:
-        """Each token draws `k` experts without replacement, in proportion to (i + 1) ** -exponent."""
-        return cls(tokens, inclusions(tuple((i + 1) ** -exponent for i in range(experts)), k))
 
     @classmethod
     def uniform_over_ranks(cls, tokens: int, experts: int, k: int, ranks: int) -> Load:
@@ -120,47 +115,3 @@ def _binomial(trials: int, chance: float) -> tuple[Numbers, Numbers]:
     logs = np.concatenate([np.zeros(1), np.cumsum(ratios)])
     weights = np.exp(logs - logs.max())
     return counts, weights / weights.sum()
-
-
-@lru_cache(maxsize=64)
-def inclusions(shares: Sequence[float], k: int) -> tuple[float, ...]:
-    """The chance of each expert to be among `k` drawn without replacement in proportion to `shares`; they add up to k.
-
-    The draw is a race: expert e arrives at an exponential time of rate `shares[e]`, and the first k are chosen. So the
-    chance is the integral over e's arrival t of the chance that fewer than k others came before t.
-    """
-    import numpy as np
-
-    experts = len(shares)
-    if k >= experts:
-        return (1.0,) * experts
-    rates = np.array(shares) / sum(shares)
-    # The integrand is smooth and vanishes at both ends in log t, where the trapezoidal rule converges exponentially.
-    logs = np.linspace(log(1e-9), log(60 / rates.min()), 1200)
-    times, step = np.exp(logs), logs[1] - logs[0]
-    before, after = [_none_yet(len(times), k)], [_none_yet(len(times), k)]
-    for rate in rates[:-1]:
-        before.append(_one_more(before[-1], np.exp(-rate * times)))
-    for rate in rates[:0:-1]:
-        after.append(_one_more(after[-1], np.exp(-rate * times)))
-    chances = []
-    for rate, ahead, behind in zip(rates, before, reversed(after), strict=True):
-        fewer = (ahead * np.cumsum(behind, axis=1)[:, ::-1]).sum(axis=1)
-        chances.append(float((rate * times * np.exp(-rate * times) * fewer).sum() * step))
-    return tuple(min(1.0, chance) for chance in chances)
-
-
-def _none_yet(points: int, k: int) -> Numbers:
-    """Chances [points, k] of 0 to k − 1 arrivals among no experts."""
-    import numpy as np
-
-    chances = np.zeros((points, k))
-    chances[:, 0] = 1
-    return chances
-
-
-def _one_more(chances: Numbers, late: Numbers) -> Numbers:
-    """Chances [points, k] with one more expert, which has not arrived with chance `late` [points]."""
-    more = chances * late[:, None]
-    more[:, 1:] += chances[:, :-1] * (1 - late)[:, None]
-    return more

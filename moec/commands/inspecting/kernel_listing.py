@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.model.model import Prediction, predict
+from moec.codegen.kernels.model.model import Prediction, moving, predict
 from moec.codegen.kernels.model.model_calibration import device_model
 from moec.codegen.kernels.model.model_device import DeviceModel
-from moec.codegen.kernels.model.model_layer import moving
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer

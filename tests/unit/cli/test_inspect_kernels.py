@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from pydantic import TypeAdapter
+from support.layer_predictions import predict_layer
 from support.plans import moe_plan
 
 from moec.cli import app
 from moec.codegen.kernels.model.model_device import DEVICES
-from moec.codegen.kernels.model.model_layer import predict_layer
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.plan_kernels import products_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.model.model import Prediction, predict, predict_schedule
+from moec.codegen.kernels.model.model import Prediction, moving, predict, predict_schedule
 from moec.codegen.kernels.model.model_device import DeviceModel
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
@@ -27,20 +27,6 @@ class LayerKernel:
     name: str
     direction: Direction
     prediction: Prediction
-
-
-def moving(moved: float, device: DeviceModel) -> Prediction:
-    """The time of a kernel that computes no product and moves `moved` bytes."""
-    seconds = moved / (device.memory_bandwidth * device.row_efficiency)
-    return Prediction(
-        seconds=seconds + device.launch,
-        bound="memory" if seconds > device.launch else "launch",
-        parts={"memory": seconds, "launch": device.launch},
-        flops=0,
-        multiplied=0,
-        moved=moved,
-        blocks=0,
-    )
 
 
 @dataclass(frozen=True, slots=True)
