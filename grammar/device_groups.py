@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
 from moec.grammar.suggest import divisor_near
@@ -54,7 +54,7 @@ def _problems_of(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnosti
             yield diagnose("MOE0340", term.span(), "neither `groups` nor `ep` is stated", help=help)
         elif isinstance(groups, int) and experts % groups:
             first = moe.parts[0].span("count")
-            labels = [Label(span=first, message=f"there are {experts}")] if first else []
+            labels = labels_at((first, f"there are {experts}"))
             labels += [Label(span=place, message="one group for each rank")] if place and term.groups is None else []
             message = f"{experts} experts do not make {groups} equal groups"
             help = f"set `groups = {divisor_near(experts, groups)}`"

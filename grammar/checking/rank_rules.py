@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.source import Span
 from moec.grammar.spec import Base, Dynamic, ExpertChoice, Factor, Moe, SequenceLoss, Spec, Topology, ZLoss
@@ -33,7 +33,7 @@ def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
     for moe in {id(moe): moe for moe in mixtures}.values():
         if moe.group == "rank" and (result_of_rank := _rank_dependence(moe)):
             what, place = result_of_rank
-            labels = [Label(span=place, message=what)] if place else []
+            labels = labels_at((place, what))
             help = f"`group = sequence` gives the same result on any number of ranks; {_ACCEPT}"
             yield diagnose("MOE0315", moe.span("group"), labels=labels, help=help, severity=Severity.WARNING)
         elif _prefers_near(moe):
@@ -56,7 +56,7 @@ def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
             continue
         layer = spec.model.layers[numbers[0]]
         declared = layer.span("ffn") or layer.span()
-        labels = [Label(span=declared, message=f"layer {numbers[0]} has this instead of experts")] if declared else []
+        labels = labels_at((declared, f"layer {numbers[0]} has this instead of experts"))
         help = "leave it out, or select layers with a `moe`" if layers is not every else "leave it out"
         message = f"it concerns no layer: {numbered(numbers)} {'have' if len(numbers) > 1 else 'has'} no experts"
         yield diagnose("MOE0375", span, message, labels=labels, help=help, severity=Severity.WARNING)
