@@ -43,7 +43,7 @@ def to_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance = no_p
     Reads block by block and checks each block. Raises `JobError` MOE0801, MOE0803, MOE0804.
     """
     refuse_existing(target)
-    entries = {n.removeprefix(MODEL): e for n, e in checkpoint.index.tensors.items() if n.startswith(MODEL)}
+    entries = checkpoint.index.model_tensors
     ordered = sorted(entries, key=lambda name: (-entries[name].item_bytes, name))
     header = header_of((name, entries[name].dtype, entries[name].shape, entries[name].num_bytes) for name in ordered)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")

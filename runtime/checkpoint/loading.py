@@ -197,7 +197,7 @@ def _prepared(
     loading = Loading(Checkpoint(path), ranks_draw_alike=ranks_draw_alike)
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
-    _require_same_model(path, index.tensors, tensors, head.model, plan)
+    _require_same_model(path, index.model_tensors, tensors, head.model, plan)
     if words := other_biases(index.model, plan.spec):
         message = f"{path} is a checkpoint of {head.model}, and this model is {plan.name}: {words}"
         raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
@@ -272,14 +272,13 @@ def tensors_of(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
 
 
 def _require_same_model(
-    path: Path, stored: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, plan: Plan
+    path: Path, there: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, plan: Plan
 ) -> None:
     """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors, with their shapes and dtypes.
 
     A parameter may be frozen in its compute dtype on one side and an fp32 master on the other: layers compute alike,
     and widening is exact.
     """
-    there = {key.removeprefix(MODEL): entry for key, entry in stored.items() if key.startswith(MODEL)}
     unlike: dict[str, str] = {}
     for key in [*there, *(key for key in here if key not in there)]:
         entry, tensor = there.get(key), here.get(key)

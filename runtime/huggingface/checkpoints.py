@@ -252,7 +252,7 @@ def _require_tensors(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder_format: FolderFormat
 ) -> None:
     """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors."""
-    there = {n.removeprefix(MODEL): e for n, e in checkpoint.index.tensors.items() if n.startswith(MODEL)}
+    there = checkpoint.index.model_tensors
     for name in sorted(shapes.keys() | there.keys()):
         here, stored = shapes.get(name), there.get(name)
         stored_shape = None if stored is None else tuple(stored.shape)

@@ -29,7 +29,7 @@ from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
 from moec.runtime.checkpoint.convert import Advance, NewTensor, no_progress, shapes_of, write_new
-from moec.runtime.checkpoint.format.index import HEAD, MODEL
+from moec.runtime.checkpoint.format.index import HEAD
 from moec.runtime.checkpoint.format.reading import Checkpoint
 from moec.runtime.checkpoint.model_fields import differences
 from moec.runtime.errors import JobError
@@ -143,8 +143,7 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        tensors = checkpoint.index.tensors
-        self.shapes = {n.removeprefix(MODEL): tuple(e.shape) for n, e in tensors.items() if n.startswith(MODEL)}
+        self.shapes = {name: entry.shape for name, entry in checkpoint.index.model_tensors.items()}
 
     def rows(self, name: str, rows: range) -> Tensor:
         return read_rows(self._checkpoint, name, rows, self.shapes[name]).float()

@@ -160,6 +160,11 @@ class Index(Data):
     optimizer: OptimizerEntry | None
     extras: dict[Text, Extra]
 
+    @property
+    def model_tensors(self) -> dict[str, Entry]:
+        """Parameters and states by their names in the plan."""
+        return {name.removeprefix(MODEL): entry for name, entry in self.tensors.items() if name.startswith(MODEL)}
+
 
 def empty_entry(dtype: str, shape: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:
     """An `Entry` as plain data. Its chunks have neither shards nor digests yet."""
