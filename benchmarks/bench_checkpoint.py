@@ -21,9 +21,9 @@ import moec
 from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Shard
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.format.grid import Box, cell_box, cell_number
+from moec.runtime.checkpoint.format.grid import Box, chunk_box, chunk_number
 from moec.runtime.checkpoint.format.index import INDEX, MODEL, empty_entry, shard_name
-from moec.runtime.checkpoint.format.parts import host_pieces
+from moec.runtime.checkpoint.format.parts import host_copies
 from moec.runtime.checkpoint.format.reading import Checkpoint
 from moec.runtime.checkpoint.format.shards import write_shard
 from moec.runtime.checkpoint.loading import Loading
@@ -131,12 +131,12 @@ def resharding(folder: Path, depth: int = 61) -> list[Row]:
 def place_of(plan: Plan, data: PlanParameter, rank: int) -> tuple[Box, tuple[int, ...]]:
     """A rank's part of a parameter, and the cuts."""
     mesh = plan.meshes[data.mesh]
-    cuts, cell = [1] * len(data.shape), [0] * len(data.shape)
+    cuts, chunk = [1] * len(data.shape), [0] * len(data.shape)
     for axis, placement in data.optimizer_state.placements:
         if isinstance(placement, Shard):
             cuts[placement.dim] *= mesh.size(axis)
-            cell[placement.dim] = cell[placement.dim] * mesh.size(axis) + mesh.coordinate(rank, axis)
-    return cell_box(data.shape, cuts, cell), tuple(cuts)
+            chunk[placement.dim] = chunk[placement.dim] * mesh.size(axis) + mesh.coordinate(rank, axis)
+    return chunk_box(data.shape, cuts, chunk), tuple(cuts)
 
 
 def content_of(name: str, data: PlanParameter, box: Box) -> Tensor:
@@ -158,13 +158,13 @@ def write_all(plan: Plan, path: Path) -> None:
         for name, data in plan.parameters.items():
             box, cuts = place_of(plan, data, rank)
             step = [dim // cut for dim, cut in zip(data.shape, cuts, strict=True)]
-            number = cell_number(cuts, [start // size for (start, _), size in zip(box, step, strict=True)])
+            number = chunk_number(cuts, [start // size for (start, _), size in zip(box, step, strict=True)])
             for kind in KINDS:
                 entry = tensors.setdefault(kind + name, empty_entry("F32", data.shape, cuts))
                 if entry["files"][number] is None:
                     entry["files"][number] = rank
                     places[kind + name] = entry, number
-                    pieces += host_pieces({kind + name: content_of(name, data, box)})
+                    pieces += host_copies({kind + name: content_of(name, data, box)})
         written = write_shard(path / shard_name(rank), pieces)
         shards.append((written.num_bytes, written.header))
         for full, (entry, number) in places.items():

@@ -12,7 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from moec.codegen.kernels.model.model_calibration import calibrate, model_file, read_measurements, report, stored
+from kernel_fit import calibrate, read_measurements, report, stored
+
+from moec.codegen.kernels.model.model_calibration import model_file
 from moec.codegen.kernels.model.model_device import DEVICES, FREE
 
 LEAST_ROWS = 2 * len(FREE)

@@ -13,7 +13,7 @@ from gpu_compile import on_all_cores
 from gpu_rows import Measurement
 from layer_problem import Shape
 
-from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.plan_kernels import PlanProducts
 from moec.codegen.kernels.product_shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.stored_tiles import key_of
 from moec.codegen.kernels.tile_candidates import around, heights

@@ -65,7 +65,8 @@ def broken_rule(plan: Plan) -> str | None:
         check_program(plan.program)
     except InternalError as error:
         return str(error)
-    return None if plan.groups == groups_of(plan.program.meshes, len(plan.program.stages)) else "the groups are not those of the meshes"
+    groups = groups_of(plan.program.meshes, len(plan.program.stages))
+    return None if plan.groups == groups else "the groups are not those of the meshes"
 
 
 Place = tuple[Block, Op]

@@ -1,4 +1,4 @@
-"""The plan folder, written atomically and deterministically. `reading.py` reads it.
+"""Writes the plan folder, atomically and deterministically. `reading.py` reads it.
 
 tiny.plan/
   plan.json      format, version, the rank lists of the groups, the digest of every other file, and its own digest

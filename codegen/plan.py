@@ -128,8 +128,8 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @cached_property
     def expert_meshes(self) -> Mapping[int, Mesh]:
         """The mesh of each layer's experts; dense layers have none."""
-        found = ((call.layer, self.program.block(call.block).experts) for call in layer_calls(self.program))
-        return {layer: self.meshes[mesh] for layer, mesh in found if mesh}
+        mesh_names = ((call.layer, self.program.block(call.block).experts) for call in layer_calls(self.program))
+        return {layer: self.meshes[mesh] for layer, mesh in mesh_names if mesh}
 
     @property
     def world_size(self) -> int:
@@ -158,8 +158,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @cached_property
     def states(self) -> Mapping[str, State]:
         """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
-        called = ((call.layer, self.program.block(call.block)) for call in layer_calls(self.program))
-        return {f"layers.{layer}.{state.name}": state for layer, block in called for state in block.states}
+        return states_of(self.program)
 
     def data_rank(self, rank: int) -> int:
         """The index of the part of the batch that `rank` reads, of `data_size` parts."""
@@ -221,12 +220,12 @@ def groups_of(meshes: tuple[Mesh, ...], stages: int = 1) -> Groups:
 
 def parameters_of(program: Program) -> dict[str, PlanParameter]:
     """Every parameter of a Program by its full name."""
-    layers, found = layers_by_block(program), dict[str, PlanParameter]()
+    layers, parameters = layers_by_block(program), dict[str, PlanParameter]()
     for block in program.blocks:
         prefixes = [f"layers.{number}." for number in layers[block.name]] or [""]
         for parameter in parameters_of_block(block):
-            found.update({f"{prefix}{parameter.name}": parameter for prefix in prefixes})
-    return found
+            parameters.update({f"{prefix}{parameter.name}": parameter for prefix in prefixes})
+    return parameters
 
 
 def states_of(program: Program) -> dict[str, State]:

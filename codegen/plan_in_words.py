@@ -1,4 +1,4 @@
-"""A plan in a few lines: what `repr(plan)` and a notebook show, and lines of `moec compile`'s summary."""
+"""A plan in a few lines, for `repr(plan)`, for notebooks and for the summary of `moec compile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Five facts and their names: the subject, its parameters, the ranks, their degrees, the memory of one."""
+    """Names and texts of five facts: the subject, its parameters, the ranks, their degrees, a rank's memory."""
     spec, counts = plan.spec, tally(plan.program, plan.spec)
     degrees, device = choose_degrees(spec), spec.cluster.device
     peak = amount_of_bytes(memory_of(plan.program, spec).peak.bytes.total)
@@ -40,7 +40,7 @@ def as_text(plan: Plan) -> str:
 
 
 def as_table(plan: Plan) -> str:
-    """The same as an HTML table, for notebooks. Names come from files, and are escaped."""
+    """An HTML table for notebooks. Names come from files, and are escaped."""
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in plan_lines(plan))
     return f"<table>{''.join(rows)}</table>"
 
@@ -62,8 +62,8 @@ def degrees_lines(degrees: Degrees) -> list[str]:
         dense += f", tp {degrees.tp}"
     spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
     if len(spread) > 1:
-        of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
-        return [dense, *of_layers]
+        layer_lines = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
+        return [dense, *layer_lines]
     return [", ".join([dense, *spread])]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -30,7 +29,7 @@ MAX_TEXT = 100
 
 
 class Manifest(NamedTuple):
-    """The content of `plan.json`, of which digests and groups are compared with what they must be."""
+    """The content of `plan.json`. Its digests and groups are compared with those of the other files."""
 
     moec: str
     groups: object
@@ -62,7 +61,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def refuse(path: Path, message: str) -> PlanError:
-    """The error for a file that moec did not write like this."""
+    """The error for a file that is not as moec writes it."""
     return PlanError("MOE0601", path, message, "compile the .moe file again")
 
 
@@ -101,22 +100,21 @@ def _require_consistent(root: Path, plan: Plan) -> None:
 def _tiles(path: Path, content: bytes) -> StoredTiles:
     from pydantic import ValidationError
 
+    from moec.codegen.data import first_fault
     from moec.codegen.kernels.stored_tiles import StoredTiles
 
     _strict_json(path, content)
     try:
         return StoredTiles.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise refuse(path, f"{where}: {first['msg']}") from error
+        raise refuse(path, first_fault(error)) from error
     except RecursionError as error:
         raise refuse(path, "it is nested too deeply") from error
 
 
 def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:
     """Requires that the plan has the products whose tiles are stored."""
-    from moec.codegen.kernels.of_plan import products_of
+    from moec.codegen.kernels.plan_kernels import products_of
 
     foreign = sorted(map(str, tiles.by_key().keys() - {product.key for product in products_of(plan)}))
     if foreign:
@@ -124,7 +122,7 @@ def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:
 
 
 def _declared(program: Program) -> dict[str, tuple[object, ...]]:
-    """What a lowered and a placed Program say alike: of parameters and their order, of states and of capacities.
+    """What a lowered and a placed Program have in common: parameters and their order, states, capacities.
 
     `moec verify` runs short sequences, on which two capacities may have the same places.
     """
@@ -202,10 +200,9 @@ def _text(path: Path, content: bytes) -> str:
 
 
 def _strict_json(path: Path, content: bytes) -> Any:
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number")
+    from moec.codegen.data import strict_json
 
     try:
-        return json.loads(content.decode(), parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        return strict_json(content)
+    except ValueError as error:
         raise refuse(path, f"it is not JSON ({str(error)[:100]})") from error

@@ -1,4 +1,4 @@
-"""Names that an object of a script does not have: a diagnostic that says what they are called here."""
+"""A diagnostic for names that an object of a script does not have, with the name that is meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UnknownNameError(DiagnosticError, AttributeError):
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str], other_names: Mapping[str, str]) -> UnknownNameError:
-    """The error for `owner.name`. `known`: the names that there are; `other_names`: what to write for others."""
+    """The error for `owner.name`. `known`: its names; `other_names`: what to write for other libraries' names."""
     names = sorted(known)
     meant = nearest(name, names)
     help = other_names.get(name) or (f"did you mean `{owner}.{meant}`?" if meant else f"it has {', '.join(names)}")
@@ -41,5 +41,5 @@ class KnownNames:
             if name.startswith("_") or hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # raises again: Python's own, or that of a property
             raise unknown_name(
-                self._owner, name, (each for each in dir(self) if not each.startswith("_")), self._other_names
+                self._owner, name, (known for known in dir(self) if not known.startswith("_")), self._other_names
             )

@@ -12,24 +12,26 @@ from moec.grammar.syntax.tokens import lex
 from moec.grammar.syntax.tree import Bad, Block, Statement
 
 ACCEPTS = re.compile(r"#(?:.*;)?\s*accept:((?:[\s,]*MOE[0-9]{4}\b)+)")
-"""A comment that begins with `accept:` and codes, or has them behind a `;`."""
+"""A comment with `accept:` and codes, at its beginning or after a `;`."""
 
 
 def not_accepted(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """The diagnostics without warnings that begin in a statement whose comment accepts their code.
 
-    A comment belongs to the statement in which or behind which it stands, and behind an opening brace to the block:
-    `moec fmt` moves it to another line, and never to another statement.
+    A comment belongs to the statement that contains it or ends before it on its line; after an opening brace it belongs
+    to the block. `moec fmt` may move it to another line, but never to another statement.
     """
-    found = list(diagnostics)
-    sources = {one.span.source for one in found if one.span is not None and one.severity is not Severity.ERROR}
+    kept = list(diagnostics)
+    sources = {warning.span.source for warning in kept if warning.span and warning.severity is not Severity.ERROR}
     accepted = [pair for source in sources if "accept:" in source.text for pair in _accepting(source)]
-    return [one for one in found if one.severity is Severity.ERROR or not any(_holds(one, *pair) for pair in accepted)]
+    return [problem for problem in kept if not any(_accepts(problem, codes, span) for codes, span in accepted)]
 
 
-def _holds(found: Diagnostic, codes: str, at: Span) -> bool:
-    place = found.span
-    return place is not None and place.source == at.source and at.start <= place.start < at.end and found.code in codes
+def _accepts(problem: Diagnostic, codes: str, statement: Span) -> bool:
+    place = problem.span
+    if problem.severity is Severity.ERROR or place is None or place.source != statement.source:
+        return False
+    return statement.start <= place.start < statement.end and problem.code in codes
 
 
 def _accepting(source: Source) -> Iterator[tuple[str, Span]]:

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
 from moec.grammar.suggest import divisor_near
 
 StatedEp = Mapping[int, tuple[object, Span | None]]
-"""The stated `ep` of layers, a number or what no pass compiles yet, with its place, by the number of the layer."""
+"""By the layer's number: its stated `ep`, which is a number or a value that no pass compiles yet, and its place."""
 
 
 def device_groups(spec: Spec) -> list[Diagnostic]:
     """Groups that nothing states, or that do not divide the experts; once for layers that share a mixture."""
     stated = stated_ep(spec)
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for number, moe in enumerate(_mixtures(spec)):
-        found += _of_mixture(moe, *stated.get(number, (None, None))) if moe else ()
-    return list(dict.fromkeys(found))
+        problems += _problems_of(moe, *stated.get(number, (None, None))) if moe else ()
+    return list(dict.fromkeys(problems))
 
 
 def with_device_groups(spec: Spec) -> Spec:
-    """The Spec whose terms all state their groups. It depends on the stated `ep` alone, whatever runs it."""
+    """The Spec with the groups of all terms, which depend on the stated `ep` alone and not on the ranks of a run."""
     stated = stated_ep(spec)
     if not any(_needs_groups(moe) for moe in _mixtures(spec)):
         return spec
@@ -43,7 +43,7 @@ def with_device_groups(spec: Spec) -> Spec:
     return spec.replace(model=spec.model.replace(layers=tuple(layers)))
 
 
-def _of_mixture(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic]:
+def _problems_of(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic]:
     experts = moe.num_experts
     for term in moe.balance:
         if not isinstance(term, DeviceLoss):
@@ -54,7 +54,7 @@ def _of_mixture(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic
             yield diagnose("MOE0340", term.span(), "neither `groups` nor `ep` is stated", help=help)
         elif isinstance(groups, int) and experts % groups:
             first = moe.parts[0].span("count")
-            labels = [Label(span=first, message=f"there are {experts}")] if first else []
+            labels = labels_at((first, f"there are {experts}"))
             labels += [Label(span=place, message="one group for each rank")] if place and term.groups is None else []
             message = f"{experts} experts do not make {groups} equal groups"
             help = f"set `groups = {divisor_near(experts, groups)}`"
@@ -81,11 +81,11 @@ def _mixtures(spec: Spec) -> list[Moe | None]:
 def stated_ep(spec: Spec) -> StatedEp:
     """The stated `ep` of layers. Of several for a layer, the last one counts, as for the degrees."""
     parallel, every = spec.parallel, range(len(_mixtures(spec)))
-    found: dict[int, tuple[object, Span | None]] = {}
+    ep_by_layer: dict[int, tuple[object, Span | None]] = {}
     for layers, ep, span in (
         (every, parallel.ep, parallel.span("ep")),
         *((block.layers or every, block.ep, block.span("ep")) for block in parallel.layers),
     ):
         if ep is not None:
-            found |= dict.fromkeys(layers, (ep, span))
-    return found
+            ep_by_layer |= dict.fromkeys(layers, (ep, span))
+    return ep_by_layer

@@ -30,7 +30,7 @@ PLAIN = {"G": ("M", 1000, "GB"), "T": ("M", 1_000_000, "TB"), "Gi": ("Mi", 1024,
 """Multiples of plain numbers, which are sizes elsewhere (`80Gi` in Kubernetes): moec's unit, and that of a size."""
 
 _BITS = re.compile(r"([KMGT]i?|)(b|bit|bits)(ps|/s|/sec|)", re.IGNORECASE)
-"""Bits, or bytes by someone who does not tell the two apart."""
+"""Units that are bits, or bytes if the author confuses the two."""
 
 
 class Instead(NamedTuple):
@@ -57,13 +57,13 @@ def instead_of(digits: str, unit: str) -> Instead:
         as_size = f", or `{digits}{size}` for a size" if size else ""
         return Instead(unknown, f"write `{_times(digits, Decimal(factor))}{ours}`{as_size}")
     if bits := _BITS.fullmatch(unit):
-        return _of_bits(digits, unit, bits)
+        return _instead_of_bits(digits, unit, bits)
     if text := _in_other_case(digits, unit):
         return Instead(unknown, f"did you mean `{text}`?", text)
     return Instead(unknown, _listed())
 
 
-def _of_bits(digits: str, unit: str, match: re.Match[str]) -> Instead:
+def _instead_of_bits(digits: str, unit: str, match: re.Match[str]) -> Instead:
     """`50GB/s` for `400Gb/s`. In `gb/s` a lower-case b may be a byte too: both are named, and nothing is replaced."""
     prefix, bit, per = match.groups()
     binary = len(prefix) == 2
@@ -87,8 +87,8 @@ def _of_bits(digits: str, unit: str, match: re.Match[str]) -> Instead:
 
 def _in_other_case(digits: str, unit: str) -> str:
     """`1k` for `1K`: the unit that differs in its case alone; none for `m` and `M`, which differ elsewhere."""
-    found = [known for known in UNITS if known.lower() == unit.lower()]
-    return f"{digits}{found[0]}" if len(found) == 1 and unit[:1] not in ("m", "M") else ""
+    matching = [known for known in UNITS if known.lower() == unit.lower()]
+    return f"{digits}{matching[0]}" if len(matching) == 1 and unit[:1] not in ("m", "M") else ""
 
 
 def _times(digits: str, factor: Decimal) -> str:

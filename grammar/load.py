@@ -18,7 +18,7 @@ from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tree import File
 
 SHOWN_HOPS = 4
-"""Most `use` labels shown of a chain from the main file to an error: the innermost ones and the first."""
+"""The most labels of a chain of `use` from the main file to an error: the innermost ones and the first."""
 
 Lets = Mapping[str, str | int | float]
 
@@ -75,34 +75,34 @@ def _load(
             statements = files.read(tree.body, identity, folder)
             complete = files.complete and not _failed(diagnostics)
             spec, errors, overridden = resolve(statements, lets, Span(source, 0, 0), complete=complete)
-            errors = list(_of_meaning(errors, diagnostics))
-            diagnostics += [_led_to(found, files.used_at) for found in (*files.diagnostics, *errors)]
+            errors = list(_not_following(errors, diagnostics))
+            diagnostics += [_with_uses(diagnostic, files.used_at) for diagnostic in (*files.diagnostics, *errors)]
     diagnostics = not_accepted(diagnostics)
     return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
 
 
 SHORT_SPAN = 32
-"""Characters of a word or value that is written in another language: what is wrong with its meaning follows from it."""
+"""The first characters of a foreign notation: an error of meaning that begins there follows from the notation."""
 
 
-def _of_meaning(errors: Iterable[Diagnostic], of_notation: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """The `errors` but for those that follow from one of the notation at the same place, and have no fix."""
-    spans = [found.span for found in of_notation if found.span and found.severity is Severity.ERROR]
+def _not_following(errors: Iterable[Diagnostic], notation_errors: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """The `errors` without those that follow from an error of notation at the same place, and have no fix."""
+    spans = [error.span for error in notation_errors if error.span and error.severity is Severity.ERROR]
     places = {(span.source.name, at) for span in spans for at in range(span.start, span.end)[:SHORT_SPAN]}
-    for found in errors:
-        if found.fix or found.span is None or (found.span.source.name, found.span.start) not in places:
-            yield found
+    for error in errors:
+        if error.fix or error.span is None or (error.span.source.name, error.span.start) not in places:
+            yield error
 
 
-def _led_to(found: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:
-    """`found` with labels for the chain of `use` statements that leads to its file."""
+def _with_uses(diagnostic: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:
+    """`diagnostic` with labels for the chain of `use` statements that leads to its file."""
     labels: list[Label] = []
-    span = found.span
+    span = diagnostic.span
     while span is not None and (span := used_at.get(span.source.name)) is not None and len(labels) < MAX_USE_DEPTH:
         labels.append(Label(span=span, message="the file is used here"))
     if len(labels) > SHOWN_HOPS:
         labels = [*labels[: SHOWN_HOPS - 1], labels[-1]]
-    return found._replace(labels=(*found.labels, *labels)) if labels else found
+    return diagnostic._replace(labels=(*diagnostic.labels, *labels)) if labels else diagnostic
 
 
 def _failed(diagnostics: list[Diagnostic]) -> bool:

@@ -45,7 +45,7 @@ def written_value(known: Field, value: object) -> str:
 
 
 def set_lines(node: Node) -> list[str]:
-    """What a block says: a line for each name that is not at its default, and the lines of the blocks in it."""
+    """The content of a block: a line for each value that is not the default, and the lines of inner blocks."""
     lines: list[str] = []
     for known in fields(type(node)).values():
         value = getattr(node, known.name)

@@ -69,7 +69,7 @@ Kind = NumberKind | TextKind | WordKind | CallKind | ProductKind | ListKind | Re
 
 
 class Field(NamedTuple):
-    """One field of a node: `name` in Python, `word` in a file. `not_yet`: which of it nothing here compiles."""
+    """One field of a node: `name` in Python, `word` in a file. `not_yet`: the values that moec cannot compile yet."""
 
     name: str
     word: str
@@ -96,7 +96,7 @@ def fields(cls: type[Node]) -> dict[str, Field]:
 
 
 def _read(cls: type[Node]) -> dict[str, Field]:
-    found = {}
+    known = {}
     for name, annotation in field_types(cls).items():
         if (cls.labelled and name == "name") or (cls.selects and name == "layers"):
             continue
@@ -105,7 +105,7 @@ def _read(cls: type[Node]) -> dict[str, Field]:
         block = next((kind for kind in kinds if isinstance(kind, BlockKind)), None)
         words = [item.text for item in said if isinstance(item, Word)]
         word = block.cls.word if block else words[0] if words else name
-        found[word] = Field(
+        known[word] = Field(
             name,
             word,
             kinds,
@@ -114,7 +114,7 @@ def _read(cls: type[Node]) -> dict[str, Field]:
             description=next((item.text for item in said if isinstance(item, Doc)), ""),
             not_yet=next((item for item in said if isinstance(item, NotYet)), None),
         )
-    return found
+    return known
 
 
 def positional(cls: type[Node]) -> list[Field]:

@@ -28,18 +28,18 @@ from moec.grammar.units import EXAMPLES
 
 def vocabulary() -> dict[str, list[type[Node]]]:
     """Every block and call of the language by its word; a word can have two meanings."""
-    found: dict[str, list[type[Node]]] = {}
+    by_word: dict[str, list[type[Node]]] = {}
     todo: list[type[Node]] = [Spec, ClusterText, Device]
     seen: set[type[Node]] = set(todo)
     for cls in todo:
         if cls is not Spec and not (cls.word == ClusterText.word and cls is not ClusterText):
-            found.setdefault(cls.word, []).append(cls)
+            by_word.setdefault(cls.word, []).append(cls)
         for known in fields(cls).values():
             for inner in classes(known.kinds):
                 if inner not in seen:
                     seen.add(inner)
                     todo.append(inner)
-    return found
+    return by_word
 
 
 def classes(kinds: tuple[Kind, ...]) -> Iterator[type[Node]]:

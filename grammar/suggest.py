@@ -1,4 +1,4 @@
-"""The nearest of the names or numbers that are allowed at one place: did you mean …?"""
+"""Finds the nearest of the names or numbers that are allowed in one place: did you mean …?"""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ SHORT, LONG = 5, 8
 def is_slip(word: str, name: str) -> bool:
     """Whether `word` can only be `name` misspelt: never another word of the field, such as `sgdm` or `h20`.
 
-    Both have the same numbers and the same parts between `_`, but for a `_` left out. Letters are swapped, doubled,
-    left out, or wrong in the middle: real words differ by another first or last letter (`adamp`), or by one more
-    (`ubatch`, `adams`).
+    Both have the same numbers and the same parts between `_`, except that a `_` may be missing. Letters may be swapped,
+    doubled, missing, or wrong in the middle. Another word differs in its first or last letter (`adamp`), or has one
+    letter more (`ubatch`, `adams`).
     """
     one, other = word.lower(), name.lower()
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):

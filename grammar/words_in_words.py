@@ -1,4 +1,4 @@
-"""The page of one word of the language: what it is, and every place where it can be written. For `moec explain`."""
+"""The page of one word of the language for `moec explain`: its meaning, and every block and call that takes it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def _values(field: Field) -> list[str]:
 
 
 def page(word: str, inside: str = "") -> str:
-    """Markdown on a word. `inside` leaves out where else it can be written than in the block or call of this name.
+    """Markdown on a word; empty if it is none. `inside`: only as a field of the block or call of this name.
 
-    A dtype comes before a field of its name: `dtype = bf16` before `bf16` of a `peak`. Empty for what is no word.
+    A dtype comes before a field of its name: `dtype = bf16` before `bf16` of a `peak`.
     """
     sections = [] if inside else [f"# `{cls.word}`\n\n{describe(cls)}\n" for cls in vocabulary().get(word, ())]
     values = choices(word) if not inside and word not in vocabulary() else []
-    given = [(cls, field) for cls, field in places(word) if not field.block and inside in ("", cls.word)]
-    if given:
-        sections.append(_of_fields(word, given))
+    uses = [(cls, field) for cls, field in places(word) if not field.block and inside in ("", cls.word)]
+    if uses:
+        sections.append(_field_section(word, uses))
     if values:
         dtype = any(field.word == "dtype" for _, field in values)
-        sections.insert(0 if dtype else len(sections), _of_values(word, values))
+        sections.insert(0 if dtype else len(sections), _value_section(word, values))
     return "\n".join(sections) or (page(word) if inside else "")
 
 
-def _of_fields(word: str, given: list[tuple[type[Node], Field]]) -> str:
-    """What a field takes, with one section where all blocks and calls agree, and a table where they do not."""
-    rows = [(f"`{cls.word}`", *row(field)[1:]) for cls, field in given]
+def _field_section(word: str, uses: list[tuple[type[Node], Field]]) -> str:
+    """A field's values: one text if all its blocks and calls agree, else a table."""
+    rows = [(f"`{cls.word}`", *row(field)[1:]) for cls, field in uses]
     head = f"# `{word}` in {_listed([cell for cell, *_ in rows])}\n\n"
     if len({tuple(cells) for _, *cells in rows}) == 1:
         _, takes, default, meaning = rows[0]
@@ -48,16 +48,16 @@ def _of_fields(word: str, given: list[tuple[type[Node], Field]]) -> str:
 
 
 def _merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that differ only in where the word is written, as one."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    """The rows, after merging those that differ in their block or call alone."""
+    merged: dict[tuple[str, ...], list[str]] = {}
     for where, *cells in rows:
-        found.setdefault(tuple(cells), []).append(where)
-    return [(", ".join(dict.fromkeys(where)), *cells) for cells, where in found.items()]
+        merged.setdefault(tuple(cells), []).append(where)
+    return [(", ".join(dict.fromkeys(where)), *cells) for cells, where in merged.items()]
 
 
-def _of_values(word: str, given: list[tuple[type[Node], Field]]) -> str:
+def _value_section(word: str, uses: list[tuple[type[Node], Field]]) -> str:
     parts: dict[tuple[str, str], list[str]] = {}
-    for cls, field in given:
+    for cls, field in uses:
         parts.setdefault((field.word, row(field)[3]), []).append(f"`{cls.word}`")
     return "\n".join(
         f"# `{field} = {word}` in {_listed(where)}\n\n{_sentence(meaning)}\n"
@@ -71,5 +71,5 @@ def _listed(names: list[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital where it begins with a letter, and a full stop."""
+    """`text` with a capital first letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."

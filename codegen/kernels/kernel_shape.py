@@ -19,7 +19,7 @@ DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "flo
 
 SCORES = ("softmax", "sigmoid")
 
-MOST_EXPERTS = 2048
+MAX_EXPERTS = 2048
 """One program loads a whole row of logits, or of a histogram."""
 
 
@@ -32,9 +32,9 @@ class KernelShape:
     @property
     def name(self) -> str:
         """An identifier that contains every field of the shape that is not None: `route_experts8_k2_scoresoftmax_…`."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        said = (f"{name}{_short(value)}" for name, value in given.items() if value is not None)
-        return "_".join((self.template, *said))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = (f"{name}{_short(value)}" for name, value in values.items() if value is not None)
+        return "_".join((self.template, *parts))
 
     def constants(self) -> dict[str, Any]:
         """The template's constants that are not fields."""
@@ -83,8 +83,8 @@ def complaint(shape: KernelShape) -> str | None:
     """Why no kernels are rendered for a shape; None if they are. Without kernels plain torch computes, or refuses."""
     experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
     activation = getattr(shape, "activation", None)
-    if experts > MOST_EXPERTS:
-        return f"kernels are for at most {MOST_EXPERTS} experts, not {experts}"
+    if experts > MAX_EXPERTS:
+        return f"kernels are for at most {MAX_EXPERTS} experts, not {experts}"
     if score not in SCORES or activation not in (None, *ACTIVATIONS):
         return f"there are no kernels for {score} scores and {activation}"
     if any(isinstance(size, int) and size < 0 for size in astuple(shape)):
@@ -93,7 +93,7 @@ def complaint(shape: KernelShape) -> str | None:
 
 
 def _short(value: object) -> str:
-    return re.sub(r"[^a-z0-9_]", lambda found: {".": "p", "-": "m"}.get(found[0], ""), str(value).lower())
+    return re.sub(r"[^a-z0-9_]", lambda match: {".": "p", "-": "m"}.get(match[0], ""), str(value).lower())
 
 
 @lru_cache(maxsize=1)

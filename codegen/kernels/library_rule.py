@@ -27,7 +27,7 @@ LEAST_HIDDEN = 2048
 WIDTH_MULTIPLE = 8
 """16 bytes in bf16, the only dtype in which `grouped_mm` is one kernel."""
 
-MOST_EXPERTS = 1023
+MAX_EXPERTS = 1023
 """Of `grouped_mm`: CUTLASS prepares one argument per thread of a block."""
 
 MARGIN = 1.15
@@ -43,7 +43,7 @@ def with_libraries(
     """
     dim, hidden = widths
     fits = dtype == "bf16" and hidden >= LEAST_HIDDEN and not any(width % WIDTH_MULTIPLE for width in widths)
-    if device not in DEVICES or not fits or experts > MOST_EXPERTS:
+    if device not in DEVICES or not fits or experts > MAX_EXPERTS:
         return tiles, ""
     # Eight classes of rows for each power of two: an exchange brings another number of rows at each step.
     step = 1 << max(0, rows.bit_length() - 4)
@@ -73,7 +73,7 @@ def without_unfit_libraries(
     ways: Ways, dtype: str, rows: int, experts: int, widths: tuple[int, int], gated: bool, family: str
 ) -> Ways:
     """The ways, with the rule's tile for a library's product that no device of this family computes in one kernel."""
-    one_kernel = dtype == "bf16" and family == "hopper" and experts <= MOST_EXPERTS
+    one_kernel = dtype == "bf16" and family == "hopper" and experts <= MAX_EXPERTS
     if one_kernel and not any(width % WIDTH_MULTIPLE for width in widths):
         return ways
     rule = tiles_for(dtype, rows, experts, widths, gated, family)

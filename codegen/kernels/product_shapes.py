@@ -54,8 +54,8 @@ class ProductShape(ExpertsShape):
     """
 
     product: ClassVar[Kernel]
-    of_backward: ClassVar[Kernel]
-    of_weights: ClassVar[Kernel]
+    backward_kernel: ClassVar[Kernel]
+    weights_kernel: ClassVar[Kernel]
     rows: int
     tile: Tile | None
     backward: Tile | None
@@ -88,8 +88,8 @@ class ProductShape(ExpertsShape):
             bias=bias,
             rows=ways.rows,
             tile=ways.tile(cls.product),
-            backward=ways.tile(cls.of_backward),
-            weights=ways.tile(cls.of_weights),
+            backward=ways.tile(cls.backward_kernel),
+            weights=ways.tile(cls.weights_kernel),
             **more,
         )
 
@@ -111,7 +111,7 @@ class ProductShape(ExpertsShape):
 
     def persistent(self, kernel: str) -> bool:
         """Whether a kernel reads weights by TMA in a persistent loop; gradients of weights and biases never do."""
-        return self.bulk and kernel in (self.product, self.of_backward)
+        return self.bulk and kernel in (self.product, self.backward_kernel)
 
     def resident(self, kernel: str) -> int:
         """How many programs of a persistent kernel a multiprocessor of Hopper can hold, by their buffers."""
@@ -143,13 +143,13 @@ class ProductShape(ExpertsShape):
 
     def tile_of(self, kernel: str) -> Tile | None:
         """The tile of a rendered kernel; None for gradients of biases, which are sums, and for what is not rendered."""
-        tiles = {self.product: self.tile, self.of_backward: self.backward, self.of_weights: self.weights}
+        tiles = {self.product: self.tile, self.backward_kernel: self.backward, self.weights_kernel: self.weights}
         return tiles.get(kernel)  # type: ignore[call-overload, no-any-return]
 
     def with_tile(self, kernel: Kernel, tile: Tile) -> Self:
         """This shape with another tile for one kernel; the table's rows follow the tile of a product of rows."""
-        names = {self.product: "tile", self.of_backward: "backward", self.of_weights: "weights"}
-        rows = self.rows if kernel == self.of_weights else tile.rows
+        names = {self.product: "tile", self.backward_kernel: "backward", self.weights_kernel: "weights"}
+        rows = self.rows if kernel == self.weights_kernel else tile.rows
         changes: dict[str, Any] = {"rows": rows, names[kernel]: tile}
         return replace(self, **changes)
 
@@ -159,7 +159,7 @@ class ProductShape(ExpertsShape):
         if tile is None:
             return {"num_warps": 4, "num_stages": 2}
         # Products of rows read a row's index once, before the loop; a gradient of weights reads new ones in each step.
-        indirect = kernel == self.of_weights and (self.gathered or self.k > 0)
+        indirect = kernel == self.weights_kernel and (self.gathered or self.k > 0)
         return {"num_warps": tile.warps, "num_stages": num_stages(tile, family, indirect)}
 
     def pointers(self) -> dict[str, str]:
@@ -175,8 +175,8 @@ class UpShape(ProductShape):
 
     template: ClassVar[str] = "up"
     product: ClassVar[Kernel] = "up"
-    of_backward: ClassVar[Kernel] = "up_backward"
-    of_weights: ClassVar[Kernel] = "up_weights"
+    backward_kernel: ClassVar[Kernel] = "up_backward"
+    weights_kernel: ClassVar[Kernel] = "up_weights"
 
     def constants(self) -> dict[str, Any]:
         """The halvings of its tile's epilogue."""
@@ -200,8 +200,8 @@ class DownShape(ProductShape):
 
     template: ClassVar[str] = "down"
     product: ClassVar[Kernel] = "down"
-    of_backward: ClassVar[Kernel] = "down_backward"
-    of_weights: ClassVar[Kernel] = "down_weights"
+    backward_kernel: ClassVar[Kernel] = "down_backward"
+    weights_kernel: ClassVar[Kernel] = "down_weights"
     weighted: bool = False
 
     def constants(self) -> dict[str, Any]:

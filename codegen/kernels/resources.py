@@ -1,6 +1,6 @@
-"""What a compiler made of a kernel: its loops, instructions, registers and memory; and what it lost of a tile.
+"""A compiled kernel's loops, instructions, registers and memory, and what the compiler did not keep of its tile.
 
-A loop that lost its pipeline gives the same numbers several times slower, and nothing else shows it.
+A loop without its pipeline gives the same numbers several times slower, and nothing else shows it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moec.codegen.kernels.model.occupancy import blocks_per_sm
 from moec.codegen.kernels.tiles import Tile
+from moec.grammar.amounts import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +52,44 @@ class Resources:
         return blocks_per_sm(self.target, self.registers, self.shared, self.warps)
 
 
-def complaints(made: Resources, tile: Tile, *, blocks: int = 1, bulk: bool = False) -> Iterator[str]:
-    """What the compiler lost of a 16-bit product's tile on an NVIDIA device, one sentence each.
+def complaints(resources: Resources, tile: Tile, *, blocks: int = 1, bulk: bool = False) -> Iterator[str]:
+    """A sentence for each property of a 16-bit product's tile that the compiler lost, on an NVIDIA device.
 
-    `blocks`: the least blocks on a multiprocessor that the tile was chosen for. `bulk`: weights are read by TMA.
+    `blocks`: the blocks of a multiprocessor that the tile was chosen for. `bulk`: weights are read by TMA.
     """
-    if made.spilled:
-        yield f"a thread spills {made.spilled} bytes"
-    if made.blocks < blocks:
-        yield f"a multiprocessor holds {_several(made.blocks, 'block')}, the tile is chosen for {blocks}"
-    if bulk and not made.bulk_copies:
+    if resources.spilled:
+        yield f"a thread spills {resources.spilled} bytes"
+    if resources.blocks < blocks:
+        yield f"a multiprocessor holds {count(resources.blocks, 'block')}, the tile is chosen for {blocks}"
+    if bulk and not resources.bulk_copies:
         yield "there are no bulk-tensor copies"
-    if made.serialized:
+    if resources.serialized:
         yield "the assembler serialized wgmma: each waits for the one before"
-    if not made.loops:
+    if not resources.loops:
         yield "there is no loop with a product"
-    for loop in made.loops:
-        yield from _of_loop(loop, made.target, tile)
+    for loop in resources.loops:
+        yield from _loop_complaints(loop, resources.target, tile)
 
 
-def _of_loop(loop: Loop, target: str, tile: Tile) -> Iterator[str]:
+def _loop_complaints(loop: Loop, target: str, tile: Tile) -> Iterator[str]:
     wanted = instruction_columns(target, tile)
     if loop.buffers < tile.stages:
-        yield f"the loop has {_several(loop.buffers, 'buffer')}, its tile asks for {tile.stages}"
+        yield f"the loop has {count(loop.buffers, 'buffer')}, its tile asks for {tile.stages}"
     if loop.buffers > 2 and loop.copies_pending == 0:
         yield "each step waits for all copies (cp.async.wait_group 0)"
     if wanted is None:
         return
-    found = [int(shape.split("n")[1].split("k")[0]) for shape in loop.instructions if shape.startswith("m64")]
-    if not found:
+    columns = [int(shape.split("n")[1].split("k")[0]) for shape in loop.instructions if shape.startswith("m64")]
+    if not columns:
         yield f"the loop has no wgmma, its tile asks for m64n{wanted}"
-    elif min(found) != wanted:
-        yield f"the loop's wgmma is m64n{min(found)}, its tile asks for m64n{wanted}"
+    elif min(columns) != wanted:
+        yield f"the loop's wgmma is m64n{min(columns)}, its tile asks for m64n{wanted}"
     elif loop.products_pending == 0:
         yield "each step waits for its product (wgmma.wait_group 0)"
 
 
 def instruction_columns(target: str, tile: Tile) -> int | None:
-    """The columns of the warpgroup's matrix instruction (wgmma, 64 rows) of a tile; None where it cannot have one.
+    """The columns of the warpgroup's matrix instruction (wgmma, 64 rows) of a tile; None if it has none.
 
     Four warps are a warpgroup. Triton deals warpgroups out along the rows first, 64 rows each; those that are left
     share the columns.
@@ -97,7 +98,3 @@ def instruction_columns(target: str, tile: Tile) -> int | None:
         return None
     groups = tile.warps // 4
     return min(256, tile.columns // max(1, groups * 64 // tile.rows))
-
-
-def _several(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

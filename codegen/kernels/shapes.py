@@ -27,7 +27,7 @@ class RouteShape(KernelShape):
     dtype: str
 
     @property
-    def of_backward(self) -> RouteShape:
+    def backward_shape(self) -> RouteShape:
         """The shape with the kernel `route_backward`, which is given choices: it needs no groups and biases."""
         return replace(self, groups=1, keep_groups=1, group_score="top2_sum", biased=False)
 

@@ -1,7 +1,7 @@
-"""Tiles stored by device and shape: those that moec ships, and a plan's own, measured by `moec tune`.
+"""Tiles stored by device and shape: those that moec ships, and those of a plan, which `moec tune` measured.
 
-The shipped ones (`tuned/*.json`) are for well-known layers; nothing is shipped yet. A plan's own
-(`tiles.json` in its folder) take precedence. For shapes that neither contains, the rule of `tile_rule.py` decides.
+Shipped tiles (`tuned/*.json`) are for well-known layers; none are shipped yet. A plan's tiles (`tiles.json` in its
+folder) take precedence. For other shapes the rule of `tile_rule.py` decides.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def shipped(device: str) -> Mapping[TileKey, Ways]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the products are computed, the source, "tuned" (from the plan), "shipped" or "rule", and a short reason."""
+    """How products are computed, who decided it ("tuned": the plan's tiles; "shipped"; "rule"), and a short reason."""
 
     ways: Ways
     source: Literal["tuned", "shipped", "rule"]
@@ -144,16 +144,16 @@ def choose(
 ) -> Choice:
     """The ways of a layer's products, on a device of this name and family: tuned, else shipped, else by the rule.
 
-    Both the listing of a plan's kernels and the operators choose here.
+    Operators and the list of a plan's kernels call this one function.
     """
     key = key_of(dtype, rows, experts, widths, gated)
-    found = tuned.get(key)
-    if found is not None:
-        return Choice(found, "tuned", f"tuned on {device} for {key.load} rows per expert")
-    known = shipped(device)
-    found = known.get(key) or known.get(replace(key, experts=None))
-    if found is not None:
-        return Choice(found, "shipped", f"shipped for {device} and {key.load} rows per expert")
+    ways = tuned.get(key)
+    if ways is not None:
+        return Choice(ways, "tuned", f"tuned on {device} for {key.load} rows per expert")
+    shipped_ways = shipped(device)
+    ways = shipped_ways.get(key) or shipped_ways.get(replace(key, experts=None))
+    if ways is not None:
+        return Choice(ways, "shipped", f"shipped for {device} and {key.load} rows per expert")
     tiles = tiles_for(dtype, rows, experts, widths, gated, family)
     ways, gains = with_libraries(tiles, dtype, rows, experts, widths, gated, device)
     why = reason(dtype, rows, experts, family)

@@ -23,8 +23,8 @@ L2 for each row as tiles of 128 rows, and L2 bounds both: by the kernels' model 
 
 def load_of(rows: int, experts: int) -> str:
     """The class of `rows` rows in all over `experts`: "few", "some" or "many" rows per expert."""
-    each = -(-rows // experts)
-    return "few" if each <= FEW else "some" if each <= SOME else "many"
+    rows_per_expert = -(-rows // experts)
+    return "few" if rows_per_expert <= FEW else "some" if rows_per_expert <= SOME else "many"
 
 
 def _ways(text: str) -> Ways:

@@ -1,7 +1,7 @@
 """The least FLOPs and bytes of a kernel, for a roofline.
 
-`Op.cost` says them for ops with one kernel. This file adds what differs by kernel: the tensors that a product's kernel
-reads besides the product, and how an op's counting and moving of rows is divided among kernels.
+`Op.cost` gives them for ops with one kernel. For ops with several kernels this file divides them among these, and adds
+the tensors that a product's kernel reads besides those of the product.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class KernelWork:
         return max(self.moved / bandwidth, self.flops / peak if peak else 0.0)
 
     def bound(self, peak: float | None, bandwidth: float) -> str:
-        """The longer of the two: "arithmetic" or "memory"."""
+        """What takes longer: "arithmetic" or "memory"."""
         return "arithmetic" if peak and self.flops / peak > self.moved / bandwidth else "memory"
 
 
 def work_of(shape: KernelShape, kernel: str, work: Work, tokens: int, rows: int) -> KernelWork | None:
-    """The cost of a shape's kernel over a rank's `tokens` and `rows`, of an op that costs `work`; None if small."""
+    """The work of a kernel on a rank's `tokens` and `rows`, in an op with this `work` in all; None if it is small."""
     match shape:
         case GatedShape():
             return KernelWork(0, _direction(work, kernel).moved)
         case ProductShape():
-            return _of_products(shape, kernel, work)
+            return _product_work(shape, kernel, work)
     return work_of_rows(shape, kernel, tokens, rows)
 
 
 def work_of_rows(shape: KernelShape, kernel: str, tokens: int, rows: int) -> KernelWork | None:
-    """The cost of a kernel that chooses experts, counts choices or moves rows; None if small."""
+    """The work of a kernel that chooses experts, counts choices or moves rows; None if it is small."""
     match shape:
         case RouteShape():
-            return _of_route(shape, kernel, tokens)
+            return _route_work(shape, kernel, tokens)
         case PlacesShape():
-            return _of_places(shape, kernel, tokens)
+            return _places_work(shape, kernel, tokens)
         case QueuesShape():
-            return _of_queues(kernel, rows * INDEX)
+            return _queues_work(kernel, rows * INDEX)
     return None
 
 
-def _of_route(shape: RouteShape, kernel: str, tokens: int) -> KernelWork:
+def _route_work(shape: RouteShape, kernel: str, tokens: int) -> KernelWork:
     """Forward reads logits and writes probabilities and choices; backward reads one gradient more than it writes."""
     width = DTYPE_BYTES[shape.dtype]
     logits, weights, chosen = tokens * shape.experts * width, tokens * shape.k * width, tokens * shape.k * INDEX
@@ -72,7 +72,7 @@ def _direction(work: Work, kernel: str) -> Direction:
     return work.backward if kernel.endswith("_backward") else work.forward
 
 
-def _of_places(shape: PlacesShape, kernel: str, tokens: int) -> KernelWork:
+def _places_work(shape: PlacesShape, kernel: str, tokens: int) -> KernelWork:
     """Assumes as many places as choices: capacity factor 1, nothing dropped."""
     one = tokens * shape.dim * DTYPE_BYTES[shape.dtype]
     places, taken = tokens * shape.k * INDEX, tokens * shape.k
@@ -86,7 +86,7 @@ def _of_places(shape: PlacesShape, kernel: str, tokens: int) -> KernelWork:
     return KernelWork(0, one + shape.k * one + places)
 
 
-def _of_queues(kernel: str, choices: int) -> KernelWork | None:
+def _queues_work(kernel: str, choices: int) -> KernelWork | None:
     """Counts only the choices' bytes; the counts of blocks are small."""
     match kernel:
         case "count":
@@ -96,18 +96,18 @@ def _of_queues(kernel: str, choices: int) -> KernelWork | None:
     return None
 
 
-def _of_products(shape: ProductShape, kernel: str, work: Work) -> KernelWork:
-    """The cost of one of the op's products, with the other tensors that its kernel reads and writes.
+def _product_work(shape: ProductShape, kernel: str, work: Work) -> KernelWork:
+    """The work of one of the op's products, and of the other tensors that its kernel reads and writes.
 
     With `k` > 0 rows are never copied: the kernels read the tokens, 1/k of the rows' bytes.
     """
     products = {product.name: product for product in (*work.forward.products, *work.backward.products)}
     rows, width = products["up"].m, DTYPE_BYTES[shape.dtype]
-    given = rows * shape.dim / (shape.k or 1)
+    inputs = rows * shape.dim / (shape.k or 1)
     hidden = rows * shape.hidden * ACTIVATIONS[shape.activation].parts
     if kernel.endswith("_bias"):
-        return KernelWork(0, (hidden if kernel == "up_bias" else given) * width)
+        return KernelWork(0, (hidden if kernel == "up_bias" else inputs) * width)
     beside = {"up": rows * shape.hidden, "down_backward": 2 * hidden}.get(kernel, 0)
     if kernel in GATHERING_KERNELS:
-        beside -= rows * shape.dim - given
+        beside -= rows * shape.dim - inputs
     return KernelWork(products[kernel].flops, products[kernel].moved + beside * width)

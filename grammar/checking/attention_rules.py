@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import Llama3, LongRope, Mla, Rope, Spec, Yarn
 
@@ -29,7 +29,7 @@ def windows(spec: Spec) -> Iterator[Diagnostic]:
                 "MOE0362",
                 attention.span("window"),
                 f"a window of {attention.window} tokens",
-                labels=_label(place, f"sequences of at most {longest}"),
+                labels=labels_at((place, f"sequences of at most {longest}")),
                 help="leave `window` out: every token sees all before it",
             )
 
@@ -48,13 +48,13 @@ def latent(node: Mla) -> Iterator[Diagnostic]:
     ]
     if rope is not None:
         options.append(("fraction", rope.fraction != 1, rope.span("fraction"), "`rope_dim` says how many dims turn"))
-    for name, given, span, instead in options:
-        if given:
+    for name, is_given, span, instead in options:
+        if is_given:
             yield diagnose("MOE0363", span, f"`{name}` in `mla`: {instead}", help=f"leave `{name}` out")
 
 
 def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic]:
-    """Rotary positions of heads `width` wide, a width that `declared` gives."""
+    """Rules of rotary positions for heads `width` wide; `declared` is the place of that width."""
     turning = rope.turning(width)
     if rope.fraction < 1 and (turning == 0 or turning % 2):
         whole = f"{turning} of {width} dimensions" if turning else f"no dimension of {width}"
@@ -64,7 +64,7 @@ def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic
             "MOE0360",
             rope.span("fraction"),
             f"{whole} would turn",
-            labels=_label(declared, f"heads are {width} wide"),
+            labels=labels_at((declared, f"heads are {width} wide")),
             help=f"set `fraction = {better / width:.6g}`, which turns {better}" if fits else "",
         )
     if isinstance(rope.scaling, LongRope):
@@ -77,7 +77,7 @@ def _factors_of_pairs(scaling: LongRope, pairs: int, declared: Span | None) -> I
     for name, factors in (("short", scaling.short), ("long", scaling.long)):
         if len(factors) != pairs:
             message = f"{len(factors)} factors for {pairs} pairs"
-            labels = _label(declared, "the width is given here")
+            labels = labels_at((declared, "the width is given here"))
             help = f"give {pairs} factors, one for each pair that turns"
             yield diagnose("MOE0361", scaling.span(name), message, labels=labels, help=help)
 
@@ -87,18 +87,18 @@ def _computable(rope: Rope) -> Iterator[Diagnostic]:
     scaling = rope.scaling
     match scaling:
         case Yarn() if scaling.beta_slow > scaling.beta_fast:  # Kimi K2 has 1 and 1: a step in place of a ramp
-            fast = _label(scaling.span("beta_fast"), f"kept above {scaling.beta_fast:g} turns")
+            fast = labels_at((scaling.span("beta_fast"), f"kept above {scaling.beta_fast:g} turns"))
             message = f"`beta_slow = {scaling.beta_slow:g}` is above `beta_fast = {scaling.beta_fast:g}`"
             help = "set `beta_slow` at most to `beta_fast`, such as 1 and 32"
             yield diagnose("MOE0364", scaling.span("beta_slow"), message, labels=fast, help=help)
         case Yarn() if rope.theta <= 1:
             message = "`yarn` wants wavelengths that grow: a `theta` above 1"
-            labels = _label(scaling.span(), "`yarn` is here")
+            labels = labels_at((scaling.span(), "`yarn` is here"))
             yield diagnose(
                 "MOE0364", rope.span("theta"), message, labels=labels, help="set `theta = 10_000`, as is usual"
             )
         case Llama3() if scaling.low >= scaling.high:
-            high = _label(scaling.span("high"), f"kept above {scaling.high:g} turns")
+            high = labels_at((scaling.span("high"), f"kept above {scaling.high:g} turns"))
             message = f"`low = {scaling.low:g}` is not below `high = {scaling.high:g}`"
             help = "set `low` below `high`, such as 1 and 4"
             yield diagnose("MOE0364", scaling.span("low"), message, labels=high, help=help)
@@ -106,7 +106,3 @@ def _computable(rope: Rope) -> Iterator[Diagnostic]:
             message = "a context of one token has no logarithm to divide by"
             help = "give the context that the model was trained with"
             yield diagnose("MOE0364", scaling.span("original"), message, help=help)
-
-
-def _label(span: Span | None, message: str) -> tuple[Label, ...]:
-    return (Label(span=span, message=message),) if span else ()

@@ -1,4 +1,4 @@
-"""Warnings about capacities: an `eval` or `order` without effect, and later tokens that take places of earlier ones."""
+"""Warnings about capacities: options without effect, and later tokens that take places of earlier ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.source import Span
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
 from moec.grammar.spec.balance import PlaceOrder
 from moec.grammar.units import written
@@ -17,19 +16,19 @@ from moec.grammar.units import written
 def capacities(spec: Spec) -> list[Diagnostic]:
     """Every warning about a capacity of the file's model or layer, once for all layers with the same mixture.
 
-    Where the gate decides how many rows an expert takes, its own rules refuse a capacity. A `layer` file has no
+    If the gate decides how many rows an expert takes, the gate's rules refuse a capacity. A `layer` file has no
     causality warning: only its host knows whether the model is causal.
     """
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe and not moe.gate.decides_rows}.values():
-        found += _evaluation(spec, moe)
-        found += _order(moe)
-        found += _renormalized(moe)
-        found += _overflow(moe)
-        found += _causality(spec, moe) if causal else ()
-    return list(dict.fromkeys(found))
+        problems += _evaluation(spec, moe)
+        problems += _order(moe)
+        problems += _renormalized(moe)
+        problems += _overflow(moe)
+        problems += _causality(spec, moe) if causal else ()
+    return list(dict.fromkeys(problems))
 
 
 def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
@@ -45,14 +44,14 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             "MOE0320",
             capacity.span("eval"),
             f"{k * tokens} choices of {moe.num_experts} experts make {places} places with {factor}",
-            labels=_label(capacity.span("min"), f"there are at least {capacity.min}"),
+            labels=labels_at((capacity.span("min"), f"there are at least {capacity.min}")),
             help="leave `eval` out, or lower `min`",
             severity=Severity.WARNING,
         )
 
 
 def _order(moe: Moe) -> Iterator[Diagnostic]:
-    """Warns of an order of places where nothing is dropped; refuses two orders."""
+    """Warns of an order of places if nothing is dropped; refuses two orders."""
     capacity, by_gate = moe.capacity, isinstance(moe.gate, BatchPriority)
     stated = None if isinstance(capacity, Dropless) else capacity.order
     span = moe.gate.span() if by_gate else capacity.span("order")
@@ -61,7 +60,7 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
         help = "give a capacity that drops choices: `factor(1.25)`" if by_gate else "leave it out, or give `max`"
         yield diagnose("MOE0351", span, message, help=help, severity=Severity.WARNING)
     elif by_gate and capacity.given("order") and stated != "priority":
-        labels = _label(span, "this gate's order is `priority`")
+        labels = labels_at((span, "this gate's order is `priority`"))
         help = "leave `order` out, or use the gate `topk`"
         yield diagnose("MOE0354", capacity.span("order"), f"`order = {stated}`", labels=labels, help=help)
 
@@ -73,7 +72,7 @@ def _renormalized(moe: Moe) -> Iterator[Diagnostic]:
         return
     if "logits" in gate.gives and moe.num_experts > 1:
         message, help = "of one choice this makes every weight 1", "leave it out, as DeepSpeed does for `k = 1`"
-        labels = _label(gate.span("k") or gate.span(), "each token makes one choice")
+        labels = labels_at((gate.span("k") or gate.span(), "each token makes one choice"))
         yield diagnose(
             "MOE0321", capacity.span("renormalize"), message, labels=labels, help=help, severity=Severity.WARNING
         )
@@ -86,7 +85,7 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
         return
     if not moe.drops or (word == "pad" and not isinstance(capacity, Factor)):
         message = "no expert is ever full" if not moe.drops else "the number of places changes from step to step"
-        labels = _label(moe.span("capacity"), f"of `{capacity.word}`" if moe.given("capacity") else "")
+        labels = labels_at((moe.span("capacity"), f"of `{capacity.word}`" if moe.given("capacity") else ""))
         help = "give the number of places: `capacity = factor(1.25)`"
         yield diagnose("MOE0350", moe.span("overflow"), message, labels=labels, help=help)
     if word != "reroute":
@@ -94,23 +93,30 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
     if not isinstance(gate, TopK | Switch | BatchPriority):
         message = f"`{gate.word}` has no next best expert"
         help = "gates with reroutes: topk, switch, batch_priority"
-        yield diagnose("MOE0354", moe.span("overflow"), message, labels=_label(gate.span(), "this gate"), help=help)
+        yield diagnose(
+            "MOE0354", moe.span("overflow"), message, labels=labels_at((gate.span(), "this gate")), help=help
+        )
     elif moe.order in ("weight", "token"):
-        message, there = f"`order = {moe.order}`", _label(moe.span("overflow"), "moec cannot yet reroute in this order")
+        message, there = (
+            f"`order = {moe.order}`",
+            labels_at((moe.span("overflow"), "moec cannot yet reroute in this order")),
+        )
         help = "orders of reroutes: sequence, priority, random"
         yield diagnose("MOE0354", capacity.span("order"), message, labels=there, help=help)
     elif isinstance(gate, TopK):
         limits = {"bias": gate.bias == "learned", "noise": gate.noise > 0, "groups": gate.keep_groups is not None}
-        for option in [name for name, given in limits.items() if given]:
+        for option in [name for name, is_given in limits.items() if is_given]:
             message = f"moec cannot yet rank experts by `{option}` when it reroutes"
-            yield diagnose("MOE0354", gate.span(option), message, labels=_label(moe.span("overflow"), "reroutes here"))
+            yield diagnose(
+                "MOE0354", gate.span(option), message, labels=labels_at((moe.span("overflow"), "reroutes here"))
+            )
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """Warns where later tokens decide which choices of earlier ones a capacity drops.
+    """Warns if later tokens decide which choices of earlier tokens a capacity drops.
 
-    In token order only second choices queue behind later tokens, unless each choice has an expert of its own, and
-    token by token none; by priority or by weight, or at random in training, first ones do.
+    In token order only second choices queue behind those of later tokens, unless they have experts of their own; token
+    by token none do. By priority, by weight, or at random in training, first choices queue behind them too.
     """
     capacity, k = moe.capacity, moe.gate.choices(moe.num_experts)
     second = k > 1 and not moe.gate.by_expert
@@ -136,20 +142,22 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     modes = " and ".join(dropping)
     if reroutes:
         message = f"in {modes} a choice finds another expert only where no later token took the last place"
-        labels = _label(moe.span("overflow"), "after the choices of all tokens")
+        labels = labels_at((moe.span("overflow"), "after the choices of all tokens"))
         help = (
             "`dropless` and `dynamic()` drop nothing; `topk(1)` with `overflow = drop` lets only earlier tokens decide"
         )
     elif moe.order == "sequence":
         message = f"in {modes} it can drop second choices, which queue behind all first ones"
-        labels = _label(moe.gate.span("k") or moe.gate.span(), f"each token makes {k} choices")
+        labels = labels_at((moe.gate.span("k") or moe.gate.span(), f"each token makes {k} choices"))
         help = "`dropless` and `dynamic()` drop nothing; `order = token` and `topk(1)` let only earlier tokens decide"
     else:
         message = f"in {modes} it can drop choices, which queue behind those of later tokens"
         by_gate = isinstance(moe.gate, BatchPriority)
-        labels = _label(
-            moe.gate.span() if by_gate else capacity.span("order"),
-            "a token's place in the queue is not its place in the sequence",
+        labels = labels_at(
+            (
+                moe.gate.span() if by_gate else capacity.span("order"),
+                "a token's place in the queue is not its place in the sequence",
+            )
         )
         help = (
             "`dropless` and `dynamic()` drop nothing; `topk(1)` with `order = sequence` lets only earlier tokens decide"
@@ -164,8 +172,8 @@ _BEHIND_LATER: dict[PlaceOrder, Callable[[bool], tuple[bool, bool]]] = {
     "weight": lambda second: (True, True),
     "token": lambda second: (False, False),
 }
-"""By order of places: whether choices queue behind those of later tokens, in training and in evaluation. They are given
-whether second choices, which share experts with first ones, do in token order."""
+"""By order of places, functions that say whether choices queue behind those of later tokens, in training and in
+evaluation. Their argument: whether second choices, which share experts with first ones, do so in token order."""
 
 
 def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:
@@ -197,7 +205,3 @@ def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:
 def _packs(spec: Spec, moe: Moe) -> bool:
     """Whether a group is one of several texts of a sequence, which may have any length."""
     return moe.group == "sequence" and spec.has_model and spec.model.embedding.packs
-
-
-def _label(span: Span | None, message: str) -> tuple[Label, ...]:
-    return (Label(span=span, message=message),) if span else ()

@@ -1,18 +1,17 @@
-"""Rules of gates that look at all tokens of a routing group: what they decide themselves, and what they let leak."""
+"""Rules of gates that choose among all tokens of a routing group: options that they replace, leaks of later tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.source import Span
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.spec import Moe, Smear, Soft, Spec, Topology
 
 ONE_TEXT = (
     "give every sequence one text: leave `segments` or `separator` out of `tokens(…)`, and pad with `padding = …`"
 )
-"""What remains for a gate that knows no group but a whole sequence."""
+"""The way out for a gate whose only group is a whole sequence."""
 
 
 def group_gates(spec: Spec) -> list[Diagnostic]:
@@ -23,11 +22,11 @@ def group_gates(spec: Spec) -> list[Diagnostic]:
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     packs = spec.has_model and spec.model.embedding.packs
-    found: list[Diagnostic] = []
+    problems: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
-        found += _decided(moe, packs)
-        found += _leaks(moe) if causal else ()
-    return list(dict.fromkeys(found))
+        problems += _decided(moe, packs)
+        problems += _leaks(moe) if causal else ()
+    return list(dict.fromkeys(problems))
 
 
 def _decided(moe: Moe, packs: bool) -> Iterator[Diagnostic]:
@@ -35,7 +34,7 @@ def _decided(moe: Moe, packs: bool) -> Iterator[Diagnostic]:
     gate = moe.gate
     if not gate.decides_rows:
         return
-    label = _label(gate.span(), "this gate decides how many rows an expert takes")
+    label = labels_at((gate.span(), "this gate decides how many rows an expert takes"))
     if moe.capacity.word != "dropless":
         message = f"`{moe.capacity.word}` is another number of rows"
         yield diagnose("MOE0354", moe.span("capacity"), message, labels=label, help="leave `capacity` out")
@@ -43,7 +42,7 @@ def _decided(moe: Moe, packs: bool) -> Iterator[Diagnostic]:
         yield diagnose("MOE0354", moe.span("overflow"), "no expert is ever full", labels=label, help="leave it out")
     if moe.group != "sequence" and isinstance(gate, Soft | Smear):
         what = "slots are means over" if isinstance(gate, Soft) else "experts are merged for"
-        label = _label(gate.span(), f"its {what} a sequence")
+        label = labels_at((gate.span(), f"its {what} a sequence"))
         help = f"leave `group` out; {ONE_TEXT}" if packs else "leave `group` out"
         yield diagnose("MOE0354", moe.span("group"), f"`group = {moe.group}`", labels=label, help=help)
 
@@ -56,7 +55,3 @@ def _leaks(moe: Moe) -> Iterator[Diagnostic]:
         message = f"in {leaks}, what a token gets depends on later tokens of its group"
         help = "say `causal = false` in attention, such as `mha(…, causal = false)`, or use `topk`"
         yield diagnose("MOE0352", gate.span(), message, help=help, severity=Severity.WARNING)
-
-
-def _label(span: Span | None, message: str) -> tuple[Label, ...]:
-    return (Label(span=span, message=message),) if span else ()

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from moec.grammar.checking.mixture_rules import balanced, choice, unlearned
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
-from moec.grammar.source import Span
+from moec.grammar.diagnostics.diagnostic import Diagnostic, labels_at
 from moec.grammar.spec import DeviceLoss, Moa
 from moec.grammar.spec.gates import HEAD_GATES
 
@@ -20,7 +19,7 @@ def head_mixture(moa: Moa) -> Iterator[Diagnostic]:
             "MOE0333",
             gate.span(),
             f"`{gate.word}` does not give each token k groups of heads",
-            labels=_label(moa.span("experts"), "each token attends with the heads of k of these groups"),
+            labels=labels_at((moa.span("experts"), "each token attends with the heads of k of these groups")),
             help=f"use one of {', '.join(sorted(kind.word for kind in HEAD_GATES))}",
         )
         return
@@ -31,7 +30,3 @@ def head_mixture(moa: Moa) -> Iterator[Diagnostic]:
         if isinstance(term, DeviceLoss):
             message = "`device_loss` balances ranks, and every rank has all groups of heads"
             yield diagnose("MOE0334", term.span(), message, help="use `switch_loss`")
-
-
-def _label(span: Span | None, message: str) -> tuple[Label, ...]:
-    return (Label(span=span, message=message),) if span else ()

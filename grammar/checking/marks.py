@@ -39,7 +39,7 @@ def marked(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
 
 
 def _marked(known: Field, value: object) -> str:
-    """What of this field has no backend, or nothing."""
+    """The diagnostics of a field whose values nothing compiles yet."""
     mark = known.not_yet
     if mark is None or (mark.neutral is not None and value == mark.neutral):
         return ""
@@ -64,16 +64,16 @@ def _listed(known: Field) -> str:
 
 
 def _words(kinds: tuple[Kind, ...]) -> set[str]:
-    found: set[str] = set()
+    words: set[str] = set()
     for kind in kinds:
         match kind:
             case CallKind():
-                found |= {word for word, cls in kind.classes.items() if cls.implemented}
+                words |= {word for word, cls in kind.classes.items() if cls.implemented}
             case WordKind():
-                found |= set(kind.values)
+                words |= set(kind.values)
             case ListKind():
-                found |= _words(kind.items)
-    return found
+                words |= _words(kind.items)
+    return words
 
 
 NUMBERS = "that changes the numbers that the model computes"
@@ -88,8 +88,8 @@ def elsewhere(span: Span | None, what: str, help: str) -> Diagnostic:
 def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = True) -> Diagnostic:
     """The diagnostic of something that is known, and that nothing compiles yet.
 
-    `numbers`: whether the model computes other numbers without it, or only differs in speed and memory; None where
-    nothing at all changes.
+    `numbers`: whether the model computes other numbers without the word, or only differs in speed and memory; None if
+    nothing changes.
     """
     effect = "that changes nothing else" if numbers is None else NUMBERS if numbers else SPEED
     text = f"{help}; {effect}" if help else f"leave it out: {effect}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import DSelectK, LoadLoss, Moa, Moe, TopK
 from moec.grammar.spec.base import Node
@@ -24,12 +24,12 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
 
 
 def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
-    """Every balance term is over scores that the gate computes, and over choices in the order that it counts on."""
+    """Every balance term needs scores that the gate computes, and choices in the order that the term expects."""
     gate = moe.gate
     for term in moe.balance:
         if isinstance(term, LoadLoss) and term.of == "probabilities":
             if not (isinstance(gate, TopK) and gate.noise):
-                message, label = "it is over the noise of `topk`", _labels((gate.span(), "this gate has none"))
+                message, label = "it is over the noise of `topk`", labels_at((gate.span(), "this gate has none"))
                 help = "use `topk(2, noise = 0.1)`, or leave `of` out"
                 yield diagnose("MOE0325", term.span("of"), message, labels=label, help=help)
         elif term.needs not in gate.gives:
@@ -39,11 +39,11 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 "MOE0325",
                 term.span(),
                 f"`{term.word}` is over the {term.needs} of experts",
-                labels=_labels((gate.span(), f"`{gate.word}` computes none")),
+                labels=labels_at((gate.span(), f"`{gate.word}` computes none")),
                 help=others if gate.gives else fixed,
             )
         elif term.counted == "first" and gate.by_expert:
-            label = _labels((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
+            label = labels_at((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
             help = "use `switch_loss`, which counts all choices"
             yield diagnose("MOE0325", term.span(), f"`{term.word}` counts first choices", labels=label, help=help)
         elif term.needs == "noise" and gate.choices(moe.num_experts) == moe.num_experts:
@@ -51,7 +51,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 "MOE0345",
                 gate.span("k") or gate.span(),
                 f"each token takes all {moe.num_experts}",
-                labels=_labels((term.span(), "their loads are equal whatever the noise is")),
+                labels=labels_at((term.span(), "their loads are equal whatever the noise is")),
                 help=f"leave `{term.word}` out, or give each token fewer experts",
             )
         elif why := _equal_loads(moe, term.counted):
@@ -59,14 +59,14 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 "MOE0345",
                 term.span(),
                 "it is constant, and has no gradient",
-                labels=_labels((gate.span(), why)),
+                labels=labels_at((gate.span(), why)),
                 help=f"leave `{term.word}` out",
                 severity=Severity.WARNING,
             )
 
 
 def _equal_loads(moe: Moe | Moa, counts: str) -> str:
-    """Why the loads that a term counts are equal whatever the router computes, or nothing."""
+    """Why a term's loads are equal whatever the router computes; empty if they are not."""
     gate, experts = moe.gate, moe.num_experts
     if experts == 1 or counts not in ("choices", "scores") or isinstance(gate, GShard):  # drops second choices
         return ""
@@ -96,8 +96,8 @@ def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
 
 
 def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnostic]:
-    """As many experts as a token wants, and groups of equal size that hold enough of them."""
-    there = _labels((declared, f"there are {experts}"))
+    """There are enough experts for a token's choices, in groups of equal size, also in the groups that it keeps."""
+    there = labels_at((declared, f"there are {experts}"))
     k = getattr(gate, "k", 1)
     if k > experts:
         fewer = "" if isinstance(gate, GShard) else f"set `k = {experts}` or less, or "
@@ -116,13 +116,13 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
         yield diagnose("MOE0317", gate.span("groups"), message, labels=there, help=help)
     elif kept > gate.groups:
         groups = f"there are {gate.groups} groups" if gate.groups > 1 else "without `groups` there is one"
-        label = _labels((gate.span("groups") or gate.span(), groups))
+        label = labels_at((gate.span("groups") or gate.span(), groups))
         fewer = f"set `keep_groups = {gate.groups}` or less, or give more `groups`"
         help = fewer if gate.given("groups") else "give their number, `groups = …`"
         yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label, help=help)
     elif k <= experts and kept * (experts // gate.groups) < k:
         message = f"{kept} groups hold {kept * (experts // gate.groups)} experts"
-        label = _labels((gate.span("k"), f"each token wants {k}"))
+        label = labels_at((gate.span("k"), f"each token wants {k}"))
         help = f"set `keep_groups = {math.ceil(k * gate.groups / experts)}`"
         yield diagnose("MOE0317", gate.span("keep_groups"), message, labels=label, help=help)
     elif kept == gate.groups and (gate.groups > 1 or gate.given("group_score")):
@@ -133,13 +133,9 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
 
 
 def gated(ffn: Node | None, moe: Moe | None) -> Iterator[Diagnostic]:
-    """Only what is added beside the experts can have a gate of its own."""
+    """Only a shared expert can have a gate of its own."""
     bodies = [ffn, *([moe.residual, *(part.body for part in moe.parts)] if moe else [])]
     for body in bodies:
         if body is not None and getattr(body, "gated", False):
             help = "leave it out, or write this feed-forward as `shared = …`"
             yield diagnose("MOE0314", body.span("gated"), "this is no `shared`", help=help)
-
-
-def _labels(*places: tuple[Span | None, str]) -> list[Label]:
-    return [Label(span=span, message=message) for span, message in places if span]

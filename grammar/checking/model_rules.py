@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.source import Span
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.spec import LayerModule, Moa, Model, Moe, Patches, Spec
 
 
@@ -38,7 +37,7 @@ def _rounded_routers(part: Model | LayerModule) -> Iterator[Diagnostic]:
     """Logits are of `dtype` only where the routers' weights are."""
     if part.router_dtype == "model" and "routers" in part.keep_in_fp32:
         at, place = part.span("router_dtype"), part.span("keep_in_fp32")
-        labels = [Label(span=place, message="this keeps their weights, and so their logits, in fp32")] if place else []
+        labels = labels_at((place, "this keeps their weights, and so their logits, in fp32"))
         message, help = "`router_dtype = model` has no effect on logits", "leave one of the two out"
         yield diagnose("MOE0374", at, message, labels=labels, help=help, severity=Severity.WARNING)
 
@@ -52,7 +51,7 @@ def _parallel_residual(model: Model) -> Iterator[Diagnostic]:
         "MOE0365",
         at,
         "attention and the feed-forward are added in one sum",
-        labels=[Label(span=place, message="these norms come after each of them")] if place else (),
+        labels=labels_at((place, "these norms come after each of them")),
         help="set `norm_place = pre`, or leave `parallel_residual` out",
     )
 
@@ -63,14 +62,14 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
     if not isinstance(embedding, Patches):
         yield from _tokens(spec)
         return
-    here = _labels((embedding.span(), "the model takes images"))
+    here = labels_at((embedding.span(), "the model takes images"))
     if embedding.image % embedding.size:
         over = embedding.image % embedding.size
         yield diagnose(
             "MOE0366",
             embedding.span("size"),
             f"{embedding.image} / {embedding.size} leaves {over} pixels over",
-            labels=_labels((embedding.span("image"), f"images are {embedding.image} pixels wide")),
+            labels=labels_at((embedding.span("image"), f"images are {embedding.image} pixels wide")),
             help="crop or pad the images, or take a size that divides them",
         )
         return
@@ -99,7 +98,7 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
     lengths += [(spec.train.sequence, spec.train.span("sequence"))] if spec.train else []
     for length, span in lengths:
         if length not in (None, model.length):
-            label, help = _labels((embedding.span(), grid)), "leave it out: the grid says it"
+            label, help = labels_at((embedding.span(), grid)), "leave it out: the grid says it"
             yield diagnose("MOE0368", span, f"{length} tokens", labels=label, help=help)
 
 
@@ -111,24 +110,24 @@ def _windows(model: Model) -> Iterator[Diagnostic]:
         if windows is None:
             continue
         if not isinstance(patches, Patches):
-            at, message, label = windows.span(), "tokens of a text have no grid", _labels()
+            at, message, label = windows.span(), "tokens of a text have no grid", labels_at()
         elif attention.causal or attention.window is not None:
             other = "window" if attention.window is not None else "causal"
             at, message = windows.span(), "a patch attends to all patches of its window"
-            label = _labels((attention.span(other), "this leaves some of them out")) if attention.given(other) else []
+            label = labels_at((attention.span(other), "this leaves some of them out")) if attention.given(other) else []
             message += "" if label else ", and `causal` is true"
         elif patches.side % windows.size:
             at, message = windows.span("size"), f"{patches.side} / {windows.size} is not whole"
-            label = _labels((patches.span(), f"a grid of {patches.side} x {patches.side} patches"))
+            label = labels_at((patches.span(), f"a grid of {patches.side} x {patches.side} patches"))
         elif windows.shift and windows.size == patches.side:
             at, message = windows.span("shift"), f"a shift by {windows.shift} cuts the only window into parts"
-            label = _labels((patches.span(), f"one window has all {patches.side} x {patches.side} patches"))
+            label = labels_at((patches.span(), f"one window has all {patches.side} x {patches.side} patches"))
             help = "leave `shift` out"
         elif windows.shift >= windows.size:
             at, message = windows.span("shift"), f"a shift by {windows.shift} patches"
-            label = _labels((windows.span("size"), f"windows repeat every {windows.size}"))
+            label = labels_at((windows.span("size"), f"windows repeat every {windows.size}"))
         elif model.head is not None and model.has_class_token:
-            label = _labels((model.head.span("pool"), "this token stands before the patches"))
+            label = labels_at((model.head.span("pool"), "this token stands before the patches"))
             help = "leave `grid` out, or `pool`: the mean of the patches needs no token"
             yield diagnose("MOE0344", windows.span(), "only patches lie in windows", labels=label, help=help)
             continue
@@ -145,7 +144,3 @@ def _tokens(spec: Spec) -> Iterator[Diagnostic]:
     if model.head is not None:
         help = "leave `head` out, or take images: `embedding = patches(image = 32, size = 4)`"
         yield diagnose("MOE0367", model.head.span(), "classes are of images, and this model takes tokens", help=help)
-
-
-def _labels(*places: tuple[Span | None, str]) -> list[Label]:
-    return [Label(span=span, message=message) for span, message in places if span]

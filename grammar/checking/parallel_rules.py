@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
 
@@ -20,17 +20,17 @@ def microbatches_and_recomputation(spec: Spec) -> Iterator[Diagnostic]:
                 "MOE0332",
                 parallel.span("microbatches"),
                 "a `layer` takes what its host gives it in one call",
-                labels=[Label(span=subject, message="the file's subject")] if subject else (),
+                labels=labels_at((subject, "the file's subject")),
                 help="leave `microbatches` out, and call the layer once for each micro-batch",
             )
         return
     mixtures = [layer.moe for layer in spec.model.layers]
     every = range(len(mixtures))
-    given: list[tuple[Sequence[int], str | None, Span | None]] = [
+    recomputed: list[tuple[Sequence[int], str | None, Span | None]] = [
         (every, parallel.recompute, parallel.span("recompute"))
     ]
-    given += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
-    for layers, word, span in given:
+    recomputed += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
+    for layers, word, span in recomputed:
         if word == "experts":
             yield from _without_experts(spec, mixtures, [n for n in layers if n < len(mixtures)], span)
 
@@ -46,7 +46,7 @@ def _without_experts(
         "MOE0331",
         span,
         "nothing is computed again",
-        labels=[Label(span=declared, message=f"layer {layers[0]} has this instead of experts")] if declared else (),
+        labels=labels_at((declared, f"layer {layers[0]} has this instead of experts")),
         help="`recompute = layer` saves the activations of any layer",
         severity=Severity.WARNING,
     )

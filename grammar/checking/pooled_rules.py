@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
-from moec.grammar.source import Span
+from moec.grammar.diagnostics.diagnostic import Diagnostic, labels_at
 from moec.grammar.spec import Moe, Spec, SwitchLoss
 from moec.grammar.units import written
 
@@ -19,7 +18,7 @@ def balance_over_layers(spec: Spec) -> Iterator[Diagnostic]:
     for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
         terms = [term for term in moe.balance if isinstance(term, SwitchLoss) and term.over == "model"]
         for other in terms[1:]:
-            labels = _label(terms[0].span(), "the first one")
+            labels = labels_at((terms[0].span(), "the first one"))
             yield diagnose("MOE0372", other.span(), "a second one in the same layer", labels=labels, help="keep one")
         if terms and first is not None:
             yield from _compared(first, moe)
@@ -32,19 +31,15 @@ def _compared(first: Moe, other: Moe) -> Iterator[Diagnostic]:
     assert term is not None
     help = "give the layers that share the term the same, or use `over = layer` there"
     if one.weight != term.weight:
-        here, there = (written(each.weight, "") for each in (term, one))
-        labels = _label(one.span("weight"), f"{there} in other layers")
+        here, there = (written(loss.weight, "") for loss in (term, one))
+        labels = labels_at((one.span("weight"), f"{there} in other layers"))
         yield diagnose("MOE0372", term.span("weight"), f"its weight is {here} here", labels=labels, help=help)
     if first.num_experts != other.num_experts:
-        labels = _label(first.span("experts"), f"{first.num_experts} in other layers")
+        labels = labels_at((first.span("experts"), f"{first.num_experts} in other layers"))
         yield diagnose(
             "MOE0372", other.span("experts"), f"there are {other.num_experts} experts here", labels=labels, help=help
         )
     if first.group != other.group:
-        labels = _label(first.span("group") or one.span(), f"`group = {first.group}` in other layers")
+        labels = labels_at((first.span("group") or one.span(), f"`group = {first.group}` in other layers"))
         at = other.span("group") or term.span()
         yield diagnose("MOE0372", at, f"`group = {other.group}` here", labels=labels, help=help)
-
-
-def _label(span: Span | None, message: str) -> list[Label]:
-    return [Label(span=span, message=message)] if span else []

@@ -1,4 +1,4 @@
-"""Warnings about what depends on ranks: results of a mixture, and degrees of layers without one."""
+"""Warnings about ranks: results of a mixture that depend on their number, and degrees of layers without a mixture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.source import Span
 from moec.grammar.spec import Base, Dynamic, ExpertChoice, Factor, Moe, SequenceLoss, Spec, Topology, ZLoss
@@ -19,21 +19,21 @@ _ACCEPT = "`# accept: MOE0315` behind it says that it is meant"
 def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
     """Warns of a mixture whose results another number of data-parallel ranks would change (MOE0315).
 
-    A file that states a cluster of one data-parallel rank has no warning; one without a cluster has, as it may be
-    compiled for any.
+    A file that states a cluster of one data-parallel rank has no warning. A file without a cluster has one, because it
+    may be compiled for any number of ranks.
     """
     if not states_cluster(spec) or _data_parallel(spec) > 1:
         yield from with_results_of_ranks(spec)
 
 
 def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
-    """The same, whatever the cluster."""
+    """The warnings of `MOE0315` for any cluster."""
     layers = spec.model.layers if spec.has_model else ()
     mixtures = [layer.moe for layer in layers if layer.moe is not None] + [module.moe for module in spec.layers]
     for moe in {id(moe): moe for moe in mixtures}.values():
-        if moe.group == "rank" and (found := _of_a_rank(moe)):
-            what, place = found
-            labels = [Label(span=place, message=what)] if place else []
+        if moe.group == "rank" and (result_of_rank := _rank_dependence(moe)):
+            what, place = result_of_rank
+            labels = labels_at((place, what))
             help = f"`group = sequence` gives the same result on any number of ranks; {_ACCEPT}"
             yield diagnose("MOE0315", moe.span("group"), labels=labels, help=help, severity=Severity.WARNING)
         elif _prefers_near(moe):
@@ -56,7 +56,7 @@ def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
             continue
         layer = spec.model.layers[numbers[0]]
         declared = layer.span("ffn") or layer.span()
-        labels = [Label(span=declared, message=f"layer {numbers[0]} has this instead of experts")] if declared else []
+        labels = labels_at((declared, f"layer {numbers[0]} has this instead of experts"))
         help = "leave it out, or select layers with a `moe`" if layers is not every else "leave it out"
         message = f"it concerns no layer: {numbered(numbers)} {'have' if len(numbers) > 1 else 'has'} no experts"
         yield diagnose("MOE0375", span, message, labels=labels, help=help, severity=Severity.WARNING)
@@ -78,8 +78,8 @@ def _prefers_near(moe: Moe) -> bool:
     return isinstance(moe.gate, Topology) and (moe.gate.weight > 0 or moe.gate.share is not None)
 
 
-def _of_a_rank(moe: Moe) -> tuple[str, Span | None] | None:
-    """What of this mixture is counted over a group, and its place; None where nothing is."""
+def _rank_dependence(moe: Moe) -> tuple[str, Span | None] | None:
+    """Why results depend on the tokens of a rank's group, and the place in the file; None if they do not."""
     if isinstance(moe.gate, ExpertChoice | Base):
         return "experts choose among a rank's tokens", moe.gate.span()
     if _prefers_near(moe):

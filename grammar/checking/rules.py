@@ -22,7 +22,7 @@ from moec.grammar.checking.topology_rules import near_experts
 from moec.grammar.checking.training_rules import frozen_parts, optimizer_options
 from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding
 from moec.grammar.suggest import advice, divisor_near
@@ -31,31 +31,31 @@ from moec.grammar.suggest import advice, divisor_near
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found = over_parts(spec)
+    problems = over_parts(spec)
     if not spec.has_model:
-        return found
+        return problems
     if len(model.layers) != model.depth:
         message = f"`depth` is {model.depth}, and there are {len(model.layers)} layers"
-        found.append(diagnose("MOE0306", model.span("depth"), message))
+        problems.append(diagnose("MOE0306", model.span("depth"), message))
     for layer in {id(layer): layer for layer in model.layers}.values():
         if not layer.ffn and not layer.moe:
-            found.append(diagnose("MOE0305", layer.span(), "a layer has no `ffn` or `moe`"))
+            problems.append(diagnose("MOE0305", layer.span(), "a layer has no `ffn` or `moe`"))
         if layer.ffn and layer.moe:
-            found.append(diagnose("MOE0309", layer.span("moe"), "a layer has both"))
-        found += attention(layer.attention, model.dim, model.span("dim"))
-        found += gated(layer.ffn, layer.moe)
+            problems.append(diagnose("MOE0309", layer.span("moe"), "a layer has both"))
+        problems += attention(layer.attention, model.dim, model.span("dim"))
+        problems += gated(layer.ffn, layer.moe)
         if layer.moe:
-            found += mixture(layer.moe)
+            problems += mixture(layer.moe)
     for block in spec.parallel.layers:
         for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
-            found += selected(first, last, block.span(), model.depth, model.span("depth"))
+            problems += selected(first, last, block.span(), model.depth, model.span("depth"))
     if model.length is not None:  # images have no ids, and `model_forms` compares their lengths
-        return found
+        return problems
     if isinstance(model.embedding, TokenEmbedding) and model.vocab is not None:
-        found += special_ids(model.embedding, model.vocab, model.span("vocab"))
+        problems += special_ids(model.embedding, model.vocab, model.span("vocab"))
     sequence = (train.sequence, train.span("sequence")) if train and train.sequence else None
-    found += lengths((model.context, model.span("context")), sequence, model.span())
-    return found
+    problems += lengths((model.context, model.span("context")), sequence, model.span())
+    return problems
 
 
 def over_parts(spec: Spec) -> list[Diagnostic]:
@@ -89,7 +89,7 @@ def special_ids(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) 
                 "MOE0324",
                 embedding.span(name),
                 f"ids are 0 to {vocab - 1}",
-                labels=labels((vocab_span, f"{vocab} ids")),
+                labels=labels_at((vocab_span, f"{vocab} ids")),
                 help=f"give the id that your tokenizer {use}, or a larger `vocab` that holds it",
             )
 
@@ -110,13 +110,13 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             "MOE0301",
             node.span("kv_heads"),
             f"{node.heads} query heads cannot share {kv_heads} evenly",
-            labels=labels((node.span("heads"), f"{node.heads} query heads")),
+            labels=labels_at((node.span("heads"), f"{node.heads} query heads")),
             help=help,
         )
     if isinstance(node, Mla):
         yield from latent(node)
         if node.rope and node.rope_dim % 2:
-            label = labels((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
+            label = labels_at((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
             help = f"set `rope_dim = {node.rope_dim + 1}`"
             yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label, help=help)
         elif node.rope and node.rope.fraction == 1:
@@ -127,7 +127,7 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             "MOE0302",
             node.span("heads"),
             f"{dim} / {node.heads} leaves {left} over",
-            labels=labels((dim_span, f"the model is {dim} wide")),
+            labels=labels_at((dim_span, f"the model is {dim} wide")),
             help=f"set `heads = {heads}`, or give the heads' width with `head_dim`",
         )
         return
@@ -140,7 +140,7 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             "MOE0303",
             node.span("rope"),
             "it turns pairs of dimensions",
-            labels=labels((node.span("head_dim" if node.head_dim else "heads"), of_what)),
+            labels=labels_at((node.span("head_dim" if node.head_dim else "heads"), of_what)),
             help=f"set `head_dim = {width + 1}`",
         )
 
@@ -156,7 +156,7 @@ def modules(spec: Spec) -> Iterator[Diagnostic]:
         if one.name not in declared:
             help = advice(one.name, declared) or f'declare it: `layer "{one.name}" {{ moe {{ … }} }}`'
             yield diagnose("MOE0201", one.span("name"), f"no `layer` is called `{one.name}`", help=help)
-    circular = _circular({name: {one.name for one in found} for name, found in inside.items()})
+    circular = _circular({name: {one.name for one in references} for name, references in inside.items()})
     for module in declared.values():
         if module.name in circular:
             message = f"`{module.name}` contains itself"
@@ -164,7 +164,7 @@ def modules(spec: Spec) -> Iterator[Diagnostic]:
         yield from gated(None, module.moe)
         yield from mixture(module.moe)
         if spec.has_model and module.dim is not None and module.dim != spec.model.dim:
-            label = labels((spec.model.span("dim"), f"the model is {spec.model.dim} wide"))
+            label = labels_at((spec.model.span("dim"), f"the model is {spec.model.dim} wide"))
             yield diagnose("MOE0316", module.span("dim"), f"{module.dim} wide", labels=label, help="leave `dim` out")
     if not spec.has_model:
         yield from _subject(spec, {one.name for one in used})
@@ -174,7 +174,7 @@ def _subject(spec: Spec, used: set[str]) -> Iterator[Diagnostic]:
     """Without a model the subject is the one layer that no other contains."""
     subjects: list[LayerModule] = [module for module in spec.layers if module.name not in used]
     for other in subjects[1:]:
-        label = labels((subjects[0].span(), "this one could be the file's subject"))
+        label = labels_at((subjects[0].span(), "this one could be the file's subject"))
         yield diagnose("MOE0205", other.span(), "so could this one", labels=label, help="a file has one subject")
     for module in subjects[:1]:
         if module.dim is None:
@@ -186,15 +186,17 @@ def _mixtures(moe: Moe) -> Iterator[Mixture]:
 
 
 def _circular(inside: dict[str, set[str]]) -> set[str]:
-    """The names that contain themselves: what is left when those that contain nothing are taken away, again and again,
-    and then those that nothing contains."""
-    left = {name: {inner for inner in found if inner in inside} for name, found in inside.items()}
+    """The names that contain themselves.
+
+    They remain after removing, again and again, names that contain no other, and then names that no other contains.
+    """
+    left = {name: {inner for inner in references if inner in inside} for name, references in inside.items()}
     for _ in range(2):
         around: dict[str, set[str]] = {name: set() for name in left}
-        for name, found in left.items():
-            for inner in found:
+        for name, references in left.items():
+            for inner in references:
                 around[inner].add(name)
-        todo = [name for name, found in left.items() if not found]
+        todo = [name for name, references in left.items() if not references]
         while todo:
             gone = todo.pop()
             del left[gone]
@@ -219,13 +221,13 @@ def lengths(
             "MOE0307",
             sequence[1],
             f"sequences of {sequence[0]}",
-            labels=labels((context[1], f"a context of {context[0]}")),
+            labels=labels_at((context[1], f"a context of {context[0]}")),
             help=f"make `context` at least {sequence[0]}, or `sequence` at most {context[0]}",
         )
 
 
 def selected(first: int, last: int, span: Span | None, depth: int, depth_span: Span | None) -> Iterator[Diagnostic]:
-    """A selector picks layers that there are."""
+    """A selector picks existing layers."""
     if first > last:
         yield diagnose("MOE0306", span, f"{first}..{last} is no layer: a range goes upwards")
     elif last >= depth:
@@ -236,11 +238,6 @@ def selected(first: int, last: int, span: Span | None, depth: int, depth_span: S
             "MOE0306",
             span,
             f"layers are numbered 0..{depth - 1}",
-            labels=labels((depth_span, f"{depth} layers")),
+            labels=labels_at((depth_span, f"{depth} layers")),
             help=help,
         )
-
-
-def labels(*places: tuple[Span | None, str]) -> list[Label]:
-    """The labels of a diagnostic at the places that a file has."""
-    return [Label(span=span, message=message) for span, message in places if span]

@@ -1,4 +1,4 @@
-"""Finds what of a Spec moec cannot compile yet: marked words, and words that do not go together yet.
+"""Finds the parts of a Spec that moec cannot compile yet: marked words, and words that do not go together yet.
 
 Every word of the language parses and validates. These are refused with MOE0202 when a Spec is lowered to a Program.
 """
@@ -37,20 +37,20 @@ from moec.grammar.spec.gates import Online
 
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
-    """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    every = (*marked(spec, None, set()), *_of_layers(spec), *_of_images(spec))
-    every += (*_of_experts(spec), *_of_heads(spec), *_of_devices(spec))
-    return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
+    """One diagnostic for each unsupported part of `spec`, once for all layers that share it."""
+    every = (*marked(spec, None, set()), *_unsupported_layers(spec), *_unsupported_images(spec))
+    every += (*_unsupported_experts(spec), *_unsupported_heads(spec), *_unsupported_devices(spec))
+    return list(dict.fromkeys(every)) or list(dict.fromkeys(_unsupported_packing(spec)))
 
 
 def require_supported(spec: Spec) -> None:
-    """Raises `DiagnosticError` for what has no backend."""
-    if found := unsupported(spec):
-        raise DiagnosticError(found)
+    """Raises `DiagnosticError` for unsupported parts."""
+    if problems := unsupported(spec):
+        raise DiagnosticError(problems)
 
 
-def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
-    """What moec does not do yet on accelerators: on CPUs the host's memory is the device's."""
+def _unsupported_devices(spec: Spec) -> Iterator[Diagnostic]:
+    """Options that moec does not support on accelerators yet."""
     parallel, kind = spec.parallel, spec.cluster.device.kind
     if kind != "cpu" and parallel.offload != "none":
         span = parallel.span("offload")
@@ -62,14 +62,14 @@ def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
         )
 
 
-def _of_images(spec: Spec) -> Iterator[Diagnostic]:
-    """What a model of images may not ask for yet."""
+def _unsupported_images(spec: Spec) -> Iterator[Diagnostic]:
+    """Options that a model of images may not have yet."""
     if spec.has_model and isinstance(spec.model.embedding, Patches) and spec.train is not None and spec.train.replay:
         yield refused(spec.train.span("replay"), "`replay` in a model of images", "", numbers=None)
 
 
-def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
-    """Where texts are packed, what counts whole sequences: with `group = sequence` a text is the routing group."""
+def _unsupported_packing(spec: Spec) -> Iterator[Diagnostic]:
+    """Options over whole sequences where texts are packed: with `group = sequence` a text is the routing group."""
     if not (spec.has_model and spec.model.embedding.packs):
         return
     for moa in {id(layer.attention): layer.attention for layer in spec.model.layers}.values():
@@ -115,7 +115,7 @@ _LARGEST_PART = 2**32
 """Numerators times choices times tokens must fit 64 bits."""
 
 
-def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
+def _unsupported_experts(spec: Spec) -> Iterator[Diagnostic]:
     """Kinds and lists of experts that a gate or an overflow does not serve yet."""
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
@@ -130,8 +130,8 @@ def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
             yield refused(moe.span("experts"), "a list of experts with `overflow = pad`", "use one size, or `drop`")
 
 
-def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
-    """What a mixture of attention heads cannot have yet."""
+def _unsupported_heads(spec: Spec) -> Iterator[Diagnostic]:
+    """Options that a mixture of attention heads cannot have yet."""
     layers = spec.model.layers if spec.has_model else ()
     for moa in {id(layer.attention): layer.attention for layer in layers}.values():
         if not isinstance(moa, Moa):
@@ -153,8 +153,8 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
             yield refused(moa.span(), "`moa` in a model with `replay`", help, numbers=None)
 
 
-def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
-    """`layer` blocks where a model is the subject, and what the file of one layer may not ask for."""
+def _unsupported_layers(spec: Spec) -> Iterator[Diagnostic]:
+    """`layer` blocks beside a model, and options that the file of one layer may not have."""
     yield from nested(spec)
     used = {part.body.name for moe in _all_mixtures(spec) for part in moe.parts if isinstance(part.body, Mixture)}
     if spec.has_model:
@@ -192,7 +192,7 @@ def _all_mixtures(spec: Spec) -> Iterator[Moe]:
 
 
 def nested(spec: Spec) -> Iterator[Diagnostic]:
-    """What mixtures of mixtures cannot have yet: they compile to one mixture of all pairs of experts."""
+    """Options that mixtures of mixtures cannot have yet: they compile to one mixture of all pairs of experts."""
     inner = spec.subject.inner
     for moe in _all_mixtures(spec):
         for part in moe.parts:

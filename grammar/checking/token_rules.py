@@ -1,11 +1,11 @@
-"""Rules of what a batch has beside ids and labels: the routes of a rollout, segments of packed texts, padding."""
+"""Rules of a batch's other inputs: the routes of a rollout, segments of packed texts, padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity, labels_at
 from moec.grammar.spec import Factor, Moe, Patches, Spec, TokenEmbedding
 
 
@@ -23,12 +23,12 @@ def token_inputs(spec: Spec) -> Iterator[Diagnostic]:
 def _packed(embedding: TokenEmbedding | Patches) -> Iterator[Diagnostic]:
     if embedding.segments and embedding.separator is not None:
         line = embedding.span("separator")
-        here = (Label(span=line, message="texts end with this id"),) if line else ()
+        here = labels_at((line, "texts end with this id"))
         message = "the batch says which text a token belongs to"
         yield diagnose("MOE0371", embedding.span("segments"), message, labels=here, help="keep one of them")
     if embedding.separator is not None and embedding.separator == embedding.padding_id:
         line = embedding.span("padding")
-        here = (Label(span=line, message="tokens with this id reach no expert"),) if line else ()
+        here = labels_at((line, "tokens with this id reach no expert"))
         message = "the last token of each text is padding"
         help = "pad with another id, or mark padding in the batch: `padding = given`"
         yield diagnose(
@@ -39,7 +39,7 @@ def _packed(embedding: TokenEmbedding | Patches) -> Iterator[Diagnostic]:
 def _replayed(spec: Spec) -> Iterator[Diagnostic]:
     assert spec.train is not None
     line = spec.train.span("replay")
-    here = (Label(span=line, message="routes replace the choices of every gate"),) if line else ()
+    here = labels_at((line, "routes replace the choices of every gate"))
     help = "leave `replay` out, or use `topk` or `switch`"
     gates = {id(layer.moe.gate): layer.moe.gate for layer in spec.model.layers if layer.moe}
     if not gates:
@@ -52,7 +52,7 @@ def _replayed(spec: Spec) -> Iterator[Diagnostic]:
         yield from _decided_again(moe, here)
 
 
-def _decided_again(moe: Moe, here: tuple[Label, ...]) -> Iterator[Diagnostic]:
+def _decided_again(moe: Moe, here: list[Label]) -> Iterator[Diagnostic]:
     """Warns of a capacity that drops or reroutes other choices of a step than of its rollout."""
     capacity = moe.capacity
     if not moe.drops:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moec.grammar.device_groups import stated_ep
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import Cluster, Moa, Spec, Topology
 
 
 def near_experts(spec: Spec) -> list[Diagnostic]:
     """Every diagnostic of these gates in the file's model or layer, once for all layers with the same mixture."""
-    found = list(_of_heads(spec))
+    problems = list(_head_problems(spec))
     stated, tp = stated_ep(spec), spec.parallel.tp or 1
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     for number, moe in enumerate(mixtures):
         if moe is None or not isinstance(gate := moe.gate, Topology):
             continue
-        found += _flat(gate, spec.cluster, tp, *stated.get(number, (None, None)))
+        problems += _flat(gate, spec.cluster, tp, *stated.get(number, (None, None)))
         if gate.share is not None:
-            found += _bounded(spec, gate)
-    return list(dict.fromkeys(found))
+            problems += _bounded(spec, gate)
+    return list(dict.fromkeys(problems))
 
 
-def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
+def _head_problems(spec: Spec) -> Iterator[Diagnostic]:
     for layer in spec.model.layers if spec.has_model else ():
         if isinstance(layer.attention, Moa) and isinstance(gate := layer.attention.gate, Topology):
             message = "moec cannot compile `topology` of heads yet"
@@ -33,16 +33,16 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _flat(gate: Topology, cluster: Cluster, tp: object, ep: object, place: Span | None) -> Iterator[Diagnostic]:
-    """Warns where a rank sends a token to all experts at the same cost, so that the gate is `topk`.
+    """Warns if a rank sends tokens to all experts at equal cost, so that the gate equals `topk`.
 
-    The ranks of a tp group that hold all experts between them are equally far from each, inside of one level.
+    If the ranks of a tp group together have all experts, each of them is equally far from all, within one level.
     """
     inner = next((level.size for level in cluster.levels if level.size > 1), 1)
     everywhere = ep == 1 or cluster.ranks == 1
     if not everywhere and not (isinstance(ep, int) and isinstance(tp, int) and tp % ep == 0 and inner % tp == 0):
         return
     message = "every rank has all experts" if everywhere else "the ranks that share a token have all experts"
-    labels = _labels((place, f"`ep = {ep}`") if ep is not None else (cluster.span(), "one rank"))
+    labels = labels_at((place, f"`ep = {ep}`") if ep is not None else (cluster.span(), "one rank"))
     help = "use `topk`, or spread the experts over more ranks with `ep`"
     yield diagnose("MOE0328", gate.span(), message, labels=labels, help=help, severity=Severity.WARNING)
 
@@ -52,11 +52,11 @@ def _bounded(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
     outermost = spec.cluster.levels[-1] if spec.cluster.levels else None
     if outermost is None or outermost.size == 1:
         message = "there is one node, so that no choice goes to another"
-        labels = _labels((outermost.span("size"), "of the outermost level")) if outermost else ()
+        labels = labels_at((outermost.span("size"), "of the outermost level")) if outermost else ()
         help = "leave `share` out, or give the cluster more `nodes`"
         yield diagnose("MOE0328", gate.span("share"), message, labels=labels, help=help, severity=Severity.WARNING)
     if spec.train is not None and spec.train.replay:
-        labels = _labels((spec.train.span("replay"), "routes replace the choices of every gate"))
+        labels = labels_at((spec.train.span("replay"), "routes replace the choices of every gate"))
         message = "given choices have no bound of their own"
         yield diagnose("MOE0370", gate.span("share"), message, labels=labels, help="leave `share` or `replay` out")
     assert gate.share is not None
@@ -67,7 +67,3 @@ def _bounded(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
 
 _LARGEST_PART = 2**32
 """Numerators times choices must fit 64 bits."""
-
-
-def _labels(*places: tuple[Span | None, str]) -> Sequence[Label]:
-    return [Label(span=span, message=message) for span, message in places if span]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.spec import Hash, ModelPart, Optimizer, Spec, Train
 from moec.grammar.spec.optimizers import Sgd
 
 SLOWEST = 2**-8
-"""bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
+"""bf16 has 8 significant bits: rounding to nearest drops changes below this fraction of a number."""
 
 
 def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:
@@ -24,14 +24,14 @@ def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:
             "MOE0336",
             optimizer.span("nesterov"),
             "it is one step ahead of the momentum, which is 0",
-            labels=[Label(span=momentum, message="no momentum")] if momentum else (),
+            labels=labels_at((momentum, "no momentum")),
             help="set `momentum`, commonly 0.9, or leave `nesterov` out",
         )
 
 
 def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
     state = train.span("state")
-    here = [Label(span=state, message="states are kept in bf16")] if state else ()
+    here = labels_at((state, "states are kept in bf16"))
     if optimizer.wide:
         yield diagnose("MOE0337", optimizer.span(), optimizer.wide, labels=here, help="leave `state` out")
         return

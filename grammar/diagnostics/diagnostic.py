@@ -24,6 +24,11 @@ class Label(NamedTuple):
     message: str
 
 
+def labels_at(*places: tuple[Span | None, str]) -> list[Label]:
+    """A label for each of `places`, with its message, that the file has."""
+    return [Label(span=span, message=message) for span, message in places if span]
+
+
 class Edit(NamedTuple):
     """Replaces `span` by `text`: a fix that a tool may apply without asking."""
 

@@ -17,7 +17,7 @@ NARROWEST, BROADEST = 40, 200
 """The least and most columns that a rendering is fitted to."""
 
 _LEAST_BESIDE = 24
-"""A message stands behind its mark where there are so many columns left, else under it."""
+"""The columns that a message needs behind its mark; with fewer it stands under the mark."""
 
 _RED, _YELLOW, _BLUE, _CYAN, _BOLD, _PLAIN = (
     "\x1b[1;31m",
@@ -155,7 +155,7 @@ class _Line:
 
     @staticmethod
     def _begin(text: str, at: int, room: int) -> int:
-        """The first character of the last ones before `at` that fill `room` columns."""
+        """The index from which the characters before `at` fill `room` columns."""
         while at > 0 and (room := room - _width(_shown(text[at - 1]))) >= 0:
             at -= 1
         return at

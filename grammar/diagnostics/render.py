@@ -15,7 +15,7 @@ def render(
 ) -> str:
     """All of `diagnostics` as text; only `full` has colours, and fits a terminal's `width` (40 to 200 columns).
 
-    Raises `ValueError` for a style that there is not.
+    Raises `ValueError` for an unknown style.
     """
     if style == "full":
         return "\n".join(full(diagnostic, color, width) for diagnostic in diagnostics)
@@ -31,7 +31,7 @@ def concise(diagnostics: Sequence[Diagnostic]) -> str:
 
 def as_json(diagnostics: Sequence[Diagnostic]) -> str:
     """An array of objects; lines and columns count from 1, and ends are exclusive."""
-    found = [
+    documents = [
         {
             "code": d.code,
             "severity": str(d.severity),
@@ -47,7 +47,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
     ]
     import json  # the other styles do without
 
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(documents, indent=2, ensure_ascii=False) + "\n"
 
 
 def github(diagnostics: Sequence[Diagnostic]) -> str:

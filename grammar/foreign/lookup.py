@@ -23,14 +23,14 @@ TABLES = {
 }
 """The rows of each system's own file."""
 CALLS = ("gqa",)
-"""Words of paths in whose call a form stands: all others are blocks."""
+"""Words of paths that are calls; all others are blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What a name means in some systems, by a row of the table.
+    """The meaning of a name in some systems, by a row of the table.
 
-    `systems` are the keys of the systems, `read` where each one's meaning was read.
+    `systems` are the keys of the systems; `read` says where the meaning was read in each system.
     """
 
     word: str
@@ -45,7 +45,7 @@ class Meaning:
 
     @property
     def name(self) -> str:
-        """The word here, or nothing."""
+        """moec's word; empty if there is none."""
         return self.path[-1] if self.path else ""
 
     @property
@@ -56,12 +56,12 @@ class Meaning:
 
     @property
     def plain(self) -> bool:
-        """Whether the word takes the same value, so that nothing but the name changes."""
+        """Whether moec's word takes the same value, so that only the name changes."""
         return self.row.form == f"{self.name} = {{}}"
 
     @property
     def block(self) -> str:
-        """Where the form stands: "the `moe` block of `layers`" for `model { layers { moe } }`."""
+        """The place of the form in words: "the `moe` block of `layers`" for `model { layers { moe } }`."""
         first = self.row.form.partition(" ")[0]
         blocks = self.path[: self.path.index(first)] if first in self.path else self.path[:-1]
         if not blocks:
@@ -79,18 +79,18 @@ class Meaning:
         return self.row.form.replace("{}", value or self.row.example)
 
     def cases(self, value: str = "") -> list[tuple[str, str]]:
-        """Each other setting there, with its form."""
+        """Each other setting of the system, with its form."""
         return [(when, form.replace("{}", value or self.row.example)) for when, form in self.row.cases]
 
     def forms(self) -> list[str]:
-        """Everything that the row says to write."""
+        """All forms of the row."""
         return [*([self.written()] if self.row.form else []), *(form for _, form in self.cases())]
 
     def said(self, value: str = "", *, here: bool = False, brief: bool = False) -> str:
-        """A sentence for help and pages; `here`: it is read in the block to which the form belongs.
+        """A sentence for help and pages. `here`: the reader is in the block to which the form belongs.
 
-        With the `value` of a file the other numbers of the form are blanks: they are the file's too. `brief` leaves the
-        note out.
+        With the `value` of a file the form's other numbers are blanks, because they are in the file too. `brief` omits
+        the note.
         """
         if value.lower() in self.row.but:
             return self.row.but[value.lower()]
@@ -155,7 +155,7 @@ def _rows() -> Iterator[tuple[str, tuple[str, ...], Row]]:
 
 
 def _sense(row: Row) -> tuple[object, ...]:
-    """What two rows have in common that say the same."""
+    """The contents by which two rows are equal."""
     return (
         *(row.path, row.form, row.when, row.cases, row.differs, row.note, row.convert, row.renames),
         *row.but.items(),
@@ -169,23 +169,23 @@ def key_of(name: str) -> str:
 
 @cache
 def aliases() -> dict[str, Alias]:
-    """Every alias by its word. Rows that say the same are one meaning."""
-    found: dict[str, dict[tuple[object, ...], Meaning]] = {}
+    """Every alias by its word. Equal rows are one meaning."""
+    meanings_by_word: dict[str, dict[tuple[object, ...], Meaning]] = {}
     for name, keys, row in _rows():
         word = key_of(name)
-        meanings = found.setdefault(word, {})
+        meanings = meanings_by_word.setdefault(word, {})
         same = _sense(row)
         before = meanings.get(same) or Meaning(word=word, systems=(), row=row, read={})
         read = {**before.read, **dict.fromkeys(keys, row.read)}
         meanings[same] = replace(before, systems=(*before.systems, *keys), read=read)
-    return {word: Alias(word=word, meanings=tuple(meanings.values())) for word, meanings in found.items()}
+    return {word: Alias(word=word, meanings=tuple(meanings.values())) for word, meanings in meanings_by_word.items()}
 
 
 def alias(word: str, block: str = "") -> Alias | None:
-    """What other systems' `word` is here; a flag's dashes and capitals count for nothing.
+    """The alias of other systems' `word`; a flag's dashes and capitals are ignored.
 
-    `block`: where it stands. Some words of this language mean something else in a block that does not have them; all
-    others are no aliases.
+    `block`: the block with the word. Some words of this language are aliases in a block that does not have them; all
+    others are not.
     """
     word = key_of(word)
     word = IN_BLOCKS.get((block, word), word)
@@ -193,7 +193,7 @@ def alias(word: str, block: str = "") -> Alias | None:
 
 
 def elsewhere(word: str) -> Alias | None:
-    """What other systems' `word` is here, for a word of this language too."""
+    """The alias of other systems' `word`, even if it is a word of this language too."""
     return aliases().get(key_of(word))
 
 
@@ -202,17 +202,17 @@ def synonym(word: str) -> str | None:
     return WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
 
 
-def defaults_elsewhere(word: str, given: Iterable[str] = ()) -> str:
-    """What defaults other systems have of the optimizer `word`, unless all that differ are `given`; or nothing."""
+def defaults_elsewhere(word: str, arguments: Iterable[str] = ()) -> str:
+    """The other defaults that the optimizer `word` has in other systems; empty if `arguments` has all that differ."""
     kind = OPTIMIZERS.get(word)
-    return "" if kind is None or kind.differ.issubset(given) else kind.elsewhere
+    return "" if kind is None or kind.differ.issubset(arguments) else kind.elsewhere
 
 
 _BEST = re.compile(r"top[_-]?([1-9])")
 
 
 def near(word: str) -> str | None:
-    """What to write for a value of other systems that has no equal here, or several; None for others."""
+    """A help for a value of other systems that has no equal word, or several; None for other values."""
     word = word.lower().replace("-", "_")
     if word in ("top1", "top_1"):
         return "`topk(1)`, or `switch`, weigh the expert by its probability"

@@ -1,4 +1,4 @@
-"""One form for names of other systems beside each other: `num_experts = 8` and `moe_intermediate_size = 128`.
+"""One form for several names of other systems in one block: `num_experts = 8` and `moe_intermediate_size = 128`.
 
 Imported where there is an error.
 """
@@ -24,18 +24,18 @@ FORMS: dict[str, dict[str, str]] = {
         f"{MOE}.gate.topk.normalize": "normalize",
     },
 }
-"""Each form with the paths of the words here whose values it has, and their places in it."""
+"""Each form with the paths of its values' words, and the values' places in it."""
 SYSTEMS = {"experts": ("hf", "tt"), "attention": ("hf",), "gate": ("hf",)}
-"""By the name that a form gives: the systems in which it gives the same numbers."""
+"""The systems in which a form gives the same numbers, by the form's name."""
 
 
-def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool) -> str:
+def together(alias: Alias, value: str, beside: Mapping[str, str], *, here: bool) -> str:
     """The help for `found` with its `value`: one form, where the names `beside` it have all other values of a form.
 
     All names must be those of one system.
     """
     usable = [
-        meaning for meaning in found.meanings if value and value.lower() not in meaning.row.but and _holds(meaning)
+        meaning for meaning in alias.meanings if value and value.lower() not in meaning.row.but and _holds(meaning)
     ]
     for form, places in FORMS.items():
         for meaning in usable:
@@ -43,10 +43,10 @@ def together(found: Alias, value: str, beside: Mapping[str, str], *, here: bool)
             if others:
                 values = {places[meaning.row.path]: value}
                 values |= {places[path]: beside[word] for path, word in others.items()}
-                names = " and ".join(f"`{each}`" for each in (found.word, *others.values()))
+                names = " and ".join(f"`{name}`" for name in (alias.word, *others.values()))
                 where = "" if here or not meaning.block else f", in {meaning.block}"
                 return f"{names} are one value here: `{form.format_map(values)}`{where}"
-    return found.said(value, here=here)
+    return alias.said(value, here=here)
 
 
 def _others(meaning: Meaning, form: str, beside: Mapping[str, str]) -> dict[str, str]:
@@ -55,9 +55,9 @@ def _others(meaning: Meaning, form: str, beside: Mapping[str, str]) -> dict[str,
     if meaning.row.path not in places:
         return {}
     for system in meaning.systems:
-        found = {path: _given(path, system, beside) for path in places if path != meaning.row.path}
-        if system in systems and all(found.values()):
-            return found
+        values = {path: _value_beside(path, system, beside) for path in places if path != meaning.row.path}
+        if system in systems and all(values.values()):
+            return values
     return {}
 
 
@@ -66,11 +66,11 @@ def _holds(meaning: Meaning) -> bool:
     return "{}" in meaning.row.form
 
 
-def _given(path: str, system: str, beside: Mapping[str, str]) -> str:
+def _value_beside(path: str, system: str, beside: Mapping[str, str]) -> str:
     """The name beside that gives the word here at `path` in the system; empty if there is none."""
     for word, text in beside.items():
-        found = aliases().get(word)
-        meanings = found.meanings if text and found else ()
+        alias = aliases().get(word)
+        meanings = alias.meanings if text and alias else ()
         if any(m.row.path == path and system in m.systems and _holds(m) for m in meanings):
             return word
     return ""

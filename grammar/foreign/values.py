@@ -1,4 +1,4 @@
-"""Values of other systems: words here that mean the same, and what is nearest where none does."""
+"""Values of other systems with moec's equal or nearest words."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ NEAR: dict[str, str] = {
 """Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""
 
 OURS = frozenset(("bf16", "capacity", "gate", "k", "lr", "seed", "sequence_parallel", "swiglu", "weight_decay"))
-"""Names of the table that are words of this language too: a message about one is not about another system's."""
+"""Names of the table that are words of this language too; messages do not treat them as another system's."""
 
 IN_BLOCKS: dict[tuple[str, str], str] = {
     **dict.fromkeys((("train", "seed"), ("model", "seed")), "manual_seed"),
@@ -94,4 +94,4 @@ IN_BLOCKS: dict[tuple[str, str], str] = {
     ("layers", "dense"): "dense_ffn",
     ("model", "dense"): "dense_layers",
 }
-"""Words of this language that mean something of another system in a block which does not have them: its name above."""
+"""Words of this language that count as another system's name, given here, in a block that does not have them."""

@@ -1,4 +1,4 @@
-"""What a row says, as a sentence: the form, where it is for, the forms of other settings, how the nearest differs."""
+"""A row as a sentence: the form and its settings, the forms of other settings, and how the nearest form differs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models of images and text whose decoder moec imports: where their config has it, and what it is called by itself.
+"""Finds the decoder in the config of a model of images and text, and the decoder's own architecture.
 
-Given tokens alone, these models compute what their decoder computes; towers for images are not imported. Positions of
-images (`mrope_section`) are those of a text wherever there is no image.
+With tokens alone, these models compute the same as their decoder; towers for images are not imported. Positions of
+images (`mrope_section`) are those of a text where there is no image.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EITHER = "glm4v_moe"
 
 
 def decoder_config(config: Config) -> Config:
-    """The config of the decoder: `config` itself, or what stands in its `text_config`, with keys of a family."""
+    """The config of the decoder: `config` itself or its `text_config`, with the keys of a family."""
     word = config.values.get("model_type")
     around = AROUND.get(word) if isinstance(word, str) else None
     if around is not None and isinstance(config.values.get(TEXT), Mapping):
@@ -62,14 +62,14 @@ def decoder_config(config: Config) -> Config:
         for key in ("dtype", "torch_dtype"):
             if text.get(key) is None and config.values.get(key) is not None:
                 text[key] = config.values[key]
-        inside = config.inside(TEXT, _of_family(text))
+        inside = config.inside(TEXT, _family_values(text))
         config.warn(TEXT, f"`{TEXT}` alone is imported: what `{word}` has beside its decoder has no word")
         inside.notes += config.notes
         return inside
-    return config.replaced(_of_family(config.values))
+    return config.replaced(_family_values(config.values))
 
 
-def _of_family(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _family_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The values with the names and keys of the family that reads them."""
     word = values.get("model_type")
     decoder = DECODERS.get(word) if isinstance(word, str) else None
@@ -78,10 +78,10 @@ def _of_family(values: Mapping[str, Any]) -> Mapping[str, Any]:
     changed = {**decoder.defaults, **values, **decoder.fixed, "model_type": decoder.family}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(changed.get(key), Mapping):
-            changed[key] = _of_text(changed[key])
+            changed[key] = _text_positions(changed[key])
     return changed
 
 
-def _of_text(positions: Mapping[str, Any]) -> dict[str, Any]:
+def _text_positions(positions: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in positions.items() if key not in IMAGES}
     return kept | {key: "default" for key in ("rope_type", "type") if kept.get(key) == "mrope"}

@@ -1,4 +1,4 @@
-"""The balance term that a config trains with, in words of the language: an import leaves it to the user to write."""
+"""The balance term of a config in words of the language. An import does not write it, but notes it for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def note_balance(config: Config, model: Model) -> None:
 
 
 def _equal_of(coefficient: float, model: Model) -> str:
-    """The same term, where the gate scores as theirs counts: by a softmax, whose best k are the choices.
+    """The equal term, for a gate whose choices are the best k of a softmax, as the loss of transformers assumes.
 
     transformers 5.24.0, `models/mixtral/modeling_mixtral.py`, `load_balancing_loss_func`: each of the k choices counts
     in full, so theirs is k times `switch_loss`, over the tokens of all layers.

@@ -1,4 +1,4 @@
-"""A `config.json` while a family reads it: every key is asked for by kind, and what is wrong is collected."""
+"""A `config.json` that a family reads key by key, with a method for each kind of value; it collects the mistakes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Config:
         return self._value(keys)
 
     def count(self, *keys: str, default: Any = MISSING, least: int = 1) -> int:
-        """A whole number from `least` on."""
+        """A whole number of at least `least`."""
         return int(
             self._scalar(keys, default, partial(_is_count, least), f"a whole number, at least {least}", PLACEHOLDER)
         )
@@ -90,14 +90,14 @@ class Config:
         if length is not None and len(value) != length:
             self._wrong(key, f"a list of {length} numbers")
             return None
-        return tuple(float(each) for each in value)
+        return tuple(float(element) for element in value)
 
     def words(self, *keys: str, length: int) -> tuple[str, ...] | None:
         """A list of `length` texts; None where it is left out."""
         value, key = self.raw(*keys), self._first(keys)
         if value is None:
             return None
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(element, str) for element in value):
             self._wrong(key, "a list of texts")
             return None
         if len(value) < length:
@@ -147,8 +147,8 @@ class Config:
         value = self.raw(key)
         if value is None:
             return allowed[0] if default is MISSING else default
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
-            shown = " or ".join(_shown(each) for each in allowed)
+        if not any(value == element and isinstance(value, bool) == isinstance(element, bool) for element in allowed):
+            shown = " or ".join(_shown(element) for element in allowed)
             self.refuse(key, why or f"moec has no word for it: only {shown}")
             return allowed[0]
         return value
@@ -189,14 +189,16 @@ class Config:
             raise DiagnosticError(errors)
 
     def unread(self, inert: Collection[str]) -> list[Diagnostic]:
-        """Warnings, MOE0904, for keys here and inside that nobody asked for, that switch something on, and that are not
-        `inert`."""
-        found = [
+        """Warnings, MOE0904, for keys of this and inner configs that no method has read and that switch something on.
+
+        `inert` keys are left out.
+        """
+        notes = [
             diagnose("MOE0904", self.span(key), f"`{self.named(key)}` {UNKNOWN}", severity=Severity.WARNING)
             for key, value in self.values.items()
             if key not in self.asked and key not in inert and not _is_off(value)
         ]
-        return [*found, *(note for inner in self._inner.values() for note in inner.unread(inert))]
+        return [*notes, *(note for inner in self._inner.values() for note in inner.unread(inert))]
 
     def named(self, key: str) -> str:
         """The key as the config spells it, with those around it: `rope_scaling.factor`."""
@@ -243,9 +245,9 @@ class Config:
         self.errors.append(diagnose("MOE0902", self.span(key), message))
 
 
-def _once(found: list[Diagnostic]) -> list[Diagnostic]:
+def _once(notes: list[Diagnostic]) -> list[Diagnostic]:
     """Each message once: readers ask for some keys several times."""
-    return list({(each.code, each.message): each for each in found}.values())
+    return list({(note.code, note.message): note for note in notes}.values())
 
 
 def _is_number(value: Any) -> bool:
@@ -268,7 +270,7 @@ def _shown(value: Any) -> str:
 
 
 def _in_the_table(key: str, value: Any) -> str:
-    """The form that the table of other systems' names has for transformers' `key` and a value of it; empty for none."""
+    """The form for transformers' `key` with a value, from the table of other systems' names; empty if it has none."""
     from moec.grammar.foreign.lookup import elsewhere  # most configs do without it
 
     known = elsewhere(key)

@@ -1,4 +1,4 @@
-"""What moec knows of one `model_type`: how its config reads, and how its tensors lie on disk."""
+"""A `model_type`: how its config is read, and how its tensors are stored."""
 
 from __future__ import annotations
 

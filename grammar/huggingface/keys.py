@@ -1,4 +1,4 @@
-"""A model as config keys: one superset for every family, of which a family's reader picks those it asks for."""
+"""A model as config keys: the keys of all families, from which a family's reader picks its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moec.grammar.spec.experts import GeGLU, SwiGLU
 DTYPES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
 
 NULLABLE = frozenset(("q_lora_rank",))
-"""Keys whose null says something else than leaving them out, which is the architecture's default."""
+"""Keys whose null has another meaning than a missing key, which means the architecture's default."""
 
 
 def keys_of(model: Model) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def keys_of(model: Model) -> dict[str, Any]:
         "embedding_multiplier": getattr(model.embedding, "multiplier", 1.0),
         "logits_scaling": 1 / getattr(model.embedding, "logits_multiplier", 1.0),
         "lm_head_bias": getattr(model.embedding, "logits_bias", False),
-        **_of_attention(model),
+        **_attention_keys(model),
         "mlp_layer_types": ["dense" if layer.moe is None else "sparse" for layer in model.layers],
         "mlp_only_layers": [number for number, layer in enumerate(model.layers) if layer.moe is None],
         "decoder_sparse_step": 1,
@@ -59,13 +59,13 @@ def keys_of(model: Model) -> dict[str, Any]:
     }
     bodies = [*dense, *(moe.parts[0].body for moe in moes)]
     keys["intermediate_size"] = getattr(bodies[0], "hidden", None)
-    return keys | (_of_mixture(moes[0]) if moes else _of_no_mixture(keys["intermediate_size"]))
+    return keys | (_mixture_keys(moes[0]) if moes else _keys_without_mixture(keys["intermediate_size"]))
 
 
-def _of_no_mixture(hidden: int | None) -> dict[str, Any]:
-    """Keys that configs have also where no layer is sparse; they describe a mixture that the model does not have."""
+def _keys_without_mixture(hidden: int | None) -> dict[str, Any]:
+    """Keys that configs have even if no layer is sparse; they describe a mixture that the model does not have."""
     gate = TopK(k=1, normalize=True)
-    keys = _of_mixture(Moe(experts=Experts(count=2, body=SwiGLU(hidden=hidden or 1)), gate=gate))
+    keys = _mixture_keys(Moe(experts=Experts(count=2, body=SwiGLU(hidden=hidden or 1)), gate=gate))
     keys["shared_expert_intermediate_size"] = hidden
     return {key: value for key, value in keys.items() if key not in ("scoring_func", "use_routing_bias")}
 
@@ -80,10 +80,10 @@ def _leading(model: Model) -> int:
     return next((number for number, layer in enumerate(model.layers) if layer.moe is not None), model.depth)
 
 
-def _of_attention(model: Model) -> dict[str, Any]:
+def _attention_keys(model: Model) -> dict[str, Any]:
     attention = model.layers[0].attention
     windows = [layer.attention.window for layer in model.layers]
-    window = next((each for each in windows if each is not None), None)
+    window = next((size for size in windows if size is not None), None)
     keys: dict[str, Any] = {
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads if isinstance(attention, Gqa) else attention.heads,
@@ -94,8 +94,8 @@ def _of_attention(model: Model) -> dict[str, Any]:
         "clip_qkv": attention.clip,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "max_window_layers": next((n for n, each in enumerate(windows) if each is not None), model.depth),
-        "layer_types": [FULL if each is None else SLIDING for each in windows],
+        "max_window_layers": next((n for n, size in enumerate(windows) if size is not None), model.depth),
+        "layer_types": [FULL if size is None else SLIDING for size in windows],
         "attention_multiplier": attention.multiplier,
         "attention_dropout": 0.0,
         "rope_interleave": attention.rope is not None and attention.rope.interleaved,
@@ -177,7 +177,7 @@ def parameters_of(rope: Rope, width: int, context: int | None) -> dict[str, Any]
     return keys
 
 
-def _of_mixture(moe: Moe) -> dict[str, Any]:
+def _mixture_keys(moe: Moe) -> dict[str, Any]:
     body, gate = moe.parts[0].body, moe.gate
     hidden, k = getattr(body, "hidden", None), getattr(gate, "k", None)
     shared = getattr(moe.shared, "hidden", None)

@@ -1,4 +1,4 @@
-"""What the configs of several families say alike: widths, attention, feed-forwards, which layers are sparse."""
+"""Reads keys that several families have in common: widths, attention, feed-forwards, which layers are sparse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gated(config: Config, hidden: int, key: str = "hidden_act", *, bias: bool = 
 
 
 def eps_of(config: Config, default: float, key: str = "rms_norm_eps") -> float:
-    """The number that norms add under the root."""
+    """The epsilon of norms."""
     eps = config.number(key, default=default)
     if not 0 < eps < 1:
         config.refuse(key, "it must be more than 0 and less than 1")
@@ -137,14 +137,14 @@ def depth_of(config: Config) -> int:
 
 
 def layers_of(attentions: Sequence[Any], bodies: Sequence[FeedForward | Moe]) -> tuple[Layer, ...]:
-    """The layers, those that are equal as one object."""
-    found: dict[tuple[Any, Any], Layer] = {}
+    """The layers; equal ones are one object."""
+    layers: dict[tuple[Any, Any], Layer] = {}
     for attention, body in zip(attentions, bodies, strict=True):
         key = (attention, body)
-        if key not in found:
+        if key not in layers:
             slot = {"moe": body} if isinstance(body, Moe) else {"ffn": body}
-            found[key] = Layer(attention=attention, **slot)
-    return tuple(found[key] for key in zip(attentions, bodies, strict=True))
+            layers[key] = Layer(attention=attention, **slot)
+    return tuple(layers[key] for key in zip(attentions, bodies, strict=True))
 
 
 def decoder(config: Config, layers: Sequence[Layer], *, eps: float, tied: bool = False, **options: Any) -> Model:
@@ -167,7 +167,7 @@ def decoder(config: Config, layers: Sequence[Layer], *, eps: float, tied: bool =
 def mixed(
     config: Config, attentions: Sequence[Any], sparse: Sequence[bool], body: Moe, eps: float, **options: Any
 ) -> Model:
-    """Layers with `body` where they are sparse, else with a dense feed-forward."""
+    """The layers; sparse ones have `body`, the others a dense feed-forward."""
     dense = None if all(sparse) else gated(config, config.count("intermediate_size"))
     config.raw("intermediate_size")
     bodies: list[Any] = [body if is_sparse else dense for is_sparse in sparse]

@@ -26,15 +26,15 @@ def place_of(text: str, path: Sequence[str]) -> tuple[int, int] | None:
 def _keys(text: str, at: int) -> dict[str, tuple[int, int, int]]:
     """The keys of the object that begins at `at`: where each begins and ends, and where its value begins."""
     decoder = json.JSONDecoder(parse_constant=float)
-    found = {}
+    places = {}
     at = _next(text, at + 1)
     while text[at] == '"':
         key, end = decoder.raw_decode(text, at)
         value = _next(text, _next(text, end) + 1)  # after the colon
-        found[key] = (at, end, value)
+        places[key] = (at, end, value)
         at = _next(text, decoder.raw_decode(text, value)[1])
         at = _next(text, at + 1) if text[at] == "," else at
-    return found
+    return places
 
 
 def _next(text: str, at: int) -> int:

@@ -1,4 +1,4 @@
-"""Quantised weights: what they are called, and how to get weights that moec reads."""
+"""Quantised weights: the names of methods, and how to get weights that moec reads."""
 
 from __future__ import annotations
 

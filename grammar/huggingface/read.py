@@ -105,7 +105,7 @@ INERT = frozenset(
         "model_max_length",
     ]
 )
-"""Keys of every config that say nothing of what the network computes in evaluation."""
+"""Keys of every config that do not change what the network computes in evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ def read_config(source: ConfigSource) -> Imported:
     note_balance(whole, model)
     config.notes += [note for note in whole.notes if note not in config.notes]
     spec = Spec(model=model, cluster=LOCAL)
-    wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
+    wrong = [diagnostic for diagnostic in check(spec) if diagnostic.severity is Severity.ERROR] + unsupported(spec)
     if wrong:
-        raise DiagnosticError([_of_config(config, found) for found in wrong])
+        raise DiagnosticError([_config_diagnostic(config, diagnostic) for diagnostic in wrong])
     notes = (*config.all_notes(), *config.unread(INERT | family.ignored))
     return Imported(spec, family, dict(config.values), notes, inside=config is not whole)
 
@@ -233,7 +233,7 @@ def _family(config: Config) -> Family:
 
 
 def _decoder_in(config: Config) -> tuple[str, str]:
-    """The key of a config inside that says a model type of text, `text_config` first, and its type."""
+    """The key of an inner config with a model type of text, `text_config` first, and that type."""
     for key in sorted(config.values, key=lambda key: key != TEXT):
         value = config.values[key]
         has_text = isinstance(value, Mapping) and (key == TEXT or "vocab_size" in value)
@@ -256,7 +256,7 @@ def _note_files(config: Config) -> None:
 
 
 def _model(family: Family, config: Config) -> Model:
-    """The model that the family reads; every mistake that it finds, at once."""
+    """The model that the family reads. Raises all mistakes at once."""
     from pydantic import ValidationError
 
     try:
@@ -271,7 +271,7 @@ def _model(family: Family, config: Config) -> Model:
     return model
 
 
-def _of_config(config: Config, found: Diagnostic) -> Diagnostic:
-    """A rule of the language that the config breaks, at the config."""
-    message = f"{found.title}: {found.message}" if found.message else found.title
-    return diagnose("MOE0903", config.span("model_type"), f"{found.code}, {message}", help=found.help)
+def _config_diagnostic(config: Config, diagnostic: Diagnostic) -> Diagnostic:
+    """The diagnostic of a broken rule of the language, at the config."""
+    message = f"{diagnostic.title}: {diagnostic.message}" if diagnostic.message else diagnostic.title
+    return diagnose("MOE0903", config.span("model_type"), f"{diagnostic.code}, {message}", help=diagnostic.help)

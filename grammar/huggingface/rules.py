@@ -23,7 +23,7 @@ ONE = "1"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter or state with a letter or word for each of its dims; `at` fixes some of them at a number."""
+    """A parameter or state with a letter or word for each of its dims; `at` fixes some dims at an index."""
 
     parameter: str
     axes: str

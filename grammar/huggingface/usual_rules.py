@@ -1,4 +1,4 @@
-"""The tensors of a decoder by the names that most families give them; a family says where its own differ."""
+"""The tensors of a decoder by the names of most families; a family states its differences."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ def rules_by(
 
     def rules(model: Model, present: Container[str] | None = None) -> Sequence[Rule]:
         names = _spelling(spellings, model, present)
-        found = list(_of_model(names, model))
+        all_rules = list(_model_rules(names, model))
         for number, layer in enumerate(model.layers):
             theirs, ours = names.layer.format(n=number), f"layers.{number}."
-            found += [same(f"{theirs}{name}.weight", f"{ours}{norm}.weight") for norm, name in names.norms.items()]
-            found += [
+            all_rules += [same(f"{theirs}{name}.weight", f"{ours}{norm}.weight") for norm, name in names.norms.items()]
+            all_rules += [
                 same(f"{theirs}{name}.bias", f"{ours}{norm}.bias")
                 for norm, name in names.norms.items()
                 if getattr(model.norm, "bias", False)
             ]
-            found += (attend or attention_rules)(names, layer, theirs, ours)
+            all_rules += (attend or attention_rules)(names, layer, theirs, ours)
             if layer.moe is not None:
-                found += (mix or mixture_rules)(names, layer.moe, theirs, ours, present)
+                all_rules += (mix or mixture_rules)(names, layer.moe, theirs, ours, present)
             elif feed is not None:
-                found += feed(layer, theirs, ours)
+                all_rules += feed(layer, theirs, ours)
             else:
                 assert layer.ffn is not None
-                found += dense_rules(layer.ffn, theirs + names.ffn, f"{ours}ffn.", names.dense)
-        return found
+                all_rules += dense_rules(layer.ffn, theirs + names.ffn, f"{ours}ffn.", names.dense)
+        return all_rules
 
     return rules
 
@@ -95,21 +95,21 @@ def _spelling(spellings: Sequence[Names], model: Model, present: Container[str] 
 
     def wanted(names: Names) -> set[str]:
         layer = names.layer.format(n=sparse)
-        found = {layer + names.moe + names.router}
+        wanted_names = {layer + names.moe + names.router}
         if isinstance(moe.gate, TopK) and isinstance(moe.gate.bias, Online):
-            found.add(layer + names.moe + names.bias)
+            wanted_names.add(layer + names.moe + names.bias)
         if moe.shared is not None:
-            found.add(f"{layer}{names.shared}{names.dense[0]}.weight")
+            wanted_names.add(f"{layer}{names.shared}{names.dense[0]}.weight")
         if with_sinks is not None:
-            found.add(names.layer.format(n=with_sinks) + names.attention + names.sinks)
-        return found
+            wanted_names.add(names.layer.format(n=with_sinks) + names.attention + names.sinks)
+        return wanted_names
 
     alike = set.intersection(*map(wanted, spellings))
     fitting = (names for names in spellings if all(name in present for name in wanted(names) - alike))
     return next(fitting, spellings[0])
 
 
-def _of_model(names: Names, model: Model) -> Iterator[Rule]:
+def _model_rules(names: Names, model: Model) -> Iterator[Rule]:
     yield same(names.embedding, "embedding.weight", "v d")
     yield same(names.norm, "norm.weight")
     if getattr(model.norm, "bias", False):

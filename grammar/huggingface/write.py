@@ -1,7 +1,7 @@
 """A `Spec` as a `config.json` that transformers loads. Needs neither torch nor transformers.
 
-A family's reader is its only description: the keys of a model (`keys.py`, and the family's own) are read again by the
-family, and those that it asked for are the config, if they give back the same model.
+A family's reader is its only description. It reads the keys of a model (`keys.py`, and the family's own) again; the
+keys that it has read are the config, if they give back the same model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ROUNDED = "transformers would round these: `moec weights export` with a plan tha
 
 
 def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
-    """The config, or None and why the family cannot say the model."""
+    """The config; or None, and why the family cannot express the model."""
     keys = {**keys_of(model), **family.keys(model), "model_type": family.model_type}
     keys = {key: value for key, value in keys.items() if value is not None or key in NULLABLE}
     config = Config(keys)
@@ -145,7 +145,7 @@ def differences(one: Node, other: Node, path: str = "") -> Iterator[str]:
 
 
 def _is_of_nodes(value: object) -> bool:
-    return isinstance(value, tuple) and not all(isinstance(each, str) for each in value)
+    return isinstance(value, tuple) and not all(isinstance(element, str) for element in value)
 
 
 def _shown(value: object) -> str:
@@ -153,7 +153,7 @@ def _shown(value: object) -> str:
         return f"{value.count} experts"
     if isinstance(value, Moe):
         return "a mixture"
-    if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+    if isinstance(value, tuple) and all(isinstance(element, str) for element in value):
         return f"[{', '.join(value)}]"
     if isinstance(value, Mapping | tuple):
         return f"a list of {len(value)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.part_rules import one_slot
-from moec.grammar.resolve.parts import Given, Part, report_twice
+from moec.grammar.resolve.parts import Part, Stated, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
 from moec.grammar.resolve.values import resolve
 from moec.grammar.schema import CallKind, fields
@@ -38,7 +38,7 @@ def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
 
 _DEPTH = "depth"
 _MODELS = "library:models/"
-"""Begins the names of the library's files with models."""
+"""The beginning of the names of the library's models."""
 
 
 def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> None:
@@ -89,21 +89,21 @@ class _Reader:
         """The plain values of the block's names, read at the first unknown name."""
         self.cls = cls
         self.known = fields(cls)
-        self.given: dict[str, Given] = {}
+        self.stated: dict[str, Stated] = {}
         self.blocks: dict[str, list[Part]] = {}
-        self.meant: dict[str, Given] = {}
+        self.meant: dict[str, Stated] = {}
         self.incomplete = False
 
     def part(self, block: Block) -> Part:
-        """Reads the block. A misspelt name counts as its suggestion, which is then not reported missing."""
-        absent = {word: given for word, given in self.meant.items() if word not in self.blocks}
-        given = absent | self.given
+        """Reads the block. A misspelt name counts as the suggested one, which is then not reported as missing."""
+        absent = {word: stated for word, stated in self.meant.items() if word not in self.blocks}
+        stated = absent | self.stated
         return Part(
             self.cls,
             block.head,
             block.label,
             block.selector,
-            given=given,
+            stated=stated,
             blocks=self.blocks,
             incomplete=self.incomplete,
         )
@@ -113,8 +113,8 @@ class _Reader:
         if word not in self.known:
             self._unknown(statement)
             return
-        if word in self.given:
-            report_twice(self.scope, word, statement.name.span, self.given[word].name)
+        if word in self.stated:
+            report_twice(self.scope, word, statement.name.span, self.stated[word].name)
             return
         known = self.known[word]
         if known.block:
@@ -122,10 +122,10 @@ class _Reader:
             self._block_assigned(statement)
             return
         value = resolve(self.scope, known.kinds, statement.value, known)
-        self.given[word] = Given(value, statement.value.span, statement.name.span)
+        self.stated[word] = Stated(value, statement.value.span, statement.name.span)
 
     def _block_assigned(self, statement: Assignment) -> None:
-        """Reports `layers = 4`, which is the model's depth, or a value where a block stands."""
+        """Reports `layers = 4`, which is meant as the model's depth, or a value where a block is expected."""
         word, number = statement.name.text, statement.value
         help, fix = f"write `{word} {{ … }}`", []
         if word == Layer.word and _DEPTH in self.known and isinstance(number, Number):
@@ -166,15 +166,16 @@ class _Reader:
         name = statement.name if isinstance(statement, Assignment) else statement.kind
         value = statement.value if isinstance(statement, Assignment) else None
         if self.texts is None:
-            self.texts = {each.name.text: plain(each.value) for each in self.body if isinstance(each, Assignment)}
+            assignments = (inner for inner in self.body if isinstance(inner, Assignment))
+            self.texts = {inner.name.text: plain(inner.value) for inner in assignments}
         meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant, self.texts)
         if meant is None:
             return
-        word, found_value = meant
+        word, value_here = meant
         known = self.known[word]
         if isinstance(statement, Block) and known.block:  # what is in it is checked too
             kind = Name(word, name.span)
             self.block(Block(kind, statement.label, statement.selector, statement.body, statement.span))
         else:
             self.incomplete = self.incomplete or bool(known.block)
-            self.meant.setdefault(word, Given(found_value if assigned else BROKEN, name.span, name.span))
+            self.meant.setdefault(word, Stated(value_here if assigned else BROKEN, name.span, name.span))

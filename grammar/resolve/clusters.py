@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moec.grammar.diagnostics.diagnostic import Label
-from moec.grammar.resolve.parts import Given, Part, build, merged
+from moec.grammar.resolve.parts import Part, Stated, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.spec import Cluster, ClusterText, Device
@@ -52,7 +52,7 @@ def _applied(scope: Scope, machines: Machines, name: str, resolved: dict[str, Pa
             return BROKEN
         chain.append(part)
         current = _base(scope, machines, part)
-        if current is None and _BASE in part.given:  # no such cluster: diagnosed
+        if current is None and _BASE in part.stated:  # no such cluster: diagnosed
             resolved[name] = BROKEN
             return BROKEN
     base = resolved[current] if current is not None else None
@@ -66,16 +66,16 @@ def _applied(scope: Scope, machines: Machines, name: str, resolved: dict[str, Pa
 
 
 def _base(scope: Scope, machines: Machines, part: Part) -> str | None:
-    given = part.given.get(_BASE)
-    if given is None or not isinstance(given.value, str):
+    stated = part.stated.get(_BASE)
+    if stated is None or not isinstance(stated.value, str):
         return None
-    if given.value in machines.clusters:
-        return given.value
-    help = advice(given.value, machines.clusters)
-    if given.value in machines.shipped_clusters:
-        help = f'it is in the library: add `use "clusters/{given.value}"`'
-    instead = _written(meant(given.value, machines.clusters))
-    scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help, instead=instead)
+    if stated.value in machines.clusters:
+        return stated.value
+    help = advice(stated.value, machines.clusters)
+    if stated.value in machines.shipped_clusters:
+        help = f'it is in the library: add `use "clusters/{stated.value}"`'
+    instead = _written(meant(stated.value, machines.clusters))
+    scope.error("MOE0201", stated.span, f"no cluster `{stated.value}` is declared", help=help, instead=instead)
     return None
 
 
@@ -87,32 +87,32 @@ def _written(name: str | None) -> str | None:
 def _report_circle(scope: Scope, part: Part, chain: list[Part]) -> None:
     begin = next(index for index, other in enumerate(chain) if other is part)
     names = [other.label.value for other in chain[begin:] if other.label]
-    given = part.given[_BASE]
+    stated = part.stated[_BASE]
     message = f"{' from '.join([*names, names[0]])}"
-    labels = [Label(span=other.given[_BASE].span, message="and here") for other in chain[begin + 1 :]]
-    scope.error("MOE0216", given.span, message, *labels)
+    labels = [Label(span=other.stated[_BASE].span, message="and here") for other in chain[begin + 1 :]]
+    scope.error("MOE0216", stated.span, message, *labels)
 
 
 def _multiplied(part: Part) -> Part:
     """`nodes` times the outermost level."""
-    nodes, levels = part.given.get(_NODES), part.blocks.get(_LEVEL, [])
-    given = {word: value for word, value in part.given.items() if word not in (_NODES, _BASE)}
+    nodes, levels = part.stated.get(_NODES), part.blocks.get(_LEVEL, [])
+    stated = {word: value for word, value in part.stated.items() if word not in (_NODES, _BASE)}
     if nodes and levels:
         *inner, outermost = levels
-        size = outermost.given.get("size")
+        size = outermost.stated.get("size")
         if size:
             counts = isinstance(nodes.value, int) and isinstance(size.value, int)
             value = nodes.value * size.value if counts else BROKEN  # type: ignore[operator]
-            larger = {**outermost.given, "size": Given(value, nodes.span, nodes.name)}
-            levels = [*inner, outermost._replace(given=larger)]
-    return part._replace(given=given, blocks={**part.blocks, _LEVEL: levels})
+            larger = {**outermost.stated, "size": Stated(value, nodes.span, nodes.name)}
+            levels = [*inner, outermost._replace(stated=larger)]
+    return part._replace(stated=stated, blocks={**part.blocks, _LEVEL: levels})
 
 
 def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster | Broken:
     if isinstance(part, Broken):
         return BROKEN
     text = build(scope, part)
-    device = part.given.get(_DEVICE)
+    device = part.stated.get(_DEVICE)
     lacks = [] if device else [f"`{_DEVICE}`"]
     lacks += [] if part.blocks.get(_LEVEL) else [f"`{_LEVEL}`"]
     if lacks and not scope.moved.issuperset(word.strip("`") for word in lacks) and not part.incomplete:
@@ -127,14 +127,14 @@ def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster |
     return Cluster.checked({"name": text.name, "device": made, "levels": text.levels}, spans)
 
 
-def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
-    if not isinstance(given.value, str):
+def _device(scope: Scope, machines: Machines, stated: Stated) -> Device | Broken:
+    if not isinstance(stated.value, str):
         return BROKEN
-    part = machines.devices.get(given.value) or machines.built_in(given.value)
+    part = machines.devices.get(stated.value) or machines.built_in(stated.value)
     if part is None:
         allowed = [*machines.devices, *machines.shipped_devices]
-        help = advice(given.value, allowed)
-        instead = _written(meant(given.value, allowed))
-        return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help, instead=instead)
+        help = advice(stated.value, allowed)
+        instead = _written(meant(stated.value, allowed))
+        return scope.error("MOE0201", stated.span, f"no device `{stated.value}` is known", help=help, instead=instead)
     device = build(scope, part)
     return device if isinstance(device, Device) else BROKEN

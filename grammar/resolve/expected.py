@@ -1,4 +1,4 @@
-"""What may stand in a field, in words."""
+"""The values that a field takes, in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moec.grammar.units import EXAMPLES
 
 
 def expected(kinds: Sequence[Kind]) -> str:
-    """What stands here, in few words: of many calls the first ones."""
+    """The expected values in few words; of many calls the first ones."""
     one = [described(kind) for kind in kinds if not isinstance(kind, ListKind)]
     lists = [kind for kind in kinds if isinstance(kind, ListKind)]
     items = [described(item) for kind in lists for item in kind.items]
@@ -27,18 +27,18 @@ def expected(kinds: Sequence[Kind]) -> str:
 
 
 def supported(known: Field) -> list[Kind]:
-    """The kinds of a field without what cannot be compiled yet."""
+    """The kinds of a field without those that cannot be compiled yet."""
     mark = known.not_yet
     if mark is None or not (mark.words or mark.lists):
         return list(known.kinds)
-    found: list[Kind] = []
+    kinds_left: list[Kind] = []
     for kind in known.kinds:
         if isinstance(kind, WordKind):
             kept = {word: value for word, value in kind.values.items() if word not in mark.words}
-            found += [WordKind(kept)] if kept else []
+            kinds_left += [WordKind(kept)] if kept else []
         elif not (isinstance(kind, ListKind) and mark.lists):
-            found.append(kind)
-    return found
+            kinds_left.append(kind)
+    return kinds_left
 
 
 def words(kinds: Iterable[Kind]) -> set[str]:
@@ -72,7 +72,7 @@ def described(kind: Kind) -> str:
 
 
 MOST_WORDS = 6
-"""Up to so many words stand in a message; the help or `moec explain` has all."""
+"""The most words in a message; the help or `moec explain` has all."""
 
 
 def _any_of(several: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reads a file as a source, and says what is there where it cannot."""
+"""Reads a file as a source, or diagnoses why it cannot be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]
 
 
 def _what_a_folder_is(path: Path) -> tuple[str, str]:
-    """What a folder is in which a file is wanted, and what to do with it."""
+    """The kind of a folder that is given in place of a file, and a help."""
     kind = kind_of(path)
     if kind is not None:
         return f"this is {in_words(kind)}" + ": it is compiled already" * (kind == "plan"), command_for(kind, path)
@@ -41,7 +41,7 @@ def _what_a_folder_is(path: Path) -> tuple[str, str]:
 
 
 def _file_beside(path: Path) -> str:
-    """The file whose name is nearest to that of a file that is not there, or all that are beside it."""
+    """A help for a missing file: the file with the nearest name, or all files of its folder."""
     beside = listed(path.parent, is_file_of_moec)
     if not beside or os.path.lexists(path):
         return ""
@@ -84,7 +84,7 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
     if (at := text.find("\r\n")) >= 0:
         span = Span(source, at, at + 1)
         help = "they are read as newlines; save the file with newlines alone"
-        fix = [Edit(Span(source, found.start(), found.start() + 1), "") for found in re.finditer("\r\n", text)]
+        fix = [Edit(Span(source, match.start(), match.start() + 1), "") for match in re.finditer("\r\n", text)]
         warnings.append(diagnose("MOE0006", span, help=help, severity=Severity.WARNING, fix=fix))
     warnings += [*tabs(source), *invisible(source)]
     return source, warnings

@@ -12,7 +12,7 @@ from fractions import Fraction
 from moec.grammar.checking import mixture_rules, rules
 from moec.grammar.resolve.numbers import number
 from moec.grammar.resolve.part_rules import complete
-from moec.grammar.resolve.parts import Given, Part, build, merged
+from moec.grammar.resolve.parts import Part, Stated, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import NumberKind, fields
 from moec.grammar.source import Span
@@ -31,7 +31,7 @@ _INDEX = NumberKind(whole=True, unit="", bounds=(Bound("at least", 0),))
 
 def resolve_layers(scope: Scope, model: Part) -> tuple[Layer, ...] | Broken:
     """The layers that a `model` block describes, whose other names are resolved already."""
-    depth, dim = model.given.get("depth"), model.given.get("dim")
+    depth, dim = model.stated.get("depth"), model.stated.get("dim")
     blocks = model.blocks.get(Layer.word, [])
     if depth is None or not isinstance(depth.value, int):
         return BROKEN
@@ -59,8 +59,8 @@ def _combine(
 ) -> list[Part | None] | None:
     """The merged Part of each layer's blocks; layers with the same blocks get the same Part.
 
-    Number 0 stands for no block; every other number for one combination of blocks, made from an earlier one. None,
-    after a diagnostic, where there are too many.
+    Number 0 is the combination without blocks; every other number is a combination made from an earlier one by adding a
+    block. None, after a diagnostic, if there are too many.
     """
     combinations: list[Part | None] = [None]
     state = [0] * depth
@@ -82,11 +82,11 @@ def _combine(
     return [combinations[number] for number in state]
 
 
-def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given | None) -> Node | Broken:
+def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Stated | None) -> Node | Broken:
     width = dim.value if dim and isinstance(dim.value, int) else None
-    given = part.given.get("attention")
-    if given and isinstance(given.value, Attention):
-        scope.diagnostics += rules.attention(given.value, width, dim.span if dim else None)
+    stated = part.stated.get("attention")
+    if stated and isinstance(stated.value, Attention):
+        scope.diagnostics += rules.attention(stated.value, width, dim.span if dim else None)
     if not part.incomplete and not scope.moved & set(fields(Layer)):
         incomplete = list(complete(part, indices, model))
         scope.diagnostics += incomplete
@@ -146,6 +146,6 @@ def _checked(scope: Scope, indices: range, written: Written, depth: int, depth_s
     if scope.selected > MAX_SELECTED:
         message = f"by here more than {MAX_SELECTED:_} layers are selected"
         return scope.error("MOE0405", written, message, help="say what most layers have in common once, for all")
-    found = list(rules.selected(indices.start, indices.stop - 1, written.span, depth, depth_span))
-    scope.diagnostics += found
-    return BROKEN if found else indices
+    problems = list(rules.selected(indices.start, indices.stop - 1, written.span, depth, depth_span))
+    scope.diagnostics += problems
+    return BROKEN if problems else indices

@@ -59,8 +59,8 @@ def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str 
 def _overrides(
     scope: Scope, overrides: Mapping[str, str | int | float], lets: Mapping[str, Let]
 ) -> Iterator[tuple[str, Expression | Broken]]:
-    for name, given in overrides.items():
-        text = str(given).lower() if isinstance(given, bool) else str(given)
+    for name, override in overrides.items():
+        text = str(override).lower() if isinstance(override, bool) else str(override)
         if name not in lets:
             line = f"{name}={text}"
             span = Span(Source("--let", line), 0, len(name))

@@ -1,4 +1,4 @@
-"""A value that no kind takes: what was expected, and the same value as it is written here, where that is plain.
+"""Diagnoses a value that no kind takes: what is expected, and the value as moec writes it, if that is certain.
 
 Imported where there is an error.
 """
@@ -22,7 +22,7 @@ from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, O
 from moec.grammar.syntax.tree import Sequence as ListValue
 
 NARROW = 32
-"""No feed-forward is narrower: a smaller number is meant as their number."""
+"""No feed-forward is narrower: a smaller number is meant as the number of experts."""
 
 
 def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Expression) -> Broken:
@@ -39,13 +39,13 @@ def diagnose_misfit(scope: Scope, known: Field, written: Written, value: Express
         compute(scope, value)  # which reports why it is no number
         return BROKEN
     instead, help = rewriting or (None, (isinstance(value, String) and near(value.value)) or _help(known, value))
-    found = _found(value)
+    shown = _kind_of(value)
     if isinstance(value, Operation) and not is_arithmetic(scope, value):
-        found, help = f"`{text_of(value)}`", help or _one_wide(kinds, value)
+        shown, help = f"`{text_of(value)}`", help or _one_wide(kinds, value)
     elif isinstance(value, Operation) and any(isinstance(part, Call | ListValue) for part in operands(value)):
-        found = f"`{text_of(value)}`"
+        shown = f"`{text_of(value)}`"
     wanted = expected(supported(known))
-    return scope.error("MOE0206", written, f"expected {wanted}, found {found}", help=help, instead=instead)
+    return scope.error("MOE0206", written, f"expected {wanted}, found {shown}", help=help, instead=instead)
 
 
 def operands(value: Operation) -> list[Expression]:
@@ -53,7 +53,7 @@ def operands(value: Operation) -> list[Expression]:
 
 
 def _help(known: Field, value: Expression) -> str:
-    """How a value of this field is written, with the number that was given."""
+    """A help with a value of this field, which has the number of the file."""
     kinds = known.kinds
     if known.not_yet and not known.not_yet.words and not known.not_yet.lists:
         return f"moec cannot compile `{known.word}` yet: leave it out"
@@ -101,14 +101,14 @@ def _as_argument(known: Field, classes: Sequence[type[Node]], taking: Sequence[t
 
 
 def _normalized(call: str) -> str:
-    """What is beside `topk(2)`: whether a token's weights add to 1 is Mixtral's and GShard's habit, not the default."""
+    """A further call beside `topk(2)`, whose weights add up to 1 as in Mixtral and GShard."""
     more = call.removesuffix(")") + ", normalize = true)"
     is_of_several = call.startswith("topk(") and call != "topk(1)"
     return f", or `{more}` if a token's weights add to 1, as in Mixtral and GShard" if is_of_several else ""
 
 
 def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:
-    """Help for `2 * swiglu(4)` where one feed-forward stands: their sum is one of their total width."""
+    """Help for `2 * swiglu(4)` where one feed-forward is expected: their sum equals one of their total width."""
     count, last = product.first, product.rest[-1][1]
     classes = {word: cls for kind in kinds if isinstance(kind, CallKind) for word, cls in kind.classes.items()}
     if not isinstance(last, Call) or not issubclass(classes.get(last.name.text, Node), Activated):
@@ -121,7 +121,7 @@ def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:
             return total
 
 
-def _found(value: Expression) -> str:
+def _kind_of(value: Expression) -> str:
     match value:
         case Number() | Negative() | Operation():
             return "a number"

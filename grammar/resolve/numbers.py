@@ -30,7 +30,7 @@ _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
 
 
 FEW = 8
-"""Up to so many values of a whole number are listed in a help line."""
+"""The most values of a whole number that a help lists."""
 
 
 def is_arithmetic(scope: Scope, value: Expression) -> bool:

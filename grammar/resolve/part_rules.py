@@ -1,12 +1,11 @@
-"""Rules of what blocks give, before there is a Spec."""
+"""Rules of blocks' values that are checked before there is a Spec."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moec.grammar.checking.rules import labels
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic, labels_at
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
@@ -25,7 +24,7 @@ def complete(part: Part, layers: Sequence[int], model: Span) -> Iterator[Diagnos
             "MOE0305",
             part.span,
             f"{numbered(layers)} {verb} no {' and no '.join(lacks)}",
-            labels=labels((model, "in this model")) if part.span != model else (),
+            labels=labels_at((model, "in this model")) if part.span != model else (),
             help="give it here, or in a `layers` block that covers them",
         )
 
@@ -33,14 +32,14 @@ def complete(part: Part, layers: Sequence[int], model: Span) -> Iterator[Diagnos
 def one_slot(part: Part) -> Iterator[Diagnostic]:
     """One block gives at most one field of a slot; of two blocks the later one's counts."""
     for slot in part.cls.exclusive:
-        given = [(word, span) for word in slot if (span := part.where(word))]
-        if len(given) > 1:
-            (first, first_span), (second, second_span) = sorted(given, key=lambda item: item[1].start)[:2]
+        stated = [(word, span) for word in slot if (span := part.where(word))]
+        if len(stated) > 1:
+            (first, first_span), (second, second_span) = sorted(stated, key=lambda item: item[1].start)[:2]
             yield diagnose(
                 "MOE0309",
                 second_span,
                 f"`{second}` takes the place of `{first}`",
-                labels=labels((first_span, f"`{first}` is given here")),
+                labels=labels_at((first_span, f"`{first}` is given here")),
                 help=f"keep one (a dense path beside experts is `shared = …` in `moe`); to change some layers from "
                 f"`{first}` to `{second}`, add a `layers` block for them",
             )

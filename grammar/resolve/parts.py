@@ -13,7 +13,7 @@ from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Expression, String
 
 
-class Given(NamedTuple):
+class Stated(NamedTuple):
     """The value of one field. `name` is where the field is named, for "first given here"."""
 
     value: object
@@ -24,8 +24,8 @@ class Given(NamedTuple):
 class Part(NamedTuple):
     """The values that one block or call of `cls` gives, by the fields' words.
 
-    `selected` are the layers of a `layers` block that keeps their numbers. `incomplete` says that some of it did not
-    parse, so missing fields are not reported.
+    `selected` are the layers that a `layers` block with a selector is for. `incomplete`: a part of it did not parse, so
+    that missing fields are not reported.
     """
 
     cls: type[Node]
@@ -33,25 +33,25 @@ class Part(NamedTuple):
     label: String | None = None
     selector: Expression | None = None
     selected: tuple[int, ...] | None = None
-    given: Mapping[str, Given] = {}
+    stated: Mapping[str, Stated] = {}
     blocks: Mapping[str, list[Part]] = {}
     incomplete: bool = False
 
     def where(self, word: str) -> Span | None:
-        """The place where `word` was given, by a name or by a block."""
-        if word in self.given:
-            return self.given[word].name
+        """The place of `word`, a name or a block."""
+        if word in self.stated:
+            return self.stated[word].name
         return self.blocks[word][-1].span if self.blocks.get(word) else None
 
 
 def merged(earlier: Part, later: Part) -> Part:
     """`later` over `earlier`: a name is replaced, a single block is merged into, labelled blocks meet by label."""
-    given = {word: value for word, value in earlier.given.items() if not _replaced(later, word)}
+    stated = {word: value for word, value in earlier.stated.items() if not _replaced(later, word)}
     blocks = {word: parts for word, parts in earlier.blocks.items() if not _replaced(later, word)}
     for word, parts in later.blocks.items():
         blocks[word] = _merged_blocks(blocks.get(word, []), parts)
     return later._replace(
-        given={**given, **later.given}, blocks=blocks, incomplete=earlier.incomplete or later.incomplete
+        stated={**stated, **later.stated}, blocks=blocks, incomplete=earlier.incomplete or later.incomplete
     )
 
 
@@ -67,8 +67,8 @@ def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]]
         values["layers"] = part.selected
     for word, known in fields(part.cls).items():
         block = known.block
-        if word in part.given:
-            values[known.name], spans[known.name] = part.given[word].value, part.given[word].span
+        if word in part.stated:
+            values[known.name], spans[known.name] = part.stated[word].value, part.stated[word].span
         elif block and part.blocks.get(word):
             nodes = [build(scope, inner) for inner in part.blocks[word]]
             broken = any(isinstance(node, Broken) for node in nodes)

@@ -1,4 +1,4 @@
-"""The value of an expression in a field that it is tried in, and the same value as it is written there.
+"""Tries expressions as values of a field, and rewrites foreign ones as moec writes them.
 
 Imported where there is an error. A text is tried before it is offered: it must give a value without an error.
 """
@@ -36,16 +36,16 @@ def value_in(scope: Scope, known: Field, expression: Expression) -> object:
 
 
 def value_or_fixable(scope: Scope, known: Field, expression: Expression) -> tuple[object, bool]:
-    """The value of `expression` in the field `known`, and whether it stands there as it is or with fixes of its own.
+    """The value of `expression` in the field `known`, and whether it fits there, as it is or after fixes.
 
-    Mistakes inside of it are diagnosed if each has a fix: else it is not sure that this is its field.
+    Mistakes inside of it are diagnosed if all have fixes; otherwise it may be meant for another field.
     """
     value = value_in(scope, known, expression)
     if not isinstance(value, Broken):
         return value, True
     inner = Scope(lets=scope.lets)
     resolve(inner, known.kinds, expression, known)
-    is_certain = bool(inner.diagnostics) and all(found.fix for found in inner.diagnostics)
+    is_certain = bool(inner.diagnostics) and all(diagnostic.fix for diagnostic in inner.diagnostics)
     if is_certain:
         scope.diagnostics += inner.diagnostics
         scope.moved |= inner.moved
@@ -53,7 +53,7 @@ def value_or_fixable(scope: Scope, known: Field, expression: Expression) -> tupl
 
 
 def rewritten(scope: Scope, known: Field, value: Expression) -> tuple[str, str] | None:
-    """The text that says in the field `known` what `value` says elsewhere, and why; None where that is not plain."""
+    """The text that is equal to `value` in the field `known`, and a help; None if that is not certain."""
     for text, help in _rewritings(known.kinds, value):
         if has_value(scope, known, text):
             return text, help
@@ -75,13 +75,13 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
         if not defaults_elsewhere(synonym(plain) or plain.lower()):
             yield plain.lower(), f"here it is written `{plain.lower()}`"
         text, value = plain, Name(plain, value.span)
-    if isinstance(value, Name | Number) and (found := synonym(text)) and not defaults_elsewhere(found):
-        yield found, f"here it is written `{found}`"
+    if isinstance(value, Name | Number) and (same := synonym(text)) and not defaults_elsewhere(same):
+        yield same, f"here it is written `{same}`"
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield text_of(value.items[0]), f"one value, without brackets: `{text_of(value.items[0])}`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
         if isinstance(value, Operation) and all(sign == "+" for sign, _ in value.rest):
-            items = ", ".join(text_of(each) for each in (value.first, *(each for _, each in value.rest)))
+            items = ", ".join(text_of(summand) for summand in (value.first, *(summand for _, summand in value.rest)))
             yield f"[{items}]", f"several are a list: `[{items}]`"
         yield f"[{text}]", f"a list is written in brackets, even with one element: `[{text}]`"
     if isinstance(value, Operation) and len(value.rest) == 1 and value.rest[0][0] == "*":
@@ -102,7 +102,7 @@ def _rewritings(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str,
 def _calls(kinds: Sequence[Kind], value: Expression, text: str) -> Iterator[tuple[str, str]]:
     """`factor(1.25)` for 1.25, and `rope()` for true, where only one call can be meant.
 
-    A whole number in place of a factor or rate is none: `capacity = 64` may be meant as 64 places.
+    A whole number in place of a factor or rate is ambiguous: `capacity = 64` may be meant as 64 places.
     """
     classes = {word: cls for kind in kinds if isinstance(kind, CallKind) for word, cls in kind.classes.items()}
     if isinstance(value, Number | Negative):

@@ -14,7 +14,7 @@ from moec.grammar.syntax.tree import Expression, Name
 
 
 class Broken(Enum):
-    """Replaces a value that has a diagnostic already; code that needs the value reports nothing further."""
+    """Replaces a value that has a diagnostic already; code that needs the value reports no further one."""
 
     BROKEN = "broken"
 
@@ -32,7 +32,7 @@ class Quantity(NamedTuple):
 class Constant(NamedTuple):
     """The value of a `let`. `place` is the place of its value, or the `--let` that overrides it.
 
-    `overrides` are the texts of the `--let`s that have a part in it, its own or those of the constants that it uses.
+    `overrides` are the texts of the `--let`s that change it, its own or those of the constants that it uses.
     """
 
     value: Expression | Broken

@@ -14,7 +14,7 @@ from moec.grammar.resolve.clusters import Machines, resolve_clusters
 from moec.grammar.resolve.layers import resolve_layers, select_layers
 from moec.grammar.resolve.lets import declare_lets
 from moec.grammar.resolve.library import library_names, read_library
-from moec.grammar.resolve.parts import Given, Part, build
+from moec.grammar.resolve.parts import Part, Stated, build
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
@@ -42,10 +42,10 @@ def resolve(
     *,
     complete: bool,
 ) -> tuple[Spec | None, list[Diagnostic], list[tuple[Span, str]]]:
-    """The Spec that `statements` say, in the order read, or what is wrong with them; and where an override had a part.
+    """The Spec of `statements`, or None; their diagnostics; and the spans of values that an override changed.
 
-    `overrides` replace the values of `let`s; `whole` is what to point at where a whole file lacks something, unless
-    it is not `complete` because some of it could not be read or did not parse.
+    `overrides` replace the values of `let`s. `whole` is the span for something that the whole file lacks; it is not
+    reported if the file is not `complete` because a part of it could not be read or did not parse.
     """
     scope = Scope()
     statements = list(statements)
@@ -63,7 +63,7 @@ def resolve(
 
 
 class _Top:
-    """The blocks outside of all blocks, read but not yet built."""
+    """The top-level blocks, read but not yet built."""
 
     def __init__(self, scope: Scope, complete: bool) -> None:
         self.scope = scope
@@ -82,7 +82,7 @@ class _Top:
                 self.incomplete = True
 
     def _outside(self, statement: Assignment) -> None:
-        """Reports a name outside of all blocks."""
+        """Reports a name at the top level."""
         from moec.grammar.resolve.unknown import outside  # good files do without it
 
         words = [*_singles(), LayerModule.word, ClusterText.word, Device.word]
@@ -149,7 +149,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     spans: dict[str, Span] = {}
     model = top.singles.get(Model.word)
     for word, part in top.singles.items():
-        if part.cls is Train and model and _of_images(model) and "sequence" not in part.given:
+        if part.cls is Train and model and _takes_images(model) and "sequence" not in part.stated:
             part = _without(part, "sequence")
         values[word] = _model(scope, part) if part.cls is Model else build(scope, _placed(scope, part, top))
         spans[word] = part.span
@@ -170,24 +170,24 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
     if Layer.word in part.blocks:
         layers = resolve_layers(scope, part)
         first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span
-        part = part._replace(given={**part.given, Layer.word: Given(layers, first, first)})
-    if _of_images(part) and "vocab" not in part.given:
+        part = part._replace(stated={**part.stated, Layer.word: Stated(layers, first, first)})
+    if _takes_images(part) and "vocab" not in part.stated:
         part = _without(part, "vocab")
-    vocab, embedding = (part.given.get(name) for name in ("vocab", "embedding"))
+    vocab, embedding = (part.stated.get(name) for name in ("vocab", "embedding"))
     if vocab and embedding and isinstance(vocab.value, int) and isinstance(embedding.value, TokenEmbedding):
         scope.diagnostics += rules.special_ids(embedding.value, vocab.value, vocab.span)
     return build(scope, part)
 
 
-def _of_images(model: Part) -> bool:
-    """Whether a model takes images, which have no `vocab` and fix `sequence`; also where its embedding is broken."""
-    embedding = model.given.get("embedding")
+def _takes_images(model: Part) -> bool:
+    """Whether a model takes images, which have no `vocab` and fix `sequence`; True also if its embedding is broken."""
+    embedding = model.stated.get("embedding")
     return embedding is not None and not isinstance(embedding.value, TokenEmbedding)
 
 
 def _without(part: Part, name: str) -> Part:
     """The block with no value for a name that it does not need."""
-    return part._replace(given={**part.given, name: Given(None, part.span, part.span)})
+    return part._replace(stated={**part.stated, name: Stated(None, part.span, part.span)})
 
 
 def _placed(scope: Scope, part: Part, top: _Top) -> Part:
@@ -196,7 +196,7 @@ def _placed(scope: Scope, part: Part, top: _Top) -> Part:
     if part.cls is not Parallel or not blocks:
         return part
     model = top.singles.get(Model.word)
-    depth = model.given.get("depth") if model else None
+    depth = model.stated.get("depth") if model else None
     if model and (depth is None or not isinstance(depth.value, int)):
         return part._replace(incomplete=True)  # diagnosed there
     size, span = (depth.value, depth.span) if depth else (1, part.span)
@@ -217,13 +217,13 @@ def _lengths(scope: Scope, top: _Top) -> None:
         top.incomplete
         or model is None
         or model.incomplete
-        or _of_images(model)
+        or _takes_images(model)
         or (train is not None and train.incomplete)
     ):
         return
-    context = model.given.get("context")
-    sequence = train.given.get("sequence") if train else None
-    if (train and not sequence) or any(given and given.value is BROKEN for given in (context, sequence)):
+    context = model.stated.get("context")
+    sequence = train.stated.get("sequence") if train else None
+    if (train and not sequence) or any(stated and stated.value is BROKEN for stated in (context, sequence)):
         return
     limit = (context.value, context.span) if context else (None, None)
     length = (sequence.value, sequence.span) if sequence else None

@@ -1,6 +1,6 @@
-"""A name that its block or call does not have: what it is called here, where it belongs, or the nearest name.
+"""Diagnoses a name that its block or call does not have: moec's name for it, its block, or the nearest name.
 
-Imported where there is an error. No name is suggested that is given already, and a fix is tried before it is offered.
+Imported only after an error. It suggests no name that the block has already, and tries a fix before it offers it.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ def unknown_name(
     cls: type[Node],
     name: Name,
     value: Expression | None,
-    given: Mapping[str, Span],
+    stated: Mapping[str, Span],
     meant_before: Collection[str] = (),
     texts: Mapping[str, str] | None = None,
 ) -> Meant | None:
     """Diagnose `name = value`, or a block `name`, which `cls` does not have.
 
-    `given` are the names beside it, `texts` the plain values of those, and `meant_before` those that other unknown
-    names were taken for.
+    `stated` are the other names of the block or call, `texts` their plain values, and `meant_before` the names that
+    other unknown names were taken for.
     """
     message = f"`{name.text}` is not known here"
     if scope.trial:
         scope.error("MOE0201", name.span, message)
         return None
     known = fields(cls)
-    if found := alias(name.text, cls.word):
-        return _other_system(scope, cls, name, value, given, found, meant_before, texts or {})
-    taken = {word for word in known if word in given or word in meant_before}
-    taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
+    if foreign := alias(name.text, cls.word):
+        return _other_system(scope, cls, name, value, stated, foreign, meant_before, texts or {})
+    taken = {word for word in known if word in stated or word in meant_before}
+    taken |= {word for slot in cls.exclusive if any(other in stated for other in slot) for word in slot}
     free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
     best, slip = nearest(name.text, free), meant(name.text, free)
-    owner = "" if slip else belongs(cls, name.text, plain(value), given)
+    owner = "" if slip else belongs(cls, name.text, plain(value), stated)
     if best is not None and not owner:
         field = known[best]
-        found_value: object = BROKEN
+        value_here: object = BROKEN
         is_certain = value is None and field.block is not None
         if value is not None and not field.block:
-            found_value, is_certain = value_or_fixable(scope, field, value)
+            value_here, is_certain = value_or_fixable(scope, field, value)
         scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=slip if is_certain else None)
-        return best, found_value
-    repeated = nearest(name.text, {word for word in known if word in given})
+        return best, value_here
+    repeated = nearest(name.text, {word for word in known if word in stated})
     if repeated is not None and not owner:
-        label = Label(span=given[repeated], message="given here")
+        label = Label(span=stated[repeated], message="given here")
         scope.error(
             "MOE0201", name.span, message, label, help=f"leave `{name.text}` out: `{repeated}` is given already"
         )
@@ -74,45 +74,45 @@ def _other_system(
     cls: type[Node],
     name: Name,
     value: Expression | None,
-    given: Mapping[str, Span],
-    found: Alias,
+    stated: Mapping[str, Span],
+    foreign: Alias,
     meant_before: Collection[str],
     texts: Mapping[str, str],
 ) -> Meant | None:
-    """Diagnose a name of another system. There is a fix where it is the same in every system that has the name."""
+    """Diagnose a name of another system. There is a fix if every system with the name means the same by it."""
     known, message = fields(cls), f"`{name.text}` is not known here"
-    words = {_here(cls, meaning) for meaning in found.meanings}
+    words = {_here(cls, meaning) for meaning in foreign.meanings}
     word = words.pop() if len(words) == 1 else ""
     text = plain(value)
-    scope.moved |= found.heads
-    if isinstance(value, String) and _is_special(found, value.value):
+    scope.moved |= foreign.heads
+    if isinstance(value, String) and _is_special(foreign, value.value):
         text = value.value
-    if not word or _is_special(found, text):
-        here = all(meaning.path[-2:-1] == (cls.word,) for meaning in found.meanings)
-        scope.error("MOE0201", name.span, message, help=together(found, text, texts, here=here))
+    if not word or _is_special(foreign, text):
+        here = all(meaning.path[-2:-1] == (cls.word,) for meaning in foreign.meanings)
+        scope.error("MOE0201", name.span, message, help=together(foreign, text, texts, here=here))
         return None
-    is_same = found.renames if cls.form == "call" else found.plain
-    renamed = is_same and all(meaning.name == word for meaning in found.meanings)
-    if word in given and (renamed or word in known):
-        label = Label(span=given[word], message="given here")
+    is_same = foreign.renames if cls.form == "call" else foreign.plain
+    renamed = is_same and all(meaning.name == word for meaning in foreign.meanings)
+    if word in stated and (renamed or word in known):
+        label = Label(span=stated[word], message="given here")
         help = f"here it is called `{word}`, which is given already: keep one of them"
         if not renamed:
-            help = f"{together(found, text, texts, here=True)}; `{word}` is given already: say it there"
+            help = f"{together(foreign, text, texts, here=True)}; `{word}` is given already: say it there"
         scope.error("MOE0201", name.span, message, label, help=help)
         return None
-    found_value: object = BROKEN
+    value_here: object = BROKEN
     fix: list[Edit] = []
-    help = together(found, text, texts, here=True)
-    first = found.meanings[0]
+    help = together(foreign, text, texts, here=True)
+    first = foreign.meanings[0]
     if value is not None and renamed:
-        found_value = value_in(scope, known[word], value)
-        right = None if not isinstance(found_value, Broken) else rewritten(scope, known[word], value)
+        value_here = value_in(scope, known[word], value)
+        right = None if not isinstance(value_here, Broken) else rewritten(scope, known[word], value)
         is_one = "{}" in first.row.form or right is not None  # else `betas` is several words here
-        if word not in meant_before and is_one and (not isinstance(found_value, Broken) or right):
+        if word not in meant_before and is_one and (not isinstance(value_here, Broken) or right):
             fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
-        if right or (not found.plain and "{}" in first.row.form):
+        if right or (not foreign.plain and "{}" in first.row.form):
             help = f"here it is called `{word}`: `{word} = {right[0] if right else text or first.row.example}`"
-    elif value is not None and found.one is not None and first.row.convert and text and word not in meant_before:
+    elif value is not None and foreign.one is not None and first.row.convert and text and word not in meant_before:
         written = first.written(text)
         if has_value(scope, known[word], written.partition(" = ")[2]):
             fix = [Edit(name.span.to(value.span), written)]
@@ -120,23 +120,23 @@ def _other_system(
     if mark and not mark.words:
         help = f"leave it out: `{word}` is not supported yet"
     scope.error("MOE0201", name.span, message, help=help, fix=fix)
-    return word, found_value
+    return word, value_here
 
 
-def _is_special(found: Alias, text: str) -> bool:
+def _is_special(foreign: Alias, text: str) -> bool:
     """Whether a system's name has another form for this value."""
-    return any(text.lower() in meaning.row.but for meaning in found.meanings)
+    return any(text.lower() in meaning.row.but for meaning in foreign.meanings)
 
 
-def _here(cls: type[Node], found: Meaning) -> str:
-    """The name of `cls` that says it: the same under another name, or the one that its form gives."""
+def _here(cls: type[Node], meaning: Meaning) -> str:
+    """The name of `cls` with this meaning: the one with the same value, or the one that its form gives."""
     known = fields(cls)
-    if not found.path:
+    if not meaning.path:
         return ""
-    direct = found.row.form.startswith(f"{found.name} = ")
-    if found.name in known and (direct if cls.form == "block" else found.head != found.name):
-        return found.name
-    return found.head if found.head in known else ""
+    direct = meaning.row.form.startswith(f"{meaning.name} = ")
+    if meaning.name in known and (direct if cls.form == "block" else meaning.head != meaning.name):
+        return meaning.name
+    return meaning.head if meaning.head in known else ""
 
 
 def plain(value: Expression | None) -> str:
@@ -148,34 +148,34 @@ def plain(value: Expression | None) -> str:
 
 
 def outside(scope: Scope, statement: Assignment, blocks: list[str]) -> str:
-    """Help for a name that stands outside of all blocks."""
+    """Help for a name at the top level."""
     word = statement.name.text
-    if found := alias(word):
-        scope.moved |= found.heads
-        return found.said(plain(statement.value))
+    if foreign := alias(word):
+        scope.moved |= foreign.heads
+        return foreign.said(plain(statement.value))
     owner = belongs(Spec, word)
     return f"it belongs in {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"
 
 
 def unknown_block(
-    scope: Scope, block: Block, singles: Mapping[str, type[Node]], allowed: list[str], given: Collection[str]
+    scope: Scope, block: Block, singles: Mapping[str, type[Node]], allowed: list[str], stated: Collection[str]
 ) -> str | None:
-    """Diagnose a block outside of all others that there is not; the word that was probably meant."""
+    """Diagnose an unknown top-level block; returns the word that was probably meant."""
     word = block.kind.text
     owner = next((owner for owner, cls in singles.items() if word in fields(cls)), None)
     if owner:
         scope.error("MOE0211", block.kind.span, f"`{word}` belongs in `{owner}`")
         return None
-    free = sorted(set(allowed) - set(given))
-    found = alias(word)
+    free = sorted(set(allowed) - set(stated))
+    foreign = alias(word)
     best = nearest(word, free)
-    help = found.said() if found else advice(word, free)
+    help = foreign.said() if foreign else advice(word, free)
     scope.error("MOE0201", block.kind.span, f"`{word}` is not known here", help=help, instead=meant(word, free))
     return best
 
 
 def betas(scope: Scope, name: Name, value: Expression, known: Collection[str]) -> bool:
-    """Diagnose `betas = [0.9, 0.95]` where each has a name of its own; whether it was that."""
+    """Diagnose `betas = [0.9, 0.95]`, for which moec has two names; returns whether the assignment is that."""
     if name.text != "betas" or "beta1" not in known or not isinstance(value, Sequence) or len(value.items) != 2:
         return False
     source = value.span.source.text
@@ -186,37 +186,39 @@ def betas(scope: Scope, name: Name, value: Expression, known: Collection[str]) -
     return True
 
 
-def belongs(cls: type[Node], word: str, value: str = "", given: Collection[str] = ()) -> str:
+def belongs(cls: type[Node], word: str, value: str = "", stated: Collection[str] = ()) -> str:
     """Where `word` belongs: a block in this one, a block elsewhere, or a call of this block or of the blocks in it.
 
-    A call may stand at one of the names that are `given` already.
+    The call may be the value of one of the names that are `stated`.
     """
     blocks = _blocks()
     inside = [known.block.cls for known in fields(cls).values() if known.block]
-    owners = [each for each in inside if word in fields(each)] or [each for each in blocks if word in fields(each)]
+    owners = [owner for owner in inside if word in fields(owner)] or [
+        owner for owner in blocks if word in fields(owner)
+    ]
     if owners:
-        return " or ".join(dict.fromkeys(f"`{each.word} {{ … }}`" for each in owners))
-    return _owner(cls, word, value or "…", given) or _as_call(cls, word, value or "…", given) or ""
+        return " or ".join(dict.fromkeys(f"`{owner.word} {{ … }}`" for owner in owners))
+    return _owner(cls, word, value or "…", stated) or _as_call(cls, word, value or "…", stated) or ""
 
 
-def _already(known: Field, given: Collection[str]) -> str:
-    return f"; `{known.word}` is given already: say it there" if known.word in given else ""
+def _already(known: Field, stated: Collection[str]) -> str:
+    return f"; `{known.word}` is given already: say it there" if known.word in stated else ""
 
 
-def _owner(block: type[Node], word: str, value: str, given: Collection[str]) -> str | None:
+def _owner(block: type[Node], word: str, value: str, stated: Collection[str]) -> str | None:
     """The calls that have `word`, of this block or of those in it: `` `attention = gqa(clip = …)` (or `mha(…)`) ``."""
     for known in fields(block).values():
         classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
         if owners := [cls.word for cls in classes if word in fields(cls)]:
             others = f" (or {', '.join(f'`{owner}(…)`' for owner in owners[1:3])})" if owners[1:] else ""
-            return f"`{known.word} = {owners[0]}({word} = {value})`{others}{_already(known, given)}"
-        if known.block and (found := _owner(known.block.cls, word, value, ())):
-            return found
+            return f"`{known.word} = {owners[0]}({word} = {value})`{others}{_already(known, stated)}"
+        if known.block and (inner := _owner(known.block.cls, word, value, ())):
+            return inner
     return None
 
 
-def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -> str | None:
-    """Where the call `word` stands in this block or in those in it, as in `` `balance = [z_loss(0.001)]` ``."""
+def _as_call(block: type[Node], word: str, value: str, stated: Collection[str]) -> str | None:
+    """The assignment with the call `word` in this block or an inner one: `` `balance = [z_loss(0.001)]` ``."""
     for known in fields(block).values():
         for kind in known.kinds:
             for item in _within(kind):
@@ -226,16 +228,16 @@ def _as_call(block: type[Node], word: str, value: str, given: Collection[str]) -
                 call = f"{word}({nothing if value == 'true' else value})"
                 call = f"8 * {call}" if isinstance(kind, ProductKind) else call
                 written = f"`{known.word} = {f'[{call}]' if isinstance(kind, ListKind) else call}`"
-                return written + _already(known, given)
-        if known.block and (found := _as_call(known.block.cls, word, value, ())):
-            return found
+                return written + _already(known, stated)
+        if known.block and (inner := _as_call(known.block.cls, word, value, ())):
+            return inner
     return None
 
 
 def _within(kind: Kind) -> tuple[Kind, ...]:
     """The kinds of a product's factors, of a list's elements, or the kind itself."""
     if isinstance(kind, ProductKind):
-        return tuple(each for factor in fields(kind.cls).values() for each in factor.kinds)
+        return tuple(inner for factor in fields(kind.cls).values() for inner in factor.kinds)
     return kind.items if isinstance(kind, ListKind) else (kind,)
 
 

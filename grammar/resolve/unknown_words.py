@@ -1,4 +1,4 @@
-"""A word where words stand, but not one of them: what it is called here, or the nearest of them.
+"""Diagnoses a word that is not one of the allowed words: moec's word for it, or the nearest allowed one.
 
 Imported where there is an error.
 """
@@ -35,8 +35,8 @@ def diagnose_unknown_word(
     if (isinstance(value, Call) or defaults_elsewhere(same)) and same in words(known.kinds) and not written.lets:
         # Only the word is wrong, or its arguments too.
         arguments = value.arguments if isinstance(value, Call) else ()
-        given = {argument.name.text for argument in arguments if argument.name}
-        other_defaults = defaults_elsewhere(same, given | {"beta1", "beta2"} if "betas" in given else given)
+        stated = {argument.name.text for argument in arguments if argument.name}
+        other_defaults = defaults_elsewhere(same, stated | {"beta1", "beta2"} if "betas" in stated else stated)
         help = f"here it is called `{same}`" + (f"; {other_defaults}" if other_defaults else "")
         scope.error("MOE0201", name.span, message, help=help, instead=None if other_defaults else same)
         resolve(scope, known.kinds, Call(Name(same, name.span), arguments, value.span), known)
@@ -53,7 +53,7 @@ def diagnose_unknown_word(
 
 
 def _without(known: Field, word: str, same: str) -> str:
-    """Help for a word that says none, and for one that cannot be compiled yet."""
+    """Help for a word that means "none", and for one that cannot be compiled yet."""
     if word.lower() in NONE and not known.required:
         return f"for none, leave `{known.word}` out"
     mark = known.not_yet
@@ -71,7 +71,7 @@ def _nearest(known: Field, word: str, allowed: list[str]) -> str:
 
 
 def _can_stand(scope: Scope, known: Field, value: Name | Call, word: str) -> bool:
-    """Whether `value` stands here once its word is replaced by `word`."""
+    """Whether `value` fits after its word is replaced by `word`."""
     name = Name(word, value.span if isinstance(value, Name) else value.name.span)
     tried = name if isinstance(value, Name) else Call(name, value.arguments, value.span)
     return value_or_fixable(scope, known, tried)[1]

@@ -21,9 +21,9 @@ MAX_FILES = 256
 
 
 class Files:
-    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one.
+    """Reads a main file and the files that it uses. `folder` is the main file's; None for a text without one.
 
-    `used_at` is the place that brought each other file in.
+    `used_at` has the `use` of every other file.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moec.grammar.resolve.numbers import is_arithmetic, number
-from moec.grammar.resolve.parts import Given, Part, build, report_twice
+from moec.grammar.resolve.parts import Part, Stated, build, report_twice
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import (
     CallKind,
@@ -70,29 +70,31 @@ def _call(scope: Scope, cls: type[Node], written: Written) -> Node | Broken:
 
 def _arguments(scope: Scope, cls: type[Node], call: Call, written: Written) -> Part:
     by_position = positional(cls)
-    given: dict[str, Given] = {}
+    stated: dict[str, Stated] = {}
     incomplete = False
     for index, argument in enumerate(call.arguments):
         known = _parameter(scope, cls, call, index, argument, by_position)
         if known is None:
-            if argument.name is None or not (meant := _unknown(scope, cls, argument.name, argument.value, call, given)):
+            if argument.name is None or not (
+                meant := _unknown(scope, cls, argument.name, argument.value, call, stated)
+            ):
                 incomplete = True
             else:
-                given.setdefault(meant[0], Given(meant[1], argument.value.span, argument.name.span))
+                stated.setdefault(meant[0], Stated(meant[1], argument.value.span, argument.name.span))
             continue
         place = argument.name.span if argument.name else argument.value.span
-        if known.word in given:
-            report_twice(scope, known.word, place, given[known.word].name)
+        if known.word in stated:
+            report_twice(scope, known.word, place, stated[known.word].name)
             continue
         value = resolve(scope, known.kinds, argument.value, known)
-        given[known.word] = Given(value, argument.value.span, place)
-    return Part(cls, written.span, given=given, incomplete=incomplete)
+        stated[known.word] = Stated(value, argument.value.span, place)
+    return Part(cls, written.span, stated=stated, incomplete=incomplete)
 
 
 def _parameter(
     scope: Scope, cls: type[Node], call: Call, index: int, argument: Argument, by_position: list[Field]
 ) -> Field | None:
-    """The field that an argument is for; None after a diagnostic, or for a name that there is not."""
+    """The field of an argument; None after a diagnostic, or for an unknown name."""
     known = fields(cls)
     if argument.name is None:
         if any(earlier.name for earlier in call.arguments[:index]):
@@ -110,15 +112,15 @@ def _parameter(
 
 
 def _unknown(
-    scope: Scope, cls: type[Node], name: Name, value: Expression, call: Call, given: Mapping[str, Given]
+    scope: Scope, cls: type[Node], name: Name, value: Expression, call: Call, stated: Mapping[str, Stated]
 ) -> tuple[str, object] | None:
-    """Diagnose a name that `cls` does not have; what was probably meant."""
+    """Diagnose a name that `cls` does not have; returns what was probably meant."""
     from moec.grammar.resolve.unknown import betas, unknown_name  # good files do without it
 
     if betas(scope, name, value, fields(cls)):
         return None
-    beside = {each.name.text: each.name.span for each in call.arguments if each.name}
-    beside |= {word: each.name for word, each in given.items()}
+    beside = {argument.name.text: argument.name.span for argument in call.arguments if argument.name}
+    beside |= {word: argument.name for word, argument in stated.items()}
     return unknown_name(scope, cls, name, value, beside)
 
 
@@ -134,8 +136,8 @@ def _product(scope: Scope, cls: type[Node], written: Written, product: Operation
         first = Operation(first, product.rest[:-1], inner)  # `2 * n * swiglu(64)`
     counted = resolve(scope, count.kinds, first, count)
     described = resolve(scope, body.kinds, last, body)
-    given = {
-        count.word: Given(counted, first.span, first.span),
-        body.word: Given(described, last.span, last.span),
+    stated = {
+        count.word: Stated(counted, first.span, first.span),
+        body.word: Stated(described, last.span, last.span),
     }
-    return build(scope, Part(cls, written.span, given=given))
+    return build(scope, Part(cls, written.span, stated=stated))

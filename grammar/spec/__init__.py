@@ -103,8 +103,8 @@ class Spec(Node):
     @property
     def layer(self) -> LayerModule:
         """The one `layer` of a file without a model that no other contains."""
-        used = {part.body.name for each in self.layers for part in each.moe.parts if isinstance(part.body, Mixture)}
-        (layer,) = (each for each in self.layers if each.name not in used)
+        used = {part.body.name for layer in self.layers for part in layer.moe.parts if isinstance(part.body, Mixture)}
+        (layer,) = (layer for layer in self.layers if layer.name not in used)
         return layer
 
     @property

@@ -81,9 +81,9 @@ class Node:
         node._hold(every, frozenset(values), dict(spans))
         return node
 
-    def _hold(self, values: Mapping[str, object], given: frozenset[str], spans: Mapping[str, Span]) -> None:
+    def _hold(self, values: Mapping[str, object], stated: frozenset[str], spans: Mapping[str, Span]) -> None:
         self.__dict__.update(values)
-        object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "_given", stated)
         object.__setattr__(self, "_spans", spans)
 
     def span(self, field: str = "") -> Span | None:
@@ -140,10 +140,10 @@ class Node:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
 
-def _rebuilt(cls: type[Node], values: Mapping[str, object], given: frozenset[str], spans: Mapping[str, Span]) -> Node:
+def _rebuilt(cls: type[Node], values: Mapping[str, object], stated: frozenset[str], spans: Mapping[str, Span]) -> Node:
     """A node from what `__reduce__` gives, for processes that a script starts."""
     node = cls.__new__(cls)
-    node._hold(values, given, spans)
+    node._hold(values, stated, spans)
     return node
 
 
@@ -154,13 +154,13 @@ def field_names(cls: type[Node]) -> tuple[str, ...]:
 
 def field_types(cls: type[Node]) -> dict[str, Any]:
     """The fields' annotations, as written; read once per class."""
-    found = _ANNOTATIONS.get(cls)
-    if found is None:
+    annotated = _ANNOTATIONS.get(cls)
+    if annotated is None:
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Node) and base is not Node]
         annotations = [item for base in bases for item in base.__annotations__.items()]
-        found = {name: value for name, value in annotations if not _is_class_var(value)}
-        _ANNOTATIONS[cls] = found
-    return found
+        annotated = {name: value for name, value in annotations if not _is_class_var(value)}
+        _ANNOTATIONS[cls] = annotated
+    return annotated
 
 
 def _is_class_var(annotation: object) -> bool:

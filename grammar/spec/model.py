@@ -303,8 +303,8 @@ def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
     Two layers are the same if they are one object, or equal and made in Python, without spans. The printer and the
     compiler both use this function, so a Spec that is printed and read again compiles to the same layers.
     """
-    found: dict[object, tuple[Layer, list[int]]] = {}
+    alike: dict[object, tuple[Layer, list[int]]] = {}
     for number, layer in enumerate(layers):
         key = layer if layer.span() is None else id(layer)
-        found.setdefault(key, (layer, []))[1].append(number)
-    return list(found.values())
+        alike.setdefault(key, (layer, []))[1].append(number)
+    return list(alike.values())

@@ -49,8 +49,8 @@ def arrange(source: Source, tokens: list[Token] | None = None) -> Arranged:
 class _Brackets:
     """Matches brackets: a brace inside a parenthesis means that the parenthesis was not closed.
 
-    Where braces do not come out even, indentation tells which one is to blame: with `hinted`, what is not indented
-    further than the line of an open brace stands outside of it.
+    If braces do not match, indentation shows which one is wrong: with `hinted`, a line that is not indented further
+    than the line of an open brace is outside of it.
     """
 
     def __init__(self, source: Source, tokens: list[Token], *, hinted: bool = False) -> None:
@@ -86,7 +86,7 @@ class _Brackets:
         self.missing = self.finish()
 
     def _heed(self, index: int, token: Token) -> bool:
-        """Close the braces that the first token of a line is outside of; False where it closes one too many."""
+        """Close the braces that the first token of a line is outside of; False if the line closes one too many."""
         here = self._indent(token)
         while self.stack and self.stack[-1][1].kind == "LBRACE":
             opener = self.stack[-1][1]

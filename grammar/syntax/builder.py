@@ -94,10 +94,10 @@ class Builder:
         return Sequence(items, self._span(opening, parts[-1]))
 
     def _arguments(self, parts: tuple[object, ...]) -> tuple[Argument, ...]:
-        given = [part for part in parts if not _is_punctuation(part)]
+        words = [part for part in parts if not _is_punctuation(part)]
         return tuple(
             part if isinstance(part, Argument) else Argument(None, self._value(part), self._span(part, part))
-            for part in given
+            for part in words
         )
 
     def _name(self, token: Token) -> Name:

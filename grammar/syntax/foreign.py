@@ -1,4 +1,4 @@
-"""Reads the notations of other languages that people type as what they mean here; others are plain syntax errors."""
+"""Replaces frequent notations of other languages by moec's; other notations are plain syntax errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READINGS: tuple[Callable[[Notations, list[Token]], list[Token]], ...] = (
     units,
     betas,
 )
-"""Each reads one habit in the tokens that the one before it left."""
+"""Each function replaces one notation in the tokens of the function before it."""
 
 
 def translated(source: Source, tokens: list[Token]) -> tuple[list[Token] | None, list[Diagnostic]]:

@@ -73,8 +73,8 @@ def thousands(notations: Notations, tokens: list[Token]) -> list[Token]:
     depth = end = 0
     for token in tokens:
         depth = 0 if token.kind in ("LBRACE", "RBRACE") else depth + (token.text in "([") - (token.text in ")]")
-        given = depth <= 0 and [each.kind for each in kept[-2:]] == ["NAME", "EQUAL"]
-        number = _GROUPED.match(text, token.start) if given else None
+        is_value = depth <= 0 and [token.kind for token in kept[-2:]] == ["NAME", "EQUAL"]
+        number = _GROUPED.match(text, token.start) if is_value else None
         if token.start < end:
             continue
         if number is not None:

@@ -94,7 +94,7 @@ class Structure:
         edit = (token.start, token.end, "" if ends else ";")
         help = "a statement ends with its line, or with `;`"
         message = "there is no comma between statements"
-        quoted = self.notations.found.get(NAMES_IN_QUOTES)
+        quoted = self.notations.by_habit.get(NAMES_IN_QUOTES)
         if quoted is None:
             self.notations.add("MOE0109", token.start, token.end, message, help, edit)
         else:  # of lines of JSON: one error for both

@@ -1,7 +1,7 @@
-"""Notations of other languages, read as what they mean here: `//` comments, other quotes, `key: value`.
+"""Replaces notations of other languages by moec's: `//` comments, other quotes, `key: value`.
 
-Runs only over files that do not parse. Each notation is diagnosed once, with the edits of all its places, and its
-tokens are replaced by ours: one habit gives one error, and the rest of the file is checked as if it were written well.
+Runs only on files that do not parse. Each notation is diagnosed once, with the edits of all its places, and its tokens
+are replaced by moec's: one habit gives one error, and the rest of the file is checked as if it were correct.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _YAML = 'a block is written in braces, and its names with `=`: `model "name" { d
 
 @dataclass(slots=True)
 class Notation:
-    """One habit: where it was found first, how often, and the edits of all places."""
+    """One notation: its first place, the number of its places, and the edits of all."""
 
     code: str
     span: Span
@@ -47,23 +47,23 @@ class Notation:
 
 @dataclass(slots=True)
 class Notations:
-    """The notations found in one file, in the order of their first places."""
+    """The notations of other languages in one file, in the order of their first places."""
 
     source: Source
-    found: dict[str, Notation] = field(default_factory=dict)
+    by_habit: dict[str, Notation] = field(default_factory=dict)
 
     def add(
         self, code: str, start: int, end: int, message: str, help: str, *edits: tuple[int, int, str], habit: str = ""
     ) -> None:
         """One place of the habit that `help` is about; `edits` have starts, ends and texts."""
         span = Span(self.source, start, end)
-        notation = self.found.setdefault(habit or help, Notation(code, span, message, help))
+        notation = self.by_habit.setdefault(habit or help, Notation(code, span, message, help))
         notation.edits += [Edit(Span(self.source, first, last), text) for first, last, text in edits]
         notation.count += 1
 
     @property
     def diagnostics(self) -> list[Diagnostic]:
-        return [notation.diagnostic() for notation in self.found.values()]
+        return [notation.diagnostic() for notation in self.by_habit.values()]
 
 
 def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
@@ -94,7 +94,7 @@ def _begins_line(source: Source, token: Token) -> bool:
 
 
 def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Takes `// …` out."""
+    """Removes `// …`."""
     text = notations.source.text
     starts = [token.start for token in tokens]
     constants = {name.text for word, name in pairwise(tokens) if word.kind == "LET"}
@@ -133,7 +133,7 @@ _OPERANDS = frozenset(("NUMBER", "NAME", "RPAR"))
 
 
 def _divides(tokens: list[Token], at: int, constants: set[str]) -> bool:
-    """Whether the two slashes at `at` may be a division: an operand on either side, which as a name is a `let`'s."""
+    """Whether the two slashes at `at` may be a division: on both sides is a number, or a name of a `let`."""
     before, behind = tokens[at - 1 : at], tokens[at + 2 : at + 4]
     if not before or before[0].kind not in _OPERANDS or not behind:
         return False
@@ -210,10 +210,10 @@ def values_in_braces(notations: Notations, tokens: list[Token]) -> list[Token]:
     kept: list[Token] = []
     end = 0
     for at, token in enumerate(tokens):
-        given = len(kept) > 1 and (kept[-1].kind == "EQUAL" or kept[-1].text == ":") and not _is_block(kept[:-1])
+        is_value = len(kept) > 1 and (kept[-1].kind == "EQUAL" or kept[-1].text == ":") and not _is_block(kept[:-1])
         if at < end:
             continue
-        if token.kind == "LBRACE" and given and (end := _behind_brace(tokens, at)):
+        if token.kind == "LBRACE" and is_value and (end := _behind_brace(tokens, at)):
             help = "a value with settings is a call, `topk(2)`; several values stand in `[ ]`, and one without braces"
             notations.add("MOE0109", token.start, token.end, "a value in braces", help)
             kept[-2:] = [Token("ERROR", "", kept[-2].start, tokens[end - 1].end)]

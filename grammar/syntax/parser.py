@@ -1,7 +1,7 @@
 """Text to syntax tree, with every syntax error of the file in one run.
 
-The tables are lark's (see generate.py); the loop that runs them is here, because recovery lives in it: where a
-statement does not parse, it is taken back, an ERROR takes its place, and parsing goes on at the next separator.
+The tables are lark's (see generate.py). This file has its own loop, which recovers from errors: it replaces a statement
+that does not parse by an ERROR, and goes on at the next separator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BEHIND = {
     ("STAR", "STAR"): "powers are numbers: `64` or `1e-4`",
     **dict.fromkeys((("SEPARATOR", "MINUS"), ("SEPARATOR", "SLASH"), ("SLASH", "STAR")), _STATEMENTS),
 }
-"""Help by the kinds of a token that cannot stand where it does, and of the one in front of it."""
+"""Help by the kinds of an unexpected token and of the token before it."""
 
 _TEXTS |= {
     "NAME": "a name",
@@ -136,7 +136,7 @@ class _Parser:
         return tree, self.diagnostics
 
     def _feed(self, token: Token) -> bool:
-        """Take `token` in; False, with the stacks reduced but nothing taken, where it cannot stand here."""
+        """Takes `token`; returns False if it is not valid here, after reducing the stacks."""
         while True:
             target = STATES[self.states[-1]].get(token.kind)
             if target is None:
@@ -183,11 +183,11 @@ class _Parser:
             return "let"
         return "use" if kinds in (["NAME", "STRING", "SEPARATOR"], ["NAME", "STRING", "$END"]) else ""
 
-    def _repair(self, begin: int, meant: str, found: Token) -> None:
+    def _repair(self, begin: int, meant: str, token: Token) -> None:
         first = self.tokens[begin]
         span = Span(self.source, first.start, first.end)
         help = f"did you mean `{meant}`?"
-        message = f"no statement begins so: {_found(found)} cannot follow"
+        message = f"no statement begins so: {_described(token)} cannot follow"
         self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[Edit(span, meant)]))
         self.tokens[begin] = first._replace(kind=KEYWORDS[meant])
 
@@ -205,13 +205,13 @@ class _Parser:
         elif token.kind == "UNCLOSED":
             self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
         else:
-            message = f"expected {_listed(self._expected())}, found {_found(token)}"
+            message = f"expected {_listed(self._expected())}, found {_described(token)}"
             meant = self._keyword(token)
             if meant:
                 help = f"did you mean `{meant.text}`?"
                 self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
                 return
-            help, fix = self._advice(token) or self._of_list(token, begin), self._joined(token)
+            help, fix = self._advice(token) or self._list_help(token, begin), self._joined(token)
             at = self.tokens.index(token, begin)
             before = self.tokens[at - 1].kind if at else "SEPARATOR"
             help = help or (_LAYERS if selects else _BEHIND.get((before, token.kind), ""))
@@ -259,9 +259,9 @@ class _Parser:
             return "names begin with a letter"
         return ""
 
-    def _of_list(self, token: Token, begin: int) -> str:
+    def _list_help(self, token: Token, begin: int) -> str:
         """Help for the comma behind a word or call that a name is given: `balance = switch_loss(0.01), …`."""
-        kinds = [each.kind for each in self.tokens[begin : begin + 3]]
+        kinds = [token.kind for token in self.tokens[begin : begin + 3]]
         ends = token.kind == "COMMA" and "SEPARATOR" in self._expected()
         if not ends or kinds != ["NAME", "EQUAL", "NAME"]:
             return ""
@@ -293,7 +293,7 @@ def _listed(kinds: set[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _found(token: Token) -> str:
+def _described(token: Token) -> str:
     if token.kind == "$END":
         return "the end of the file"
     if token.kind == "SEPARATOR" and token.text != ";":

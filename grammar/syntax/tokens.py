@@ -44,7 +44,7 @@ def invisible(source: Source) -> list[Diagnostic]:
     """An error for each quoted text with characters that do not print: a terminal would obey them, or hide them."""
     if _PLAIN.fullmatch(source.text):
         return []
-    found = []
+    problems = []
     for match in _SCANNER.finditer(source.text):
         if match.lastgroup != "STRING" or match.group().isprintable():
             continue
@@ -52,16 +52,16 @@ def invisible(source: Source) -> list[Diagnostic]:
         span = Span(source, places[0], places[0] + 1)
         message = f"U+{ord(source.text[places[0]]):04X} does not print, and a text has only characters that do"
         fix = [Edit(Span(source, at, at + 1), " " if source.text[at].isspace() else "") for at in places]
-        found.append(diagnose("MOE0102", span, message, help="leave it out, or write a space for it", fix=fix))
-    return found
+        problems.append(diagnose("MOE0102", span, message, help="leave it out, or write a space for it", fix=fix))
+    return problems
 
 
 def tabs(source: Source) -> list[Diagnostic]:
     """One warning for a file with tabs between its words; tabs in comments are allowed."""
     if "\t" not in source.text:
         return []
-    blanks = [found for found in _SCANNER.finditer(source.text) if found.lastgroup == "BLANK"]
-    places = [found.start() + at for found in blanks for at, c in enumerate(found.group()) if c == "\t"]
+    blanks = [blank for blank in _SCANNER.finditer(source.text) if blank.lastgroup == "BLANK"]
+    places = [blank.start() + at for blank in blanks for at, c in enumerate(blank.group()) if c == "\t"]
     if not places:
         return []
     fix = [Edit(Span(source, at, at + 1), "  ") for at in places]

@@ -23,10 +23,10 @@ class Syntax:
     def __init__(self, *values: object, **named: object) -> None:
         """Takes a value for each field, by position or by name. Raises `TypeError` for others."""
         fields = self.__match_args__
-        given = {**dict(zip(fields, values, strict=False)), **named}
-        if len(values) + len(named) != len(fields) or len(given) != len(fields):
+        values_by_name = {**dict(zip(fields, values, strict=False)), **named}
+        if len(values) + len(named) != len(fields) or len(values_by_name) != len(fields):
             raise TypeError(f"{type(self).__name__} takes {', '.join(fields)}")
-        self.__dict__.update(given)
+        self.__dict__.update(values_by_name)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is frozen")

@@ -119,7 +119,7 @@ def argument(name: str, about: str, **attributes: Any) -> Callable[[Function], F
 
 
 def path(**attributes: Any) -> click.Path:
-    """The type of an argument or option that is a path; whether it exists is the body's to say."""
+    """The type of an argument or option that is a path; the command checks whether it exists."""
     return click.Path(path_type=Path, **attributes)
 
 

@@ -1,4 +1,4 @@
-"""What the shell completes: `.moe` files, plans, words and codes; and the two options that give it the script."""
+"""Completion in shells, by click's scripts: of `.moe` files, plans, words and codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASH = """\
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
-"""click's script shows either names or folders; with this one a `.moe` file and the folders beside it are shown."""
+"""click's script shows either names or folders; this one shows `.moe` files and the folders beside them."""
 
 
 @add_completion_class
@@ -42,7 +42,7 @@ class Bash(BashComplete):
 
 
 def _beside(incomplete: str) -> Iterator[os.DirEntry[str]]:
-    """The entries of the folder in which `incomplete` is, that begin like it."""
+    """The entries of the folder of `incomplete` whose names begin like it."""
     folder, start = os.path.split(incomplete)
     try:
         with os.scandir(folder or ".") as entries:
@@ -59,15 +59,15 @@ class FileOrPlan(click.Path):
         self.files, self.plans = files, plans
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The files and plans that begin so, and the folders to look further in."""
+        """The files and plans that begin with `incomplete`, and the folders to look further in."""
         folder = os.path.split(incomplete)[0]
-        found = [
+        items = [
             CompletionItem(os.path.join(folder, entry.name))
             for entry in _beside(incomplete)
             if (self.files and entry.name.endswith(".moe") and entry.is_file())
             or (self.plans and os.path.isfile(os.path.join(entry.path, PLAN)))
         ]
-        return [*found, CompletionItem(incomplete, type="dir")]
+        return [*items, CompletionItem(incomplete, type="dir")]
 
 
 class Subject(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
@@ -76,7 +76,7 @@ class Subject(click.ParamType):  # type: ignore[type-arg]  # generic since click
     name = "subject"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The codes and words that begin so."""
+        """The codes and words that begin with `incomplete`."""
         from moec.grammar.diagnostics import CODES
         from moec.grammar.schema_in_words import vocabulary
 
@@ -91,7 +91,7 @@ class LibraryModel(click.ParamType):  # type: ignore[type-arg]
     name = "name"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The models that begin so."""
+        """The models that begin with `incomplete`."""
         from moec.grammar.resolve.library import library_names
 
         return [CompletionItem(name) for name in library_names("models") if name.startswith(incomplete)]

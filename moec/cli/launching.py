@@ -12,7 +12,7 @@ from moec.cli.command import Command, argument, output_format, path
 from moec.cli.completing import FileOrPlan
 
 WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8s"), "--image": ("k8s",)}
-"""The ways of starting that an option is for; other options are for all of them."""
+"""Options that are for some ways of starting only, with these ways."""
 
 
 class LaunchCommand(Command):
@@ -148,17 +148,17 @@ def _require_plan_first(plan: Path, script: tuple[str, ...], way: str) -> None:
     require_plan(plan, "moec launch", f"moec launch {{}}{words}{end}")
 
 
-def _way(**given: bool) -> str:
+def _way(**options: bool) -> str:
     """The one way that is given, or torchrun. Raises `UsageError` for two."""
-    ways = [way for way, is_given in given.items() if is_given]
+    ways = [way for way, is_given in options.items() if is_given]
     if len(ways) > 1:
         raise click.UsageError(f"--{ways[0]} and --{ways[1]} are two ways to start a plan: give one")
     return ways[0] if ways else "torchrun"
 
 
-def _require_fitting(given: dict[str, object], way: str) -> None:
+def _require_fitting(options: dict[str, object], way: str) -> None:
     """Raises `UsageError` for an option that has a value and is not for `way`."""
-    for option, value in given.items():
+    for option, value in options.items():
         if value and way not in WAYS[option]:
             raise click.UsageError(f"{option} is not for --{way}. An option of the script goes after `--`.")
 

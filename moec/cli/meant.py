@@ -1,4 +1,4 @@
-"""The command that is meant where there is no such command, or where a command got too many arguments."""
+"""Guesses which command is meant if there is no such command, or if a command got too many arguments."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OTHER_NAMES = {
     "test": "verify",
     "version": "--version",
 }
-"""Names that commands have elsewhere."""
+"""Names of commands in other systems."""
 
 
 def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
-    """A help for `word` in a command's place: a command of another name, or a file without one. Empty for others."""
+    """A help for `word` where a command is expected: another system's command, or a file. Empty for other words."""
     if word in STARTS:
         return _launch(rest)
     if word == "help":
@@ -43,12 +43,12 @@ def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
         return f"`moec inspect {word}` shows the plan, `moec verify {word}` compares it with the unsharded model"
     if kind is not None:
         return command_for(kind, Path(word))
-    found = other_file(Path(word))
-    return found[1] if found else ""
+    known_file = other_file(Path(word))
+    return known_file[1] if known_file else ""
 
 
 def _launch(words: Sequence[str]) -> str:
-    """How a script is started, with the plan and the script that are among `words`."""
+    """How to start a script, with the plan and the script that `words` contain."""
     plan = next((word for word in words if word.endswith(".plan") or kind_of(Path(word)) == "plan"), "")
     file = next((word for word in words if word.endswith(".moe")), "")
     script = next((word for word in words if word.endswith(".py")), "train.py")
@@ -66,9 +66,9 @@ def help_for_too_many(context: click.Context, more: Sequence[str], otherwise: st
     takes = " and ".join(argument.make_metavar(context) for argument in arguments) or "no argument"
     listed = ", ".join(f"`{word}`" for word in more)
     message = f"`{name}` takes {takes}, and {listed} {'is' if len(more) == 1 else 'are'} too much"
-    given = [context.params.get(argument.name or "") for argument in arguments]
-    if len(given) != 1 or not isinstance(given[0], Path):
+    values = [context.params.get(argument.name or "") for argument in arguments]
+    if len(values) != 1 or not isinstance(values[0], Path):
         return message, otherwise
-    if any("-o" in p.opts for p in context.command.params) and Path(more[0]).suffix != given[0].suffix:
-        return message, f"the output is an option: `{name} {given[0]} -o {more[0]}`"
-    return message, f"run it for each: {', '.join(f'`{name} {path}`' for path in (given[0], *more))}"
+    if any("-o" in p.opts for p in context.command.params) and Path(more[0]).suffix != values[0].suffix:
+        return message, f"the output is an option: `{name} {values[0]} -o {more[0]}`"
+    return message, f"run it for each: {', '.join(f'`{name} {path}`' for path in (values[0], *more))}"

@@ -27,7 +27,7 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         self.more = more
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name itself. Raises `BadParameter` for a pass that there is not."""
+        """The name itself. Raises `BadParameter` for an unknown pass."""
         from moec.passes.pipeline import PASS_NAMES
 
         allowed = (*PASS_NAMES, *self.more)
@@ -36,7 +36,7 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The passes that begin so."""
+        """The passes that begin with `incomplete`."""
         from moec.passes.pipeline import PASS_NAMES
 
         return [CompletionItem(name) for name in (*PASS_NAMES, *self.more) if name.startswith(incomplete)]

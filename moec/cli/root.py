@@ -1,4 +1,4 @@
-"""`moec` itself: the table of commands, each imported when it is asked for."""
+"""`moec` itself: the table of commands, which are imported on use."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Root(Group):
         return list(COMMANDS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as if an output format in front of a command were given behind it."""
+        """Parses `args` after moving an output format from before the command to behind it."""
         return super().parse_args(ctx, _format_behind(args))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported now."""
+        """The command of that name; imports it."""
         if cmd_name in NOT_YET:
             return _not_yet(cmd_name)
         if cmd_name not in COMMANDS:
@@ -64,14 +64,16 @@ class Root(Group):
 
 
 def _format_behind(args: list[str]) -> list[str]:
-    """`--json check a.moe` as `check --json a.moe`, and `--json checkpoint list` as `checkpoint list --json`."""
+    """Changes `--json check a.moe` to `check --json a.moe`, `--json checkpoint list` to `checkpoint list --json`."""
     first = args[0] if args else ""
-    given = 2 if first == "--format" else 1 if first == "--json" or first.startswith("--format=") else 0
-    words = 2 if args[given : given + 1] in (["checkpoint"], ["weights"], ["import"]) else 1
-    command = args[given : given + words]
-    if not given or not command or any(word.startswith("-") for word in command):
+    num_format_words = 2 if first == "--format" else 1 if first == "--json" or first.startswith("--format=") else 0
+    num_command_words = (
+        2 if args[num_format_words : num_format_words + 1] in (["checkpoint"], ["weights"], ["import"]) else 1
+    )
+    command = args[num_format_words : num_format_words + num_command_words]
+    if not num_format_words or not command or any(word.startswith("-") for word in command):
         return args
-    return [*command, *args[:given], *args[given + words :]]
+    return [*command, *args[:num_format_words], *args[num_format_words + num_command_words :]]
 
 
 def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str | None:
@@ -80,11 +82,11 @@ def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str
         return None
     from moec.cli.completing import SHELLS
 
-    found = Path(os.environ.get("SHELL", "")).name if shell == "auto" else shell
-    if found not in SHELLS:
-        what = f"the shell is {found}" if found else "SHELL is not set"
+    name = Path(os.environ.get("SHELL", "")).name if shell == "auto" else shell
+    if name not in SHELLS:
+        what = f"the shell is {name}" if name else "SHELL is not set"
         raise click.UsageError(f"{what}; name one that is known: {', '.join(SHELLS)}")
-    return found
+    return name
 
 
 def _show_completion(context: click.Context, parameter: click.Parameter, shell: str | None) -> None:
@@ -104,7 +106,7 @@ def _install_completion(context: click.Context, parameter: click.Parameter, shel
         context.exit()
 
 
-_OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_eager": True, "expose_value": False}
+_COMPLETION_OPTION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_eager": True, "expose_value": False}
 
 
 @click.group("moec", cls=Root, context_settings=SETTINGS, invoke_without_command=True)
@@ -115,14 +117,14 @@ _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_ea
     metavar="[bash|zsh|fish]",
     callback=_install_completion,
     help="Make the shell complete commands, options, files and words.",
-    **_OF_COMPLETION,
+    **_COMPLETION_OPTION,
 )
 @click.option(
     "--show-completion",
     metavar="[bash|zsh|fish]",
     callback=_show_completion,
     help="Print the completion script.",
-    **_OF_COMPLETION,
+    **_COMPLETION_OPTION,
 )
 @click.pass_context
 def app(context: click.Context, version: bool, style: str) -> None:

@@ -1,4 +1,4 @@
-"""Wrong usage of the command line: one line that says what is wrong and what is meant, and exit code 2."""
+"""Wrong usage of the command line: one line with the mistake and what is meant, and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
     if isinstance(error, click.NoSuchOption):
         message = f"`{name}` has no option {error.option_name}"
         known = [spelling for p in context.command.params for spelling in p.opts] if context else []
-        help = _of_file(error.option_name) or _meant(error.option_name, known, help)
+        help = _help_for_degree(error.option_name) or _meant(error.option_name, known, help)
     elif isinstance(error, UnknownCommand):
         message, help = f"`{name}` has no command `{error.word}`", _meant_command(name, error)
     elif isinstance(error, TooManyArguments) and context:
@@ -40,8 +40,8 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
     return diagnose("MOE0017", None, _small(message), help=help)
 
 
-def _of_file(option: str) -> str:
-    """Where a degree or another word of `parallel` stands, if the option is one."""
+def _help_for_degree(option: str) -> str:
+    """A help if the option is a degree or another word of the file's block `parallel`; or empty."""
     from moec.grammar.schema import fields
     from moec.grammar.spec import Parallel
 
@@ -65,5 +65,5 @@ def _meant(word: str, known: list[str], otherwise: str) -> str:
 
 
 def _small(text: str) -> str:
-    """`text` without a capital at its beginning, unless that is a name."""
+    """`text` with a small first letter, unless it begins with an abbreviation."""
     return text[:1].lower() + text[1:] if text[1:2].islower() else text

@@ -13,7 +13,7 @@ from moec.grammar.diagnostics import Diagnostic, Severity, printable, render
 
 STDIN = "<stdin>"
 ROUNDS = 10
-"""A fix can reveal another error: files are checked again at most so many times."""
+"""The most times that a file is checked again: a fix can reveal another error."""
 
 
 def run(
@@ -21,31 +21,31 @@ def run(
 ) -> int:
     """Reports every error in `files`, with `fix` after applying fixes; returns the exit status.
 
-    The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
-    another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
+    Diagnostics are this command's result: as JSON they go to stdout, `[]` if there are none. In other commands they go
+    to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
     from moec.commands.console.other_files import not_moe
     from moec.driver import check
 
-    found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
+    diagnostics_by_file: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
     for file in files:
         if str(file) == "-":
-            found.append((stdin_name, _check_stdin(stdin_name, lets)))
+            diagnostics_by_file.append((stdin_name, _check_stdin(stdin_name, lets)))
             continue
         if other := not_moe(file, "moec check"):
-            found.append((str(file), (other,)))
+            diagnostics_by_file.append((str(file), (other,)))
             continue
         diagnostics = check(file, **lets)
         if fix:
             diagnostics = _fixed(file, diagnostics, lets)
-        found.append((str(file), diagnostics))
-    all_diagnostics = [diagnostic for _, diagnostics in found for diagnostic in diagnostics]
+        diagnostics_by_file.append((str(file), diagnostics))
+    all_diagnostics = [diagnostic for _, diagnostics in diagnostics_by_file for diagnostic in diagnostics]
     if style == "json":
         print(render(all_diagnostics, style), end="")
     else:
         show(all_diagnostics, style)
         if sys.stderr.isatty():  # pipes and editors read diagnostics only
-            print("\n".join(_verdict(name, diagnostics) for name, diagnostics in found), file=sys.stderr)
+            print("\n".join(_verdict(name, diagnostics) for name, diagnostics in diagnostics_by_file), file=sys.stderr)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
 
 

@@ -145,8 +145,8 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
             dp_stated="dp" in degrees.stated,
             tp=degrees.tp,
             experts=[
-                ExpertDegrees(layers=list(each.layers), ep=each.ep, ep_stated=each.stated, edp=each.edp)
-                for each in degrees.experts
+                ExpertDegrees(layers=list(experts.layers), ep=experts.ep, ep_stated=experts.stated, edp=experts.edp)
+                for experts in degrees.experts
             ],
         ),
         zero=degrees.zero,

@@ -1,4 +1,4 @@
-"""`moec doctor`: what is here, what would be used, what is missing and why it matters."""
+"""`moec doctor`: what this machine has, what moec would use, what is missing and why it matters."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class DoctorDocument:
 
 def run(style: str) -> int:
     """Prints the findings; returns 1 where one of them is wrong, else 0."""
-    found = [*versions(), *installation()]
-    device, backend, of_torch = None, None, list[Finding]()
+    findings = [*versions(), *installation()]
+    device, backend, torch_findings = None, None, list[Finding]()
     if installed("torch") is not None:
-        device, backend, of_torch = _torch()
-    found += [*of_torch, *machine(), *network(), *variables(), *packages()]
+        device, backend, torch_findings = _torch()
+    findings += [*torch_findings, *machine(), *network(), *variables(), *packages()]
     report = DoctorDocument(
-        ok=all(one.state != "wrong" for one in found), device=device, backend=backend, findings=found
+        ok=all(entry.state != "wrong" for entry in findings), device=device, backend=backend, findings=findings
     )
     emit(style, lambda: _lines(report), lambda: report)
     return 0 if report.ok else 1
 
 
 def _torch() -> tuple[str | None, str | None, list[Finding]]:
-    """The device and backend that would be used, and what torch itself finds."""
+    """The device and backend that moec would use, and torch's findings."""
     try:
         import torch
         import torch.distributed as dist
@@ -58,15 +58,15 @@ def _torch() -> tuple[str | None, str | None, list[Finding]]:
         return None, None, [finding("import torch", "wrong", str(error).splitlines()[0], help)]
     gpus = torch.cuda.device_count()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = list(_gpus(gpus, torch.version.cuda, torch.version.hip))
+    findings = list(_gpus(gpus, torch.version.cuda, torch.version.hip))
     has = dist.is_available()
     for name, is_there in (("gloo", has and dist.is_gloo_available()), ("nccl", has and dist.is_nccl_available())):
         is_needed = name == "gloo" or device == "cuda"
         help = "ranks communicate by it: install a torch that was built with it" if is_needed and not is_there else ""
         state: State = "ok" if is_there else "wrong" if is_needed else "note"
-        found.append(finding(name, state, "available" if is_there else "not in this torch", help))
-    backend, of_backend = _backend(device)
-    return device, backend, [*found, *of_backend]
+        findings.append(finding(name, state, "available" if is_there else "not in this torch", help))
+    backend, backend_findings = _backend(device)
+    return device, backend, [*findings, *backend_findings]
 
 
 def _gpus(gpus: int, cuda: str | None, hip: str | None) -> Iterator[Finding]:
@@ -89,7 +89,7 @@ def _gpus(gpus: int, cuda: str | None, hip: str | None) -> Iterator[Finding]:
 
 
 def _backend(device: str) -> tuple[str | None, list[Finding]]:
-    """The backend of `device`, and what stands in its way."""
+    """The backend of `device`, and findings of what prevents its use."""
     from moec.runtime.backends import BackendError, forced_backend, require_known
     from moec.runtime.backends.triton.triton_support import complaint
 
@@ -108,27 +108,27 @@ def _backend(device: str) -> tuple[str | None, list[Finding]]:
         return "torch", [
             finding("backend", "note", f"plain torch: {unfit}", "training works, slowly, until it is fixed")
         ]
-    found = [finding("backend", "ok", f"{forced or 'triton'} kernels")]
+    findings = [finding("backend", "ok", f"{forced or 'triton'} kernels")]
     if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
-        found.append(
+        findings.append(
             finding("C compiler", "wrong", "none", "Triton builds its launchers with one: install gcc, or set CC")
         )
-    return forced or "triton", found
+    return forced or "triton", findings
 
 
 def _lines(report: DoctorDocument) -> Iterator[str]:
     yield f"moec {__version__}"
     yield ""
-    width = max(len(one.name) for one in report.findings)
-    for one in report.findings:
-        mark = {"ok": " ", "note": "·", "wrong": "✗"}[one.state]
-        yield f"{mark} {one.name:{width}}  {one.found}"
-        if one.help:
-            yield f"  {'':{width}}  → {one.help}"
+    width = max(len(entry.name) for entry in report.findings)
+    for entry in report.findings:
+        mark = {"ok": " ", "note": "·", "wrong": "✗"}[entry.state]
+        yield f"{mark} {entry.name:{width}}  {entry.found}"
+        if entry.help:
+            yield f"  {'':{width}}  → {entry.help}"
     yield ""
-    if any(one.state == "note" for one in report.findings):
+    if any(entry.state == "note" for entry in report.findings):
         yield "· a note: training works on this machine as it is"
     where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
-    wrong = [one.name for one in report.findings if one.state == "wrong"]
+    wrong = [entry.name for entry in report.findings if entry.state == "wrong"]
     broken = f"training cannot work here; fix: {', '.join(wrong)}"
     yield success(f"training works here, {where}") if report.ok else failure(broken)

@@ -1,4 +1,4 @@
-"""What `moec doctor` looks at. Each check returns findings; none of them imports torch."""
+"""The checks of `moec doctor`, which return findings; none of them imports torch."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ class Explanation:
 
 def run(asked: str, style: str) -> None:
     """Prints the page: rendered for a terminal or a stated width, else as Markdown. Raises MOE0015."""
-    found = explain(asked)
-    if found.kind != "code" and style != "json" and _plain(found.subject) != _plain(asked):
-        print(f"there is no word `{asked}`; this is the page of `{found.subject}`", file=sys.stderr)
-    emit(style, lambda: [_shown(found.markdown).rstrip("\n")], lambda: found)
+    page = explain(asked)
+    if page.kind != "code" and style != "json" and _plain(page.subject) != _plain(asked):
+        print(f"there is no word `{asked}`; this is the page of `{page.subject}`", file=sys.stderr)
+    emit(style, lambda: [_shown(page.markdown).rstrip("\n")], lambda: page)
 
 
 def _plain(word: str) -> str:
@@ -53,16 +53,16 @@ def _shown(markdown: str) -> str:
 def explain(asked: str) -> Explanation:
     """The page of a code (`MOE0311`, `moe311`, `311`), of a word, or of the only word that `asked` misspells.
 
-    A name that is merely near to another has no page: an option of another system has numbers of its own. Raises
+    A name that only resembles another has no page: it may be another system's option with other values. Raises
     `DiagnosticError` for anything else.
     """
     if (number := CODE.fullmatch(asked)) and (code := f"MOE{int(number[1]):04d}") in CODES:
         page = (files("moec.pages") / f"{code}.md").read_text(encoding="utf-8")
         return Explanation(asked=asked, subject=code, kind="code", markdown=page)
-    return _of_word(asked)
+    return _explain_word(asked)
 
 
-def _of_word(asked: str) -> Explanation:
+def _explain_word(asked: str) -> Explanation:
     from moec.grammar.foreign.lookup import aliases, elsewhere, near, synonym
     from moec.grammar.suggest import meant, nearest
     from moec.grammar.words_in_words import page, words
@@ -74,11 +74,11 @@ def _of_word(asked: str) -> Explanation:
     if written in known and leads_here:
         text = page(written) + (f"\n# `{written}` in other systems\n\n{_meanings(other)}" if other else "")
         return Explanation(asked=asked, subject=written, kind="word", markdown=text)
-    if (file := _of_library(asked, written)) is not None:
+    if (file := _explain_library_file(asked, written)) is not None:
         return file
     if other is not None:
         pages = [f"# `{other.word}`\n\n{_meanings(other)}"]
-        places = dict.fromkeys((found.name, found.path[-2]) for found in other.meanings if found.name in known)
+        places = dict.fromkeys((meaning.name, meaning.path[-2]) for meaning in other.meanings if meaning.name in known)
         pages += [page(name, inside=inside) for name, inside in places]
         return Explanation(asked=asked, subject=other.word, kind="word of another system", markdown="\n".join(pages))
     if (help := near(asked)) is not None:
@@ -86,7 +86,7 @@ def _of_word(asked: str) -> Explanation:
         return Explanation(asked=asked, subject=asked, kind="word of another system", markdown=text)
     same = synonym(asked) or meant(asked, known)
     if same is None and (there := meant(_plain(asked), aliases())):
-        return _of_word(there)
+        return _explain_word(there)
     if same is not None and same in known:
         return Explanation(asked=asked, subject=same, kind="word", markdown=page(same))
     like = (nearest(asked.upper(), CODES) or nearest(asked, known)) if asked else None
@@ -98,26 +98,26 @@ def _of_word(asked: str) -> Explanation:
 
 
 def _meanings(other: Alias) -> str:
-    """A paragraph for each set of systems in which the name means the same, with where that was read."""
+    """A paragraph for each set of systems in which the name has one meaning, with the source."""
     from moec.grammar.foreign.row import SYSTEMS
 
     parts = []
-    for found in other.meanings:
-        read = [f"{SYSTEMS[key].read_at}, {place}" for key, place in found.read.items() if place]
+    for meaning in other.meanings:
+        read = [f"{SYSTEMS[key].read_at}, {place}" for key, place in meaning.read.items() if place]
         source = f" Read in {'; '.join(read)}." if read else ""
-        sentence = f"A word of {found.named}: {found.said()}.{source}\n"
-        parts.append(_cases(found, source) if found.row.cases else sentence)
+        sentence = f"A word of {meaning.named}: {meaning.said()}.{source}\n"
+        parts.append(_cases(meaning, source) if meaning.row.cases else sentence)
     return "\n".join(parts)
 
 
-def _cases(found: Meaning, source: str) -> str:
-    """A list of the settings there with the form for each."""
-    forms = [(found.row.when or "by default", found.written()), *found.cases()]
-    first = "There is no equal. Nearest is" if found.row.differs else "Here it is"
-    notes = [f"{text[:1].upper()}{text[1:]}." for text in (found.row.differs, found.row.note) if text]
-    note = " ".join(notes).replace("{}", found.row.example)
+def _cases(meaning: Meaning, source: str) -> str:
+    """A list of the other system's settings with the equal form of each."""
+    forms = [(meaning.row.when or "by default", meaning.written()), *meaning.cases()]
+    first = "There is no equal. Nearest is" if meaning.row.differs else "Here it is"
+    notes = [f"{text[:1].upper()}{text[1:]}." for text in (meaning.row.differs, meaning.row.note) if text]
+    note = " ".join(notes).replace("{}", meaning.row.example)
     lines = "".join(f"- {when}: `{form}`\n" for when, form in forms)
-    return f"A word of {found.named}. {first}, in {found.block}:\n\n{lines}\n{f'{note}{source}'.lstrip()}\n"
+    return f"A word of {meaning.named}. {first}, in {meaning.block}:\n\n{lines}\n{f'{note}{source}'.lstrip()}\n"
 
 
 USES = {
@@ -125,10 +125,10 @@ USES = {
     "clusters": 'A cluster of the library: `use "clusters/{0}"`. Your own block changes it: `from = {0}; nodes = 2`.',
     "models": 'A model of the library: `use "models/{0}"`. `moec init --from {0}` writes a whole file.',
 }
-"""What the files of each folder are for; the name goes into the braces."""
+"""The use of the files in each folder of the library. The braces stand for a file's name."""
 
 
-def _of_library(asked: str, name: str) -> Explanation | None:
+def _explain_library_file(asked: str, name: str) -> Explanation | None:
     """The text of the file of that name, and how a file uses it."""
     from moec.grammar.resolve.library import library_names, library_text
 

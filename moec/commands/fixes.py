@@ -14,10 +14,10 @@ from moec.grammar.diagnostics.visible import cut, printable
 from moec.grammar.syntax.tokens import lex
 
 SYNTAX, GIVEN_TWICE = "MOE01", "MOE0204"
-"""Codes of which a fix brings in none: those of a text that does not parse, and a name that stands twice."""
+"""Codes of errors that no fix may add: texts that do not parse, and a name that is given twice."""
 
 _FOREIGN = re.compile(r'//|/\*|"""')
-"""What begins a comment in other languages: it has become one of this language before anything around it is edited."""
+"""The beginnings of other languages' comments. They become comments of this language before text around is edited."""
 
 Check = Callable[[str], Sequence[Diagnostic]]
 """The diagnostics of a file with another text."""
@@ -26,14 +26,14 @@ Check = Callable[[str], Sequence[Diagnostic]]
 def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | None = None) -> list[tuple[Edit, ...]]:
     """Applies fixes of `diagnostics` to `file` and to the files that it uses; returns those that it applied.
 
-    Of two overlapping fixes only the first is applied, and none that would take a comment away. The library and the
-    command line are not edited. With `check`, fixes after which `file` would parse worse are left out.
+    Of two overlapping fixes it applies only the first, and it applies none that would remove a comment. The library and
+    the command line are not edited. With `check`, it omits fixes that would add errors of syntax to `file`.
     Raises `DiagnosticError` MOE0014 for a file that cannot be replaced.
     """
     before = list(diagnostics)
     chosen: dict[str, list[tuple[Edit, ...]]] = {}
     taken: dict[str, list[tuple[int, int]]] = {}
-    for fix in (found.fix for found in before if _is_applicable(found.fix)):
+    for fix in (diagnostic.fix for diagnostic in before if _is_applicable(diagnostic.fix)):
         name = fix[0].span.source.name
         places = taken.setdefault(name, [])
         if not any(_overlaps(edit, places) for edit in fix):
@@ -76,7 +76,7 @@ def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
 
 
 def _is_applicable(fix: Sequence[Edit]) -> bool:
-    """Whether the fix is of a file of the user's, and keeps the comments that stand where it edits."""
+    """Whether the fix edits a file of the user, and keeps the comments that it edits around."""
     if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
         return False
     after = "".join(edit.text for edit in fix)
@@ -96,35 +96,35 @@ def _replaced(edit: Edit) -> str:
     return edit.span.source.text[edit.span.start : edit.span.end]
 
 
-MOST_ALONE = 64
-"""Fixes that are tried one by one where all together do harm."""
+MAX_TRIED_ALONE = 64
+"""The most fixes that are tried one by one if all together do harm."""
 
 
 def _without_harm(
     text: str, fixes: list[tuple[Edit, ...]], before: Sequence[Diagnostic], check: Check
 ) -> list[tuple[Edit, ...]]:
-    """The fixes after which the text parses no worse: all, or those that may join the ones before them."""
+    """The fixes that add no error of syntax: all at once, or else those that do no harm after the ones before them."""
     if not _harms(before, check(edited(text, fixes))):
         return fixes
     kept: list[tuple[Edit, ...]] = []
-    for fix in fixes[:MOST_ALONE]:
+    for fix in fixes[:MAX_TRIED_ALONE]:
         if not _harms(before, check(edited(text, [*kept, fix]))):
             kept.append(fix)
     return kept
 
 
 def _harms(before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
-    """Whether there are more errors of a code than before, of the codes that no fix may bring in."""
-    return bool(_grave(after) - _grave(before))
+    """Whether there are more errors than before of a code that no fix may add."""
+    return bool(_guarded_errors(after) - _guarded_errors(before))
 
 
-def _grave(diagnostics: Iterable[Diagnostic]) -> Counter[str]:
-    errors = (found.code for found in diagnostics if found.severity is Severity.ERROR)
+def _guarded_errors(diagnostics: Iterable[Diagnostic]) -> Counter[str]:
+    errors = (diagnostic.code for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR)
     return Counter(code for code in errors if code.startswith(SYNTAX) or code == GIVEN_TWICE)
 
 
 def _overlaps(edit: Edit, places: Sequence[tuple[int, int]]) -> bool:
-    """Whether the edit begins where one of `places` does, or lies over it; they are sorted and do not overlap."""
+    """Whether the edit overlaps one of `places`, or begins where one begins; `places` are sorted and do not overlap."""
     start, end = edit.span.start, edit.span.end
     behind = bisect_left(places, (start, start))
     if behind < len(places) and (places[behind][0] == start or places[behind][0] < end):

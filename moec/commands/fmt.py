@@ -24,7 +24,7 @@ def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> 
     all_errors: list[Diagnostic] = []
     for file in files:
         before, source, diagnostics = _read(file)
-        errors = [found for found in diagnostics if found.severity is Severity.ERROR]
+        errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
         if errors or source is None:
             all_errors += errors
             status = 1

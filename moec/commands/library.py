@@ -20,11 +20,11 @@ from moec.passes.cost.parameter_counts import count_parameters, short
 
 SEQUENCE = 4096
 """Tokens of a sequence in a starter file, if the model's context is longer."""
-MOST_NODES = 4096
-MOST_RANKS_OF_EXPERTS = 64
-"""The largest `ep` of a starter file: with more ranks experts have replicas."""
+MAX_NODES = 4096
+MAX_EP = 64
+"""The largest `ep` of a starter file; experts have replicas on more ranks."""
 SHORTEST_BEGINNING = 3
-"""Letters of a name that are enough to name the models which begin so."""
+"""The fewest letters that name all models which begin with them."""
 CLUSTER, RANKS_OF_NODE = "dgx_h100", 8
 
 
@@ -44,7 +44,7 @@ def _listed(name: str) -> ListedModel:
 def listing(listed: Iterable[ListedModel]) -> Iterator[str]:
     """The lines of `moec init --list`."""
     rows = [("name", "total", "active", "experts", "model")]
-    rows += [(each.name, short(each.total), short(each.active), each.experts, each.title) for each in listed]
+    rows += [(model.name, short(model.total), short(model.active), model.experts, model.title) for model in listed]
     yield from table(rows, numbers=(1, 2))
 
 
@@ -71,7 +71,7 @@ def starter_from(name: str) -> str:
         ways = "`moec init --list` lists the models; `moec import hf DIR` makes a file of another model's folder"
         raise DiagnosticError([diagnose("MOE0016", None, f"`{name}`", help=f"did you mean {near}?" if near else ways)])
     model = to_spec(text_that_uses(name))
-    for nodes in (2**power for power in range(MOST_NODES.bit_length())):
+    for nodes in (2**power for power in range(MAX_NODES.bit_length())):
         for zero in (1, 2, 3):
             text = _starter(name, model, nodes, zero)
             if _fits(text):
@@ -80,7 +80,7 @@ def starter_from(name: str) -> str:
 
 
 def near_models(name: str) -> list[str]:
-    """The library's models that `name` is near to: Hugging Face's spelling, a beginning, or a slip of the keyboard."""
+    """The library's models that `name` may mean: in Hugging Face's spelling, abbreviated, or misspelt."""
     wanted = _letters(name.rpartition("/")[2])
     letters = {model: _letters(model) for model in library_names("models")}
     for near in (
@@ -110,7 +110,7 @@ def _starter(name: str, model: Spec, nodes: int, zero: int) -> str:
     ranks = RANKS_OF_NODE * nodes
     mixtures = [moe for moe in model.subject.mixtures if moe is not None]
     ep = math.gcd(ranks, *(number for moe in mixtures for number in moe.counts))
-    while ep > MOST_RANKS_OF_EXPERTS:
+    while ep > MAX_EP:
         ep //= 2
     fits = "; the smallest power of two on which a step fits" if model.has_model else ""
     parts = [

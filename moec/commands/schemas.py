@@ -43,8 +43,8 @@ def type_of(name: str) -> Any:
     """The type of the document `name`, as pydantic takes it."""
     words = DOCUMENTS[name].split()
     module, _, attribute = words[-1].partition(":")
-    found = getattr(import_module(module), attribute)
-    return GenericAlias(list, (found,)) if words[0] == "list" else found
+    document_type = getattr(import_module(module), attribute)
+    return GenericAlias(list, (document_type,)) if words[0] == "list" else document_type
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
     yield f"{tuning.plan.name}: a layer's experts, measured on {tuning.device}"
     for tuned in tuning.results:
         yield from ("", f"  {tuned.products.key}, {tuned.rows:,} rows")
-        rows = [HEAD, *_of_products(tuned)]
+        rows = [HEAD, *_product_rows(tuned)]
         yield from table(rows, indent=4)
         ratio = tuned.default_ms / tuned.best_ms
         whole = (
@@ -95,9 +95,9 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
     yield from ("", f"wrote them to tiles.json in {written}: its kernels are rendered with them")
 
 
-def _of_products(tuned: Tuned) -> Iterator[tuple[str, ...]]:
-    """Each product alone."""
+def _product_rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
+    """A row of the table for each product."""
     for kernel in KERNELS:
         default, best = tuned.default.of(kernel), tuned.best.of(kernel)
-        found = ("the same", "") if best == default else (str(best), f"{tuned.times[kernel, best]:.3f}")
-        yield kernel, str(tuned.tried(kernel)), str(default), f"{tuned.times[kernel, default]:.3f}", *found
+        tuned_cells = ("the same", "") if best == default else (str(best), f"{tuned.times[kernel, best]:.3f}")
+        yield kernel, str(tuned.tried(kernel)), str(default), f"{tuned.times[kernel, default]:.3f}", *tuned_cells

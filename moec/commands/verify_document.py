@@ -127,7 +127,7 @@ def verify_document(path: Path, report: Report) -> VerifyDocument:
 
 def _copied(cls: type[Copied], source: object, **more: float) -> Copied:
     """The document `cls` of a dataclass with fields of the same names, and `more`."""
-    return cls(**{each.name: getattr(source, each.name) for each in fields(cls) if each.name not in more}, **more)  # type: ignore[arg-type]
+    return cls(**{field.name: getattr(source, field.name) for field in fields(cls) if field.name not in more}, **more)  # type: ignore[arg-type]
 
 
 def _errors(report: Report, bound: float) -> ErrorsDocument:

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a rank: its part of every tensor, and plain data. Only extras are copied already."""
+"""Collects what a rank stores in a checkpoint: its part of every tensor, and plain data. Copies only the extras."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.format.index import MODEL, RNG, canonical
-from moec.runtime.checkpoint.format.parts import Part, UnevenError, host_pieces, part_of
-from moec.runtime.checkpoint.format.shards import Piece
+from moec.runtime.checkpoint.format.parts import Part, UnevenError, host_copies, part_of
+from moec.runtime.checkpoint.format.shards import HostTensor
 from moec.runtime.checkpoint.format.trees import encode
 from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
 from moec.runtime.errors import JobError
@@ -26,29 +26,29 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True, slots=True)
 class ExtraContent:
-    """An extra of this rank: `tree` with the numbers of its tensors. `loads`: it came from a `state_dict`.
+    """An extra of this rank. `loads`: it came from a `state_dict`. `tree`: plain data with the numbers of its tensors.
 
-    `pieces` are copies of the tensors in host memory, named by their numbers: the script may change the tensors.
+    `tensors` are copies in host memory, named by their numbers: the script may change its own tensors meanwhile.
     """
 
     loads: bool
     tree: Any
-    pieces: tuple[Piece, ...]
+    tensors: tuple[HostTensor, ...]
 
     def digest(self) -> str:
         """Equal extras have equal digests, whatever the rank."""
         whole = hashlib.sha256(canonical([self.loads, self.tree]))
-        for piece in self.pieces:
-            whole.update(canonical([piece.dtype, piece.shape]))
-            whole.update(piece.content)
+        for tensor in self.tensors:
+            whole.update(canonical([tensor.dtype, tensor.shape]))
+            whole.update(tensor.content)
         return whole.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`parts` by their names in a checkpoint, `optimizer` as plain data, the model's settings.
+    """All that a rank stores. `parts`: by the tensors' names in a checkpoint; `optimizer`: an `OptimizerEntry`'s data.
 
-    Of the job its steps, and the tokens of all ranks that they had.
+    `settings` are the model's; `job_steps` and `job_tokens` are the job's counts of steps and of all ranks' tokens.
     """
 
     parts: Mapping[str, Part]
@@ -58,11 +58,13 @@ class Content:
     job_steps: int
     job_tokens: int
 
-    def copies(self) -> tuple[list[Piece], dict[str, Part]]:
-        """Copies in host memory of the cells that this rank writes, and their parts."""
+    def copies(self) -> tuple[list[HostTensor], dict[str, Part]]:
+        """Copies in host memory of the chunks that this rank writes, and their parts."""
         largest_first = sorted(self.parts, key=lambda name: (-self.parts[name].num_bytes, name))
-        written = {name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].turn(number)}
-        return host_pieces({name: part.local for name, part in written.items()}), written
+        written = {
+            name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].writes_chunk(number)
+        }
+        return host_copies({name: part.local for name, part in written.items()}), written
 
     def digests_of_extras(self) -> dict[str, str]:
         """The digest of every extra."""
@@ -142,4 +144,6 @@ def _extra(name: str, value: Any) -> ExtraContent:
         assert state_dict is not None
         value = state_dict()
     tree = encode(value, name, tensors)
-    return ExtraContent(loads, tree, tuple(host_pieces({str(number): each for number, each in enumerate(tensors)})))
+    return ExtraContent(
+        loads, tree, tuple(host_copies({str(number): extra_tensor for number, extra_tensor in enumerate(tensors)}))
+    )

@@ -19,7 +19,7 @@ from moec.runtime.checkpoint.description import write_description
 from moec.runtime.checkpoint.format.files import give_name, refuse_existing, sync_name, unwritable
 from moec.runtime.checkpoint.format.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
 from moec.runtime.checkpoint.format.reading import Block, Checkpoint
-from moec.runtime.checkpoint.format.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
+from moec.runtime.checkpoint.format.shards import LENGTH_BYTES, ShardFile, StoredTensor, WrittenShard, header_of
 from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.errors import JobError
 from moec.runtime.model.run import new_id
@@ -27,24 +27,23 @@ from moec.runtime.model.run import new_id
 MASTER = "F32"
 """The dtype of a job's parameters and states."""
 NARROW = "BF16", "F16"
-"""Dtypes whose every value is one of `MASTER`."""
-
+"""Dtypes whose values all are values of `MASTER` too."""
 
 Advance = Callable[[int], None]
-"""Takes the number of bytes that are newly done, for a bar."""
+"""Gets the number of bytes since its last call, for a progress bar."""
 
 
-def no_bar(num_bytes: int) -> None:
+def no_progress(num_bytes: int) -> None:
     """Shows nothing."""
 
 
-def to_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance = no_bar) -> int:
-    """Writes parameters and states, whole, to the new file `target`; returns its bytes. Optimizer and extras stay out.
+def to_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance = no_progress) -> int:
+    """Writes whole parameters and states to the new file `target`; returns its bytes. Omits optimizer and extras.
 
-    Reads block by block, each block checked. Raises `JobError` MOE0801, MOE0803, MOE0804.
+    Reads block by block and checks each block. Raises `JobError` MOE0801, MOE0803, MOE0804.
     """
     refuse_existing(target)
-    entries = {n.removeprefix(MODEL): e for n, e in checkpoint.index.tensors.items() if n.startswith(MODEL)}
+    entries = checkpoint.index.model_tensors
     ordered = sorted(entries, key=lambda name: (-entries[name].item_bytes, name))
     header = header_of((name, entries[name].dtype, entries[name].shape, entries[name].num_bytes) for name in ordered)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
@@ -77,33 +76,35 @@ def _copy(
     item = np.dtype(f"V{entry.item_bytes}")
     whole = np.memmap(path, dtype=item, mode="r+", offset=offset, shape=entry.shape or (1,)).reshape(entry.shape)
 
-    def place(block: Block, content: memoryview) -> None:
+    def copy_block(block: Block, content: memoryview) -> None:
         flat = np.frombuffer(content, dtype=item)
         for part in block.copies:
             box = flat[part.first : part.first + math.prod(part.shape)].reshape(part.shape)
             whole[part.target] = box[part.source]
         advance(len(content))
 
-    checkpoint.read(checkpoint.blocks(MODEL + name), place, check=True)
+    checkpoint.read(checkpoint.blocks(MODEL + name), copy_block, check=True)
 
 
-def from_safetensors(source: Path, target: Path, plan: Plan, version: str, advance: Advance = no_bar) -> int:
+def from_safetensors(source: Path, target: Path, plan: Plan, version: str, advance: Advance = no_progress) -> int:
     """Writes a checkpoint of step 0 at `target` with the tensors of a safetensors file; returns the shard's bytes.
 
-    It has the model's tensors alone and loads under any plan of the model; a model that loads it keeps its seed. The
-    file must have every parameter and state of `plan` by its name, in fp32, bf16 or fp16; the latter two become fp32,
-    which is exact. Raises `JobError` MOE0800, MOE0801, MOE0803, MOE0804, and MOE0805 for other tensors.
+    The checkpoint has the model's tensors alone and loads under any plan of the model; a model that loads it keeps its
+    seed. The file must have every parameter and state of `plan` by its name, in fp32, bf16 or fp16; the latter two are
+    widened to fp32, which is exact. Raises `JobError` MOE0800, MOE0801, MOE0803, MOE0804, and MOE0805 for other
+    tensors.
     """
     file = _opened(source)
     _require_tensors(source, file, plan)
     tensors = [
-        Whole(name, file.places[name].shape, _widened_blocks(file, file.places[name])) for name in sorted(file.places)
+        NewTensor(name, file.tensors[name].shape, _widened_blocks(file, file.tensors[name]))
+        for name in sorted(file.tensors)
     ]
     return write_new(target, plan, version, tensors, advance=advance)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class NewTensor:
     """A whole fp32 tensor of a new checkpoint: `content` gives its bytes in order, in pieces of any length."""
 
     name: str
@@ -112,7 +113,6 @@ class Whole:
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * ITEM_BYTES[MASTER]
 
 
@@ -126,18 +126,18 @@ def write_new(
     target: Path,
     plan: Plan,
     version: str,
-    tensors: Sequence[Whole],
+    tensors: Sequence[NewTensor],
     beside: Callable[[Path], None] = lambda folder: None,
-    advance: Advance = no_bar,
+    advance: Advance = no_progress,
 ) -> int:
     """Writes a checkpoint of step 0 at `target` with the model's tensors alone; returns the shard's bytes.
 
-    `beside` adds files to the folder before it gets its name. Raises `JobError` MOE0803, MOE0804, and what the
-    tensors' content and `beside` raise: nothing is left then.
+    `beside` adds files to the folder before it gets its name. Raises `JobError` MOE0803, MOE0804, and the errors of the
+    tensors' content and of `beside`; then no file remains.
     """
     temporary = Temporary(target)
     try:
-        written, entries = _write_whole(temporary.path / shard_name(0), tensors, advance)
+        written, entries = _write_shard(temporary.path / shard_name(0), tensors, advance)
         head = {
             "moec": version, "run": new_id(), "saved": time.time_ns(), "step": 0, "data_size": 1, "degrees": {},
             "optimizer": None,
@@ -157,25 +157,25 @@ def write_new(
     return written.num_bytes
 
 
-def _write_whole(path: Path, tensors: Sequence[Whole], advance: Advance) -> tuple[Written, dict[str, Any]]:
-    """Writes the one shard of a checkpoint, block by block; returns what it is, and the entries of its index."""
-    header = header_of((MODEL + each.name, MASTER, each.shape, each.num_bytes) for each in tensors)
+def _write_shard(path: Path, tensors: Sequence[NewTensor], advance: Advance) -> tuple[WrittenShard, dict[str, Any]]:
+    """Writes the only shard of a checkpoint, block by block; returns its description and the entries of its index."""
+    header = header_of((MODEL + tensor.name, MASTER, tensor.shape, tensor.num_bytes) for tensor in tensors)
     digests, entries = dict[str, str](), dict[str, Any]()
     with path.open("xb") as stream:
         stream.write(header)
-        for each in tensors:
-            found, name = [], MODEL + each.name
-            for block in in_blocks(each.content):
-                found.append(digest(block))
+        for tensor in tensors:
+            block_digests, name = [], MODEL + tensor.name
+            for block in in_blocks(tensor.content):
+                block_digests.append(digest(block))
                 stream.write(block)
                 advance(len(block))
-            digests[name] = "".join(found)
-            entries[name] = empty_entry(MASTER, each.shape, (1,) * len(each.shape))
+            digests[name] = "".join(block_digests)
+            entries[name] = empty_entry(MASTER, tensor.shape, (1,) * len(tensor.shape))
             entries[name].update(files=[0], digests=[digests[name]])
         stream.flush()
         os.fsync(stream.fileno())
-    num_bytes = len(header) + sum(each.num_bytes for each in tensors)
-    return Written(num_bytes, digest(header), digests), entries
+    num_bytes = len(header) + sum(tensor.num_bytes for tensor in tensors)
+    return WrittenShard(num_bytes, digest(header), digests), entries
 
 
 def in_blocks(content: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -198,17 +198,17 @@ def in_blocks(content: Iterable[memoryview]) -> Iterator[memoryview]:
         yield memoryview(rest)
 
 
-def _widened_blocks(file: ShardFile, place: Place) -> Iterator[memoryview]:
-    """A tensor's numbers in fp32."""
-    size = math.prod(place.shape) * ITEM_BYTES[MASTER]
-    ratio = ITEM_BYTES[MASTER] // ITEM_BYTES[place.dtype]
+def _widened_blocks(file: ShardFile, tensor: StoredTensor) -> Iterator[memoryview]:
+    """The values of a tensor in fp32, block by block."""
+    size = math.prod(tensor.shape) * ITEM_BYTES[MASTER]
+    ratio = ITEM_BYTES[MASTER] // ITEM_BYTES[tensor.dtype]
     for first, last in pairwise([*range(0, size, BLOCK_BYTES), size]):
-        narrow = file.read(place.offset + first // ratio, memoryview(bytearray((last - first) // ratio)))
-        yield _widened(narrow, place.dtype)
+        narrow = file.read(tensor.offset + first // ratio, memoryview(bytearray((last - first) // ratio)))
+        yield _widened(narrow, tensor.dtype)
 
 
 def _widened(block: memoryview, dtype: str) -> memoryview:
-    """The bytes of the same numbers in fp32: bf16 is the upper half of fp32, and fp16 has fewer bits in every part."""
+    """The bytes of the same values in fp32. bf16 is the upper half of fp32; numpy widens fp16."""
     if dtype == MASTER:
         return block
     if dtype == "BF16":
@@ -239,8 +239,8 @@ def _opened(source: Path) -> ShardFile:
 def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:
     """Raises `JobError` MOE0805 unless the file has exactly the plan's tensors."""
     wanted = shapes_of(plan)
-    for name in sorted(wanted.keys() | shard.places.keys()):
-        here = shard.places.get(name)
+    for name in sorted(wanted.keys() | shard.tensors.keys()):
+        here = shard.tensors.get(name)
         there = "missing" if here is None else f"{here.dtype} {list(here.shape)}"
         if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name]:
             continue

@@ -1,4 +1,4 @@
-"""The two JSON files of a checkpoint, as a job and a conversion write them. Needs no torch."""
+"""Writes the two JSON files of a checkpoint, for jobs and for conversions. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.format.files import write_file
 from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, head_bytes, refuse_unreadable
-from moec.runtime.checkpoint.mathematics import fields_of
+from moec.runtime.checkpoint.model_fields import fields_of
 
 
 def write_description(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_extras(loading: Loading, asked: Mapping[str, Any], data_rank: int, data_size: int) -> None:
-    """Reads extras that are asked for, and plain values. Raises `JobError` MOE0809 for one that does not fit."""
+    """Reads the extras in `asked`, and all plain data. Raises `JobError` MOE0809 for an extra that does not fit."""
     checkpoint = loading.checkpoint
     stored = checkpoint.index.extras
     for name, receiver in asked.items():
@@ -63,7 +63,7 @@ def _unfit(message: str, help: str) -> JobError:
 
 
 def unread(loading: Loading, *, returned: bool) -> list[str]:
-    """The extras that were not read, and, unless values are `returned` to the script, those of plain data."""
+    """The extras that were not read; and those of plain data, unless values are `returned` to the script."""
     stored = loading.checkpoint.index.extras
     return [name for name, extra in stored.items() if name not in loading.values or not (extra.loads or returned)]
 

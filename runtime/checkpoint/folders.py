@@ -1,4 +1,4 @@
-"""What a folder of checkpoints has: the last complete one, damaged ones, old ones that are removed. Needs no torch."""
+"""Folders of checkpoints: finds the last complete one, sets damaged ones aside, removes old ones. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moec.runtime.checkpoint.format.index import HEAD, INDEX, Head, shard_name
 from moec.runtime.checkpoint.format.reading import read_head
 from moec.runtime.checkpoint.format.temporary import MARK, remove_left_over
 from moec.runtime.checkpoint.options import require_path
-from moec.runtime.checkpoint.runs import Found, in_order, of_the_last_run
+from moec.runtime.checkpoint.runs import ListedCheckpoint, checkpoints_of_last_run, newest_first
 from moec.runtime.errors import JobError
 
 NUMBER = "[0-9]{1,18}"
-"""The names of checkpoints that are a step."""
+"""The pattern of names that are a step."""
 ASIDE = ".damaged"
 """The end of the name under which `set_aside` keeps a damaged checkpoint."""
 SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
@@ -34,25 +34,25 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Anything else in the folder is ignored, temporary folders of killed runs among it.
     """
     require_path("moec.latest", "folder", folder)
-    found = of_the_last_run(heads_in(Path(folder)))
-    return next((path for path, head in found if fault_of(path, head) is None), None)
+    checkpoints = checkpoints_of_last_run(heads_in(Path(folder)))
+    return next((path for path, head in checkpoints if fault_of(path, head) is None), None)
 
 
-def heads_in(folder: Path) -> list[Found]:
-    """The checkpoints in `folder`, the last saved first, those with damages or of another format among them.
+def heads_in(folder: Path) -> list[ListedCheckpoint]:
+    """The checkpoints in `folder`, the last saved first; damaged ones and those of another format are included.
 
-    A checkpoint without a valid `checkpoint.json` has the step that is its name; other names are ignored.
+    The step of a checkpoint without a valid `checkpoint.json` is its name; it is ignored if its name is no number.
     """
-    found = list[Found]()
+    checkpoints = list[ListedCheckpoint]()
     for path in _folders_in(folder):
         try:
-            found.append((path, read_head(path)))
+            checkpoints.append((path, read_head(path)))
         except JobError:
             if re.fullmatch(NUMBER, path.name) and any(
                 os.path.lexists(path / name) for name in (HEAD, INDEX, shard_name(0))
             ):
-                found.append((path, None))
-    return in_order(found)
+                checkpoints.append((path, None))
+    return newest_first(checkpoints)
 
 
 def fault_of(path: Path, head: Head | None = None) -> JobError | None:
@@ -83,7 +83,7 @@ def fault_of(path: Path, head: Head | None = None) -> JobError | None:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints: none that are hidden, links, or set aside. Without `folder` none.
+    """Folders that may be checkpoints, without hidden ones, links and those set aside; none if `folder` is missing.
 
     Raises `JobError` MOE0800 if `folder` is a file or cannot be read: there may be checkpoints.
     """
@@ -99,7 +99,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def require_parent(folder: Path) -> None:
-    """Raises `JobError` MOE0800 for a checkpoint in place of the folder that has it."""
+    """Raises `JobError` MOE0800 for a checkpoint where the folder that contains it is expected."""
     if os.path.lexists(folder / HEAD):
         raise JobError(
             "MOE0800",
@@ -109,7 +109,7 @@ def require_parent(folder: Path) -> None:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Names in `folder` that have a `checkpoint.json` and that `heads_in` does not give: links, for one."""
+    """Names in `folder` that have a `checkpoint.json` but that `heads_in` does not give, such as links."""
     if not folder.is_dir():
         return []
     taken = {path.name for path, _ in heads_in(folder)}
@@ -131,12 +131,12 @@ def set_aside(path: Path) -> Path | None:
 def remove_old(newest: Path, keep: int) -> str:
     """Keeps `newest` and the last `keep` - 1 complete checkpoints before it, of the same run and series.
 
-    Of a series are those whose names equal its own but for the last number: `step-6` and `step-20`, not `best`. Removes
-    left-over folders. Returns what could not be removed, in words; empty if nothing.
+    A series is names that differ in their last number alone: `step-6` and `step-20`, not `best`. Removes temporary
+    folders of killed saves too. Returns what could not be removed, in words; empty if all was.
     """
     folder, left = newest.parent, list[str]()
     try:
-        names, run, found = os.listdir(folder), read_head(newest).run, heads_in(folder)
+        names, run, checkpoints = os.listdir(folder), read_head(newest).run, heads_in(folder)
     except OSError as error:
         return f"{shown(folder)}: {error.strerror}"
     except JobError as error:
@@ -146,7 +146,7 @@ def remove_old(newest: Path, keep: int) -> str:
             remove_left_over(folder / name)
     complete = [
         path
-        for path, head in found
+        for path, head in checkpoints
         if head is not None and head.run == run and path != newest
         and _series(path.name) == _series(newest.name) and fault_of(path, head) is None
     ]  # fmt: skip
@@ -159,7 +159,7 @@ def remove_old(newest: Path, keep: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; where that fails, it has its name again, or no name that is found if a part is gone."""
+    """Removes a checkpoint. If that fails, it keeps its name; if a part is removed already, its name stays hidden."""
     files, hidden = os.listdir(path), path.parent / f".{path.name}{MARK}old-{time.time_ns()}"
     path.rename(hidden)
     try:

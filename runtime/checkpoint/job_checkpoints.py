@@ -1,4 +1,4 @@
-"""What a job does with checkpoints: the methods of `Job` that save and load."""
+"""The methods of `Job` that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JobCheckpoints(RunningJob):
 
     @property
     def saves(self) -> Saves:
-        """Its saves. Raises `JobError` outside of `with`."""
+        """The saves of this job. Raises `JobError` outside of `with`."""
         if self._saves is None or not self.is_running:
             raise groups.ended()
         return self._saves

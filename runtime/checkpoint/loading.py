@@ -27,20 +27,20 @@ from moec.runtime.checkpoint.format.faults import unexpected
 from moec.runtime.checkpoint.format.files import shown
 from moec.runtime.checkpoint.format.grid import Box
 from moec.runtime.checkpoint.format.index import MODEL, RNG, Entry
-from moec.runtime.checkpoint.format.parts import DTYPES, UnevenError, part_of
+from moec.runtime.checkpoint.format.parts import DTYPES, UnevenError, copy_block, part_of
 from moec.runtime.checkpoint.format.reading import Block, Checkpoint
-from moec.runtime.checkpoint.mathematics import other_biases
+from moec.runtime.checkpoint.model_fields import other_biases
 from moec.runtime.checkpoint.optimizer_state import (
     OPTIONS,
-    Plain,
+    PlainState,
     Target,
-    plain_of,
+    plain_state_of,
     put_back,
     require_members,
     targets_of,
 )
 from moec.runtime.checkpoint.remarks import changed_options, first_of, remarks
-from moec.runtime.checkpoint.saving import of_words
+from moec.runtime.checkpoint.saving import checksum
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import complaint_about
 from moec.runtime.model.module import PlanModule
@@ -64,10 +64,10 @@ ADDED_TOKENS = (
 
 @dataclass(slots=True)
 class Loading:
-    """What one rank reads of a checkpoint. `targets`: where tensors go, by name; `boxes`: the part of each.
+    """What one rank reads of a checkpoint. By tensors' names: `boxes` to read, and `targets` to copy them to.
 
-    `states`, `plain`, `changed_options`: of the optimizer; `values`: the extras by name. `ranks_draw_alike`: before
-    the load, all ranks have the same random state.
+    `states`, `plain` and `changed_options` are the optimizer's; `values` are the extras by name. `ranks_draw_alike`:
+    all ranks had the same random state before the load.
     """
 
     checkpoint: Checkpoint
@@ -77,28 +77,25 @@ class Loading:
     keeps_random_states: bool = False
     ranks_draw_alike: bool = False
     states: dict[str, Target] = field(default_factory=dict)
-    plain: Plain | None = None
+    plain: PlainState | None = None
     changed_options: Sequence[str] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
     def want(self, name: str, tensor: Tensor) -> None:
-        """Will read this rank's part of `name`, which lies as `tensor` does."""
+        """Plans to read this rank's part of `name`, whose layout is that of `tensor`."""
         self.boxes[name] = part_of(tensor).box
 
     def blocks(self) -> list[Block]:
-        """Every block that it reads, shard by shard."""
-        found = [block for name, box in self.boxes.items() for block in self.checkpoint.blocks(name, box)]
-        return sorted(found, key=lambda block: block.rank)
+        """Every block that this rank reads, shard by shard."""
+        blocks = [block for name, box in self.boxes.items() for block in self.checkpoint.blocks(name, box)]
+        return sorted(blocks, key=lambda block: block.rank)
 
     def read(self, targets: Mapping[str, Tensor], *, check: bool) -> None:
-        """Copies into `targets`, each a part that `boxes` says. `check` compares digests."""
+        """Copies the part `boxes[name]` of every tensor in `targets`. `check` compares digests."""
         dtypes = {name: DTYPES[self.checkpoint.index.tensors[name].dtype] for name in targets}
 
         def copy(block: Block, content: memoryview) -> None:
-            flat, target = torch.frombuffer(content, dtype=dtypes[block.name]), targets[block.name]
-            for part in block.copies:
-                size = torch.Size(part.shape).numel()
-                target[part.target].copy_(flat[part.first : part.first + size].view(part.shape)[part.source])
+            copy_block(block, content, dtypes[block.name], targets[block.name])
 
         blocks = [block for name in targets for block in self.checkpoint.blocks(name, self.boxes[name])]
         self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=check)
@@ -137,7 +134,7 @@ def load(
     number = saves.next_number()
 
     def together(act: Callable[[], T], stage: str) -> T:
-        """`act()` on every rank, or its first error on every rank. Ranks may take any time."""
+        """The result of `act()` on every rank, or its first error on every rank. Ranks may take any time."""
         result, complaint, cause = None, None, None
         try:
             result = act()
@@ -152,8 +149,8 @@ def load(
             raise error from cause or error.__cause__
         return result  # type: ignore[return-value]
 
-    alike = _draw_alike(job, next(model.parameters()).device)
-    loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras, alike), "prepared")
+    ranks_draw_alike = _ranks_draw_alike(job, next(model.parameters()).device)
+    loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras, ranks_draw_alike), "prepared")
     together(lambda: loading.checkpoint.read(loading.blocks(), check=True), "checked")
     together(lambda: _fill(job, loading, model, optimizer), "filled")
     together(lambda: give(loading, extras), "given")
@@ -169,23 +166,23 @@ def load(
 
 
 def _same_calls(path: str, optimizer: Optimizer | None, extras: Mapping[str, Any]) -> tuple[MustMatch, ...]:
-    """What must match on all ranks: the path, whether there is an optimizer, and the names of extras."""
+    """The claims that must match on all ranks: the path, whether there is an optimizer, the names of extras."""
     claims = {
-        "ranks called job.load with different paths": of_words(path),
+        "ranks called job.load with different paths": checksum(path),
         "some ranks called job.load with an optimizer, others without one": int(optimizer is not None),
-        "ranks called job.load with extras of different names": of_words(*sorted(extras)),
+        "ranks called job.load with extras of different names": checksum(*sorted(extras)),
     }
     return tuple(MustMatch("MOE0811", words, (number,)) for words, number in claims.items())
 
 
-def _draw_alike(job: JobCheckpoints, device: torch.device) -> bool:
-    """Whether all ranks have the same random states now, as where a script seeds them alike. A collective."""
+def _ranks_draw_alike(job: JobCheckpoints, device: torch.device) -> bool:
+    """Whether all ranks have the same random states now, as if a script seeds them alike. A collective."""
     digest = zlib.crc32(b"".join(state.cpu().numpy().tobytes() for state in random_states(device).values()))
     bounds = torch.tensor([digest, -digest])
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "job.load") as peers:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=peers)
-    return int(bounds.sum()) == 0  # the largest and the smallest
+    return int(bounds.sum()) == 0  # the largest digest minus the smallest
 
 
 def _prepared(
@@ -194,13 +191,13 @@ def _prepared(
     model: PlanModule,
     optimizer: Optimizer | None,
     extras: Mapping[str, Any],
-    alike: bool,
+    ranks_draw_alike: bool,
 ) -> Loading:
-    """Reads the index and compares it with what is here. Changes nothing."""
-    loading = Loading(Checkpoint(path), ranks_draw_alike=alike)
+    """Reads the index and compares it with the model, the optimizer and the extras. Changes nothing."""
+    loading = Loading(Checkpoint(path), ranks_draw_alike=ranks_draw_alike)
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
-    _require_same_model(path, index.tensors, tensors, head.model, plan)
+    _require_same_model(path, index.model_tensors, tensors, head.model, plan)
     if words := other_biases(index.model, plan.spec):
         message = f"{path} is a checkpoint of {head.model}, and this model is {plan.name}: {words}"
         raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
@@ -216,12 +213,12 @@ def _prepared(
         loading.states = targets_of(optimizer, index.optimizer, index.tensors, named)
         for name, target in loading.states.items():
             try:
-                loading.want(name, target.place)
+                loading.want(name, target.like)
             except UnevenError as error:
                 raise JobError("MOE0806", f"{name} cannot be loaded: {error}") from error
         assert index.optimizer is not None
         try:
-            loading.plain = plain_of(
+            loading.plain = plain_state_of(
                 optimizer, index.optimizer, named, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i)
             )
         except (ValueError, TypeError) as error:
@@ -233,7 +230,7 @@ def _prepared(
 
 
 def _read_random_states(loading: Loading, job: JobCheckpoints, device: torch.device) -> None:
-    """Reads what this rank takes. Raises `JobError` MOE0801 for what is no random state."""
+    """Reads the random states that this rank takes. Raises `JobError` MOE0801 for data that is no random state."""
     head = loading.checkpoint.head
     for kind, state in random_states(device).items():
         entry = loading.checkpoint.index.tensors.get(RNG + kind)
@@ -243,19 +240,19 @@ def _read_random_states(loading: Loading, job: JobCheckpoints, device: torch.dev
         if row is None:
             loading.keeps_random_states = True
             continue
-        found = loading.read_small(RNG + kind, ((row, row + 1), (0, state.numel()))).view(-1)
+        random_state = loading.read_small(RNG + kind, ((row, row + 1), (0, state.numel()))).view(-1)
         try:
-            torch.Generator("cpu" if kind == "cpu" else device).set_state(found)
+            torch.Generator("cpu" if kind == "cpu" else device).set_state(random_state)
         except RuntimeError as error:
             raise JobError("MOE0801", f"{loading.checkpoint.path}: {RNG}{kind}: {error}") from error
-        loading.random_states[RNG + kind] = found
+        loading.random_states[RNG + kind] = random_state
 
 
 def _row_of_random_states(loading: Loading, entry: Entry, job: JobCheckpoints) -> int | None:
-    """The rank of the checkpoint whose random state this rank takes, one of its data rank; None if there is none.
+    """The rank in the checkpoint whose random state this rank takes: one with its data rank. None if there is none.
 
-    A state that all ranks had is taken by any number of ranks. That of a single data rank says nothing of how a script
-    seeds its ranks: several take it only if they have the same state now.
+    A random state that all ranks had fits any number of ranks. A single data rank does not show how a script seeds its
+    ranks: several ranks take its state only if they have the same state now.
     """
     checkpoint, plan = loading.checkpoint, job.plan
     ranks = checkpoint.index.data_ranks
@@ -275,19 +272,19 @@ def tensors_of(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
 
 
 def _require_same_model(
-    path: Path, stored: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, plan: Plan
+    path: Path, there: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, plan: Plan
 ) -> None:
     """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors, with their shapes and dtypes.
 
-    A parameter may be frozen, in its compute dtype, on one side and an fp32 master on the other: layers compute alike,
-    and what is narrow in the checkpoint is widened exactly.
+    A parameter may be frozen in its compute dtype on one side and an fp32 master on the other: layers compute alike,
+    and widening is exact.
     """
-    there = {key.removeprefix(MODEL): entry for key, entry in stored.items() if key.startswith(MODEL)}
     unlike: dict[str, str] = {}
     for key in [*there, *(key for key in here if key not in there)]:
-        said = _described(there.get(key)), _described(here.get(key))
-        if said[0] != said[1] and not _is_frozen_on_one_side(there.get(key), here.get(key), plan.parameters.get(key)):
-            unlike[key] = f"{key} is {said[0]} in the checkpoint, {said[1]} here"
+        entry, tensor = there.get(key), here.get(key)
+        saved, now = _described(entry), _described(tensor)
+        if saved != now and not _is_frozen_on_one_side(entry, tensor, plan.parameters.get(key)):
+            unlike[key] = f"{key} is {saved} in the checkpoint, {now} here"
     if not unlike:
         return
     raise JobError(
@@ -316,10 +313,10 @@ def _described(tensor: Entry | Tensor | None) -> str:
 def _fill(job: JobCheckpoints, loading: Loading, model: PlanModule, optimizer: Optimizer | None) -> None:
     """Copies everything into place; parameters keep their identity."""
     index, targets, states = loading.checkpoint.index, dict(loading.targets), dict[str, dict[str, Tensor]]()
-    for full, target in loading.states.items():
+    for stored_name, target in loading.states.items():
         tensor = target.make()
-        targets[full] = part_of(tensor).local
-        states.setdefault(full.split("/", 2)[2], {})[target.key] = tensor
+        targets[stored_name] = part_of(tensor).local
+        states.setdefault(stored_name.split("/", 2)[2], {})[target.key] = tensor
     try:
         loading.read(targets, check=False)
     except JobError as error:  # a file has changed since it was checked
@@ -329,14 +326,14 @@ def _fill(job: JobCheckpoints, loading: Loading, model: PlanModule, optimizer: O
         assert loading.plain is not None
         named = parameters_by_name(model, job.plan)
         put_back(optimizer, loading.plain, named, states)
-    model.zero_grad()  # gradients of the weights before would join those of the next step
+    model.zero_grad()  # gradients of the former weights would be added to those of the next step
     model.settings.update(index.settings)
     model.drop_loads()
     job.steps, job.total_tokens = index.job_steps, index.job_tokens
 
 
 def _restore_random_states(loading: Loading, device: torch.device) -> None:
-    """Comes last: an extra's `load_state_dict` may draw."""
+    """Restores torch's random states, after all else: an extra's `load_state_dict` may draw random numbers."""
     if RNG + "cpu" in loading.random_states:
         torch.set_rng_state(loading.random_states[RNG + "cpu"])
     if RNG + "cuda" in loading.random_states:

@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of its parameters: collected for a checkpoint, and put back.
+"""Collects an optimizer's state by the names of its parameters for a checkpoint, and puts it back.
 
-A parameter's state is tensors and numbers. A tensor has the layout of its parameter, or is 0-d and the same on every
-rank, or is a DTensor, which has its layout.
+A parameter's state consists of tensors and numbers. A tensor is a DTensor, or has the layout of its parameter, or is
+0-d and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moec.runtime.errors import JobError
 from moec.runtime.weights.masters import placements_without
 
 PREFIX, OPTIONS = "optimizer/", "options/"
-IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
-"""Entries of a group that are of the running optimizer: its parameters, and how a step is computed."""
+EXECUTION_OPTIONS = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
+"""Entries of a group that are not stored: its parameters, and options that only say how a step is executed."""
 
-BY_CLASS = {"moec.runtime.job.muon.Muon": "muon", "moec.runtime.job.adafactor.Adafactor": "adafactor"}
-"""Names in older checkpoints, which followed from where a class was."""
+FORMER_KINDS = {"moec.runtime.job.muon.Muon": "muon", "moec.runtime.job.adafactor.Adafactor": "adafactor"}
+"""The kinds of moec's optimizers in older checkpoints, which had the classes' modules."""
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -43,7 +43,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerContent:
-    """`entry`: an `OptimizerEntry` as plain data; `tensors` by their names in a checkpoint."""
+    """What a checkpoint stores of an optimizer: an `OptimizerEntry` as plain data, and tensors by stored names."""
 
     entry: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -58,10 +58,10 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
     names = {id(parameter): name for name, parameter in named.items()}
     groups, tensors, numbers = [], dict[str, Tensor](), dict[str, dict[str, Any]]()
     for number, group in enumerate(optimizer.param_groups):
-        of_options: list[Tensor] = []
-        options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-        tree = encode(options, f"optimizer.param_groups[{number}]", of_options)
-        tensors.update({f"{OPTIONS}{number}/{i}": tensor for i, tensor in enumerate(of_options)})
+        option_tensors: list[Tensor] = []
+        options = {key: value for key, value in group.items() if key not in EXECUTION_OPTIONS}
+        tree = encode(options, f"optimizer.param_groups[{number}]", option_tensors)
+        tensors.update({f"{OPTIONS}{number}/{i}": tensor for i, tensor in enumerate(option_tensors)})
         members = [_name(parameter, names) for parameter in group["params"]]
         groups.append({"parameters": members, "options": tree})
         for name, parameter in zip(members, group["params"], strict=True):
@@ -81,17 +81,17 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
 
 
 def _made_with(optimizer: Optimizer) -> dict[str, Any]:
-    """The options with which the run's first optimizer was made, but for those of this script that its groups have."""
-    begun, made = _begun_with.get(optimizer, {}), dict(optimizer.defaults)
+    """The options that the run's first optimizer was made with, or this script's where all groups have these."""
+    first, made = _options_of_run.get(optimizer, {}), dict(optimizer.defaults)
     for key, value in made.items():
         if any(group.get(key) != value for group in optimizer.param_groups):
-            made[key] = begun.get(key, value)
+            made[key] = first.get(key, value)
     return made
 
 
 def scalars_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of an optimizer or of a group that are numbers, texts or tuples of these."""
-    kept = {key: value for key, value in options.items() if key not in IMPLEMENTATION}
+    kept = {key: value for key, value in options.items() if key not in EXECUTION_OPTIONS}
     return {key: value for key, value in kept.items() if _is_scalar(value) or _are_scalars(value)}
 
 
@@ -139,7 +139,7 @@ def _require_no_tensors(key: str, name: str, inside: Sequence[Tensor]) -> None:
 
 
 def _require_mapped(key: str, value: Tensor, name: str, parameter: Tensor) -> None:
-    """Raises `JobError` for a plain tensor of a sharded parameter: its part of the whole is unknown."""
+    """Raises `JobError` for a plain tensor that is the state of a DTensor: its part of the whole state is unknown."""
     if value.dim() == 0 or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return
     raise JobError(
@@ -152,21 +152,21 @@ def _require_mapped(key: str, value: Tensor, name: str, parameter: Tensor) -> No
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a state of a checkpoint goes. `place`: the tensor that lies as the new state will; `make` makes it."""
+    """The place of a stored state. `make` makes its tensor, whose layout is that of `like`."""
 
     key: str
     parameter: nn.Parameter
-    place: Tensor
+    like: Tensor
     make: Callable[[], Tensor]
 
 
 def targets_of(
     optimizer: Optimizer, entry: OptimizerEntry | None, entries: Mapping[str, Entry], named: Mapping[str, nn.Parameter]
 ) -> dict[str, Target]:
-    """Where every state tensor of a checkpoint goes, by its name there. Changes nothing.
+    """The place of every state tensor of a checkpoint, by its stored name. Changes nothing.
 
-    Raises `JobError` MOE0806 for a checkpoint without optimizer, of another class, with other groups of parameters, or
-    with a state that fits no tensor of this rank.
+    Raises `JobError` MOE0806 for a checkpoint without an optimizer, with one of another class or other groups of
+    parameters, or with a state that fits no tensor of this rank.
     """
     if entry is None:
         raise _other(
@@ -174,29 +174,29 @@ def targets_of(
             "load the model alone, `job.load(path, model)`; if job.resume found it, move it to another folder, and "
             "load it from there before job.resume",
         )
-    saved = BY_CLASS.get(entry.kind, entry.kind)
+    saved = FORMER_KINDS.get(entry.kind, entry.kind)
     if saved != kind_of(optimizer):
         raise _other(f"the checkpoint has the state of a {saved}, but the optimizer is a {kind_of(optimizer)}")
     names = {id(parameter): name for name, parameter in named.items()}
     _require_groups(optimizer, entry, names)
-    found = {}
+    targets = {}
     flags = {id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
     members = {name for group in entry.groups for name in group.parameters}
-    for full, stored in entries.items():
-        if not full.startswith(PREFIX):
+    for stored_name, stored in entries.items():
+        if not stored_name.startswith(PREFIX):
             continue
-        key, _, name = full.removeprefix(PREFIX).partition("/")
+        key, _, name = stored_name.removeprefix(PREFIX).partition("/")
         if name not in members:
             raise _other(f"the checkpoint has {key} of {name}, which is in none of its groups")
         parameter = named[name]
         state = optimizer.state.get(parameter, {})
         _require_dtype(optimizer, key, name, parameter, stored)
-        found[full] = _target(key, name, parameter, state.get(key), stored, flags[id(parameter)])
-    return found
+        targets[stored_name] = _target(key, name, parameter, state.get(key), stored, flags[id(parameter)])
+    return targets
 
 
 def _require_dtype(optimizer: Optimizer, key: str, name: str, parameter: nn.Parameter, stored: Entry) -> None:
-    """Raises `JobError` for a state of another dtype than the optimizer keeps, if it says so (`state_dtype`)."""
+    """Raises `JobError` if the optimizer has a dtype for its states (`state_dtype`) and the stored one is another."""
     if not stored.shape or not hasattr(optimizer, "state_dtype"):
         return
     wanted = DTYPE_NAMES[optimizer.state_dtype or parameter.dtype]
@@ -225,8 +225,8 @@ def _require_groups(optimizer: Optimizer, entry: OptimizerEntry, names: Mapping[
 
 def _target(key: str, name: str, parameter: nn.Parameter, state: object, stored: Entry, on_device: bool) -> Target:
     dtype = DTYPES[stored.dtype]
-    lies_known = isinstance(state, DTensor) or not isinstance(parameter, DTensor) or not stored.shape
-    if isinstance(state, Tensor) and tuple(state.shape) == stored.shape and lies_known:
+    has_known_layout = isinstance(state, DTensor) or not isinstance(parameter, DTensor) or not stored.shape
+    if isinstance(state, Tensor) and tuple(state.shape) == stored.shape and has_known_layout:
         if state.dtype != dtype:
             here = DTYPE_NAMES.get(state.dtype, str(state.dtype))
             raise _other(f"{key} of {name} is {stored.dtype} in the checkpoint, but {here} here")
@@ -249,20 +249,20 @@ def _target(key: str, name: str, parameter: nn.Parameter, state: object, stored:
 
 
 def _is_factor(shape: tuple[int, ...], parameter: DTensor) -> bool:
-    """Whether a state has size 1 in some dims and is the parameter's size in the others, as Adafactor's factors."""
+    """Whether each dim of a state has size 1 or the parameter's size, as in Adafactor's factors."""
     if not shape or len(shape) != parameter.dim():
         return False
     return all(n in (1, whole) for n, whole in zip(shape, parameter.shape, strict=True))
 
 
 def _empty_factor(shape: tuple[int, ...], parameter: DTensor, dtype: torch.dtype) -> Tensor:
-    """A DTensor that lies as the parameter does, whole in dims of size 1."""
+    """A DTensor with the parameter's layout, but replicated in dims of size 1."""
     placements = placements_without(parameter, [dim for dim, size in enumerate(shape) if size == 1])
     return empty(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
-_begun_with = WeakKeyDictionary[Optimizer, Mapping[str, Any]]()
-"""`Plain.made` of optimizers that were loaded."""
+_options_of_run = WeakKeyDictionary[Optimizer, Mapping[str, Any]]()
+"""The options that the run's first optimizer was made with (`PlainState.made`), by loaded optimizer."""
 
 
 def _other(message: str, help: str = "make the optimizer as the run that saved did, or load without it") -> JobError:
@@ -270,11 +270,11 @@ def _other(message: str, help: str = "make the optimizer as the run that saved d
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The plain data of a checkpoint's optimizer: `options` of each of its groups, `numbers` by parameter.
+class PlainState:
+    """The plain data of a checkpoint's optimizer: `options` by group, `numbers` by parameter.
 
-    `groups`: for each group of the optimizer here, the number of the checkpoint's group with the same parameters.
-    `made`: the options with which the run's first optimizer was made; none in a checkpoint of format 1.
+    `groups[i]` is the number of the checkpoint's group with the parameters of this optimizer's group i. `made`: the
+    options that the run's first optimizer was made with; none in a checkpoint of format 1.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -288,33 +288,33 @@ class Plain:
         return list(self.groups) != sorted(self.groups)
 
 
-def plain_of(
+def plain_state_of(
     optimizer: Optimizer,
     entry: OptimizerEntry,
     named: Mapping[str, nn.Parameter],
     tensor_of: Callable[[int, int], Tensor],
-) -> Plain:
-    """Decodes it; `tensor_of(group, number)` gives the tensors among the options. Changes nothing.
+) -> PlainState:
+    """Decodes the plain data of `entry`; `tensor_of(group, number)` gives tensors among the options. Changes nothing.
 
-    `optimizer` has the groups of `entry` in any order. Raises `ValueError` or `TypeError` for what `collect` does not
-    write.
+    `optimizer` has the groups of `entry` in any order. Raises `ValueError` or `TypeError` for data that `collect` does
+    not write.
     """
     options, numbers = [], {}
     for number, group in enumerate(entry.groups):
-        found = decode(group.options, partial(tensor_of, number))
-        if not isinstance(found, dict) or not IMPLEMENTATION.isdisjoint(found):
+        group_options = decode(group.options, partial(tensor_of, number))
+        if not isinstance(group_options, dict) or not EXECUTION_OPTIONS.isdisjoint(group_options):
             raise ValueError(f"the options of group {number} are not those of an optimizer")
-        options.append(found)
+        options.append(group_options)
     for name, trees in entry.numbers.items():
         numbers[name] = {key: decode(tree, _no_tensor) for key, tree in trees.items()}
     made = decode(entry.made, _no_tensor) or {}
     if not isinstance(made, dict):
         raise ValueError("the options that an optimizer was made with are no dict")
-    return Plain(options, numbers, _numbers_of_groups(optimizer, entry, named), made)
+    return PlainState(options, numbers, _numbers_of_groups(optimizer, entry, named), made)
 
 
 def _numbers_of_groups(optimizer: Optimizer, entry: OptimizerEntry, named: Mapping[str, nn.Parameter]) -> list[int]:
-    """`Plain.groups`; groups with equal parameters, which have none, are taken in their order."""
+    """`PlainState.groups`. Groups without parameters are matched in their order."""
     names = {id(parameter): name for name, parameter in named.items()}
     left: dict[frozenset[str], list[int]] = {}
     for number in reversed(range(len(entry.groups))):
@@ -328,23 +328,23 @@ def _no_tensor(_: int) -> Tensor:
 
 def put_back(
     optimizer: Optimizer,
-    plain: Plain,
+    plain: PlainState,
     named: Mapping[str, nn.Parameter],
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Gives `optimizer` the groups' options and the states of a checkpoint; drops states that it does not have.
+    """Gives `optimizer` the options and states of a checkpoint; drops states that the checkpoint lacks.
 
-    `states`: by parameter and key, filled already. Its later checkpoints say what the run was begun with, not this
-    script: they go on with those options.
+    `states`: filled tensors by parameter and key. Later checkpoints of `optimizer` store the options that the run began
+    with, not those of this script.
     """
-    _begun_with[optimizer] = plain.made
+    _options_of_run[optimizer] = plain.made
     names = {id(parameter): name for name, parameter in named.items()}
     for group, number in zip(optimizer.param_groups, plain.groups, strict=True):
         members = [names[id(parameter)] for parameter in group["params"]]
         group.update(plain.options[number])
         for name, parameter in zip(members, group["params"], strict=True):
-            found = {**states.get(name, {}), **plain.numbers.get(name, {})}
-            if found:
-                optimizer.state[parameter] = found
+            state = {**states.get(name, {}), **plain.numbers.get(name, {})}
+            if state:
+                optimizer.state[parameter] = state
             else:
                 optimizer.state.pop(parameter, None)

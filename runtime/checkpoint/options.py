@@ -1,4 +1,4 @@
-"""The options of saves and loads: their values, and extras whose names are misspelt options."""
+"""Checks the options of saves and loads, and refuses extras whose names are misspelt options."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moec.runtime.errors import is_whole, wrong_argument
 
 SCHEDULE = ("every", "seconds", "on_signal")
 OPTIMIZER = "optimizer"
-ELSEWHERE = {
+OPTIONS_ELSEWHERE = {
     **dict.fromkeys(
         ("keep_last", "keep_last_n", "max_to_keep", "num_to_keep", "save_total_limit", "total_limit"), "keep"
     ),
     **dict.fromkeys(("interval", "save_every", "save_interval", "save_steps"), "every"),
 }
 """Names that other libraries have for options."""
-REFUSED = {
+REFUSED_EXTRAS = {
     **dict.fromkeys(("must_exist", "required"), "leave it out: `moec.latest(folder)` is None without a checkpoint"),
     **dict.fromkeys(("map_location", "device"), "leave it out: tensors go where the model's are"),
     "strict": "leave it out: a checkpoint has every parameter of its model",
     "weights_only": "leave it out: nothing of a checkpoint is executed; without an optimizer only weights are loaded",
 }
-"""Keywords that are options elsewhere, and would be saved or looked for as extras here."""
+"""Options of other libraries that moec has no use for, with what to do instead; they are no names of extras."""
 
 
 def require_path(call: str, name: str, path: object, then: str = "") -> None:
@@ -37,25 +37,24 @@ def require_path(call: str, name: str, path: object, then: str = "") -> None:
 
 
 def require_extras(call: str, extras: Mapping[str, Any], options: tuple[str, ...], optimizer: object) -> None:
-    """Raises `CallError` for an extra whose name is an option's: misspelt, of another library (`ELSEWHERE`), or with
-    another meaning there (`REFUSED`). `optimizer` is an option too, if it is None.
+    """Raises `CallError` for an extra whose name is a misspelt option or one of another library.
 
-    An object with `state_dict` is no value of the `options`, and so a true extra; it may be an optimizer.
+    An object with `state_dict` is no value of `options`; but it may be the optimizer, if `optimizer` is None.
     """
     for name, value in extras.items():
-        if name in REFUSED and not hasattr(value, "state_dict"):
-            raise wrong_argument(f"`{call}` has no argument `{name}`", REFUSED[name])
+        if name in REFUSED_EXTRAS and not hasattr(value, "state_dict"):
+            raise wrong_argument(f"`{call}` has no argument `{name}`", REFUSED_EXTRAS[name])
         allowed = options
         if hasattr(value, "state_dict"):
             allowed = (OPTIMIZER,) if optimizer is None else ()
-        near = (each for each in allowed if is_slip(name, each) or is_slip(each, name) or ELSEWHERE.get(name) == each)
-        if option := next(near, None):
-            help = f"did you mean `{option}`? An extra needs a name that is less like an option's"
-            raise wrong_argument(f"`{call}` has no argument `{name}`", help)
+        for option in allowed:
+            if is_slip(name, option) or is_slip(option, name) or OPTIONS_ELSEWHERE.get(name) == option:
+                help = f"did you mean `{option}`? An extra needs a name that is less like an option's"
+                raise wrong_argument(f"`{call}` has no argument `{name}`", help)
 
 
 def require_schedule(every: object, seconds: object, on_signal: object) -> None:
-    """Raises `CallError` unless they say when to save."""
+    """Raises `CallError` unless the options are valid and one of them says when to save."""
     if every is None and seconds is None and on_signal is None:
         raise wrong_argument(
             "`job.checkpoint` does not know when to save",

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree in a background thread: through the job's store, by asking again and again.
+"""Messages between ranks in a background thread: through the job's store, which each rank polls.
 
 Collectives of the job's groups would interleave with those of a step.
 """
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from moec.runtime.ranks.watch import Watch
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.2
-"""Seconds between two questions; each pause is half as long again as the last."""
-
+"""Seconds between two polls; each pause is half as long again as the last."""
 
 PIECE_BYTES = 1 << 20
 """Bytes of one value in the store: torch's TCPStore drops a connection that sends more than 8 MiB at once."""
@@ -31,7 +30,7 @@ class Peers:
     """The ranks of one job. `store`: over a connection that no other thread waits on; None for a single rank.
 
     A wait may take any time while all ranks live. It raises `RankError` when `watch` knows of a rank that is gone, or
-    when the next rank's watch has not beaten for the job's timeout.
+    when the next rank's watch has been silent for the job's timeout.
     """
 
     def __init__(self, store: Store | None, rank: int, world_size: int, watch: Watch | None = None) -> None:
@@ -53,14 +52,14 @@ class Peers:
         self._put(f"{key}/{self.rank}", content)
 
     def collect(self, key: str) -> list[Any]:
-        """What every rank sent, by rank. Every rank has then received all earlier broadcasts."""
-        found = []
+        """The message of every rank, by rank. All ranks have then received all earlier broadcasts."""
+        messages = []
         for rank in range(self.world_size):
-            found.append(self._wait(f"{key}/{rank}"))
+            messages.append(self._wait(f"{key}/{rank}"))
             self._forget(f"{key}/{rank}")
         while self._broadcast_keys:
             self._forget(self._broadcast_keys.pop())
-        return found
+        return messages
 
     def broadcast(self, key: str, content: Any) -> None:
         """Of rank 0: sends `content`, plain JSON, to all ranks, which call `receive`."""
@@ -68,7 +67,7 @@ class Peers:
         self._put(key, content)
 
     def receive(self, key: str) -> Any:
-        """What rank 0 broadcasts."""
+        """The message that rank 0 broadcasts."""
         return self._wait(key)
 
     def barrier(self, key: str) -> None:
@@ -78,8 +77,8 @@ class Peers:
                 self._put(key, 0)
             self._wait(key)
             if self._store.add(f"{key}/left", 1) == self.world_size:
-                for each in (key, f"{key}/arrived", f"{key}/left"):
-                    self._store.delete_key(each)
+                for used_key in (key, f"{key}/arrived", f"{key}/left"):
+                    self._store.delete_key(used_key)
 
     def _put(self, key: str, content: Any) -> None:
         """Sets `key` to plain JSON, in several values where it is long; the first says how many."""
@@ -106,7 +105,7 @@ class Peers:
         return json.loads(b"".join([first, *rest]))
 
     def _forget(self, key: str) -> None:
-        """Removes a message that is read."""
+        """Removes a message that has been read."""
         with _lost_store():
             for number in range(1, int(self._store.get(key).partition(b" ")[0])):
                 self._store.delete_key(f"{key}#{number}")
@@ -114,7 +113,7 @@ class Peers:
 
 
 class _Watched:
-    """Of one wait: whether all ranks live. Each rank looks at the next one's beats: none looks at all of them."""
+    """Checks during one wait that all ranks live: each rank looks at the heartbeats of the next rank alone."""
 
     def __init__(self, watch: Watch, rank: int) -> None:
         self._watch, self._rank = watch, rank
@@ -138,7 +137,7 @@ class _Watched:
 
 @contextmanager
 def _lost_store() -> Iterator[None]:
-    """Says what torch's error about the connection means."""
+    """Explains torch's error about a lost connection to the store."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The way back to the last checkpoint of a folder, past damaged ones."""
+"""Resumes from the last checkpoint of a folder that is not damaged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moec.grammar.folder_kinds import kind_of
 from moec.grammar.suggest import meant
 from moec.runtime.checkpoint.content import require_optimizer
 from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, heads_in, require_parent, set_aside, unlisted
-from moec.runtime.checkpoint.format.faults import is_of_torch, of_torch
+from moec.runtime.checkpoint.format.faults import is_torch_folder, torch_folder
 from moec.runtime.checkpoint.format.files import shown
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.optimizer_state import require_members
-from moec.runtime.checkpoint.runs import of_the_last_run
+from moec.runtime.checkpoint.runs import checkpoints_of_last_run
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from moec.runtime.checkpoint.job_checkpoints import JobCheckpoints
 
 NAME_BYTES = 256
-"""The longest name of a file on common file systems, and its end."""
+"""The longest name of a file on common file systems, and a final NUL."""
 MOST_LOOKS = 20
-"""How often a resume looks into a folder again whose checkpoints are removed meanwhile."""
+"""How often a resume lists a folder again if another job removes checkpoints meanwhile."""
 CODE_OF_MISSING, CODE_OF_DAMAGE = "MOE0800", "MOE0801"
 
 
@@ -69,7 +69,7 @@ def resume(
 
 
 def _misspelt(folder: Path) -> Path | None:
-    """The folder that `folder`, which is missing, is in or is nearly the name of, and that has checkpoints."""
+    """If `folder` is missing: its parent, or a folder with nearly its name, whichever has checkpoints."""
     folder = folder.absolute()
     try:
         if folder.exists():
@@ -83,7 +83,7 @@ def _misspelt(folder: Path) -> Path | None:
 
 
 def _complaint_about(plan: Plan, model: PlanModule, optimizer: Optimizer | None) -> Complaint | None:
-    """Why no checkpoint of the run could be saved: now, and not after a thousand steps."""
+    """Why no checkpoint of the run could be saved later; None if it could."""
     try:
         named = parameters_by_name(model, plan)
         if optimizer is not None:
@@ -94,7 +94,7 @@ def _complaint_about(plan: Plan, model: PlanModule, optimizer: Optimizer | None)
 
 
 class _Search:
-    """Of rank 0: the checkpoints of `folder` that are still to be tried, and what is wrong with those before."""
+    """Rank 0's search: the checkpoints of `folder` that are still to be tried, and the faults of those tried before."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -104,7 +104,7 @@ class _Search:
         self._looks = MOST_LOOKS
 
     def next(self, failure: JobError | None) -> str:
-        """The name of the next checkpoint, empty if there is none at all. `failure`: what loading the last one raised.
+        """The name of the next checkpoint; empty if there is none. `failure`: the error of loading the last one.
 
         Raises `JobError` for anything but damage, and if every checkpoint of the run is damaged.
         """
@@ -113,8 +113,8 @@ class _Search:
             self._left = self._look()
         if failure is not None and self._current is not None and not self._looks_again():
             # A file that cannot be opened is a damage only if rank 0 misses it too.
-            found = failure if _code(failure) == CODE_OF_DAMAGE else fault_of(self._current)
-            if found is None or _code(found) != CODE_OF_DAMAGE:
+            fault_here = failure if _code(failure) == CODE_OF_DAMAGE else fault_of(self._current)
+            if fault_here is None or _code(fault_here) != CODE_OF_DAMAGE:
                 raise failure
             self._damages.append((self._current, failure))
         while self._left:
@@ -142,19 +142,19 @@ class _Search:
                 "valid checkpoint.json, or set aside as damaged",
                 "load it with `job.load`, give it a name and content of its own, or move it away to start over",
             )
-        if is_of_torch(self._folder):
-            raise of_torch(self._folder)
+        if is_torch_folder(self._folder):
+            raise torch_folder(self._folder)
         if kind_of(self._folder) == "plan":
             raise JobError("MOE0800", f"{shown(self._folder)} is a plan", "name the folder of the checkpoints")
         return ""
 
     def _look(self) -> list[Path]:
-        """The checkpoints of the run that has saved last, the last one first."""
+        """The checkpoints of the run that has saved last, newest first, without those that are known to be damaged."""
         known = {path for path, _ in self._damages}
-        return [path for path, _ in of_the_last_run(heads_in(self._folder)) if path not in known]
+        return [path for path, _ in checkpoints_of_last_run(heads_in(self._folder)) if path not in known]
 
     def _looks_again(self) -> bool:
-        """Whether the current checkpoint is gone, as where a trainer saves with `keep`: then there is a later one."""
+        """Whether the current checkpoint is gone, as when a trainer saves with `keep`: then there is a later one."""
         assert self._current is not None
         if os.path.lexists(self._current) or not self._looks:
             return False
@@ -163,10 +163,11 @@ class _Search:
         return True
 
     def end(self, name: str, step: int) -> None:
-        """Gives damaged checkpoints other names, so that a run can save under theirs; warns of what is not loaded."""
-        found = heads_in(self._folder)
-        own = {path for path, _ in of_the_last_run(found)}
-        ahead = next((path for path, head in found if path not in own and head and head.step > step), None)
+        """Renames damaged checkpoints, so that the run can save under their names; warns of what is not loaded."""
+        checkpoints = heads_in(self._folder)
+        resumed_run = {path for path, _ in checkpoints_of_last_run(checkpoints)}
+        later = (path for path, head in checkpoints if path not in resumed_run and head and head.step > step)
+        ahead = next(later, None)
         if ahead is not None:
             warn(
                 f"{shown(ahead)} is of another run, and has a higher step; {shown(self._folder / name)} is resumed, of "
@@ -186,7 +187,7 @@ class _Search:
 
 
 def _agree_on_next(job: JobCheckpoints, search: _Search, failure: JobError | None) -> str:
-    """The name of the checkpoint that rank 0 chooses; other jobs may save or remove one meanwhile. Empty for none."""
+    """The name of the checkpoint that rank 0 chooses, empty for none: other jobs may save or remove some meanwhile."""
     name, complaint = "", None
     if job.rank == 0:
         try:

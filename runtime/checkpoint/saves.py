@@ -1,4 +1,4 @@
-"""All saves of a job: the last one, for which the next waits, their numbers, and what it knows of each folder."""
+"""All saves of a job: the last one, for which the next one waits, their numbers, and the state of each folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LEAVING_SECONDS = 20.0
 
 @dataclass(slots=True)
 class _Folder:
-    """What a job knows of a folder. `step` and `time`: of the last scheduled save to it, or load from it.
+    """What a job knows of a folder. `step` and `time`: those of the last scheduled save to it, or load from it.
 
-    `entered`: since the last load, the job has come to a save by a schedule; `seen_by`: `Run.own` of the run that has
-    looked there last. `stamp`: of the last checkpoint there that it has seen or saved.
+    `entered`: the job has made a scheduled save there since the last load. `seen_by`: `Run.own` of the run that has
+    listed the folder last. `stamp`: `Head.saved` of the last checkpoint that the job has seen or saved there.
     """
 
     time: float
@@ -64,7 +64,7 @@ class Saves:
             self._wait_for_the_last(error)
 
     def _wait_for_the_last(self, error: BaseException | None) -> None:
-        """Waits for the last save when the job ends, with `error` or without; raises what it has failed with."""
+        """Waits for the last save when the job ends, with `error` or without; raises the save's error."""
         if self._last is None:
             return
         if isinstance(error, RankError):
@@ -76,7 +76,7 @@ class Saves:
             self.peers.abandon()
 
     def wait(self) -> Complaint | None:
-        """Waits for the last save; its error, unless the script has seen it."""
+        """Waits for the last save; returns its error, unless the script has seen it."""
         failure = self._last.error() if self._last is not None else None
         if failure is not None and not isinstance(failure, JobError):
             raise failure
@@ -84,12 +84,12 @@ class Saves:
         return None if failure is None else Complaint.of(failure, of_all_ranks=True)
 
     def start(self, task: Task) -> Saving:
-        """Writes in a thread."""
+        """Starts a thread that writes a checkpoint."""
         self._last = Saving(task.target, lambda: write(task, self.peers))
         return self._last
 
     def last_in(self, folder: Path) -> tuple[int, float]:
-        """The step of the last scheduled save to `folder`, or load from it, and when it was."""
+        """The step and the time of the last scheduled save to `folder`, or load from it."""
         known = self._known(folder)
         return known.step, known.time
 
@@ -99,21 +99,21 @@ class Saves:
         known.step, known.time = step, now
 
     def enters(self, folder: Path) -> bool:
-        """Whether it is the first time that the job saves to `folder` by a schedule, or the first after a load."""
+        """Whether this scheduled save to `folder` is the job's first one there, or the first after a load."""
         known = self._known(folder)
         is_new, known.entered = not known.entered, True
         return is_new
 
     def enter_again(self) -> None:
-        """The job has loaded a checkpoint: it may go on as another run."""
+        """Forgets which folders the job has saved to: it has loaded a checkpoint, and may go on as another run."""
         for known in self._folders.values():
             known.entered, known.seen_by = False, None
 
     def run_in(self, folder: Path, run: Run) -> Run:
-        """`run`, or a branch of it if `folder` has later checkpoints of it, which `keep` would remove.
+        """`run`, or a branch of it if `folder` has later checkpoints of `run`, which `keep` would remove.
 
-        They are of before the job has loaded an earlier one, or of another training that has begun with the same. Looks
-        when a training comes to the folder.
+        Such checkpoints were saved before the job loaded an earlier one, or by another training that began with the
+        same. Lists the folder at the first save of a run to it.
         """
         known = self._known(folder)
         if known.seen_by is not run.own and run.goes_on_in(_heads_of(folder)):
@@ -122,7 +122,7 @@ class Saves:
         return run
 
     def stamp(self, folder: Path) -> int:
-        """Now, in ns since 1970, and later than all checkpoints in `folder`, whatever the clocks of other machines."""
+        """The time in ns since 1970, but later than all checkpoints in `folder`, whose clocks may have been ahead."""
         known = self._known(folder)
         if known.stamp is None:
             known.stamp = max((head.saved for head in _heads_of(folder)), default=0)
@@ -139,7 +139,7 @@ class Saves:
 
 
 def _heads_of(folder: Path) -> list[Head]:
-    """Of the checkpoints in `folder`; none of one that cannot be read: the save will say so."""
+    """The heads of the checkpoints in `folder`; none if it cannot be read, which the save will report."""
     with suppress(JobError):
         return [head for _, head in heads_in(folder) if head is not None]
     return []

@@ -1,4 +1,4 @@
-"""The function `save`, which begins one save: ranks agree, each copies what it writes, and the thread starts."""
+"""Begins a save: ranks agree, each copies what it writes, and a thread starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moec.runtime.checkpoint.description import degrees_of
 from moec.runtime.checkpoint.format.faults import unexpected
 from moec.runtime.checkpoint.format.files import refuse_existing, shown
 from moec.runtime.checkpoint.format.parts import Part
-from moec.runtime.checkpoint.format.shards import Piece
+from moec.runtime.checkpoint.format.shards import HostTensor
 from moec.runtime.checkpoint.options import require_keep
 from moec.runtime.checkpoint.writing import Saving, Task
 from moec.runtime.errors import JobError
@@ -52,9 +52,9 @@ def save(
         raise error from cause
     assert content is not None
     failure: Complaint | None = None
-    pieces, parts, cause = list[Piece](), dict[str, Part](), None
+    copies, parts, cause = list[HostTensor](), dict[str, Part](), None
     try:
-        pieces, parts = content.copies()
+        copies, parts = content.copies()
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's message
         words = f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "
         failure, cause = Complaint.of(unexpected(error, words)), error
@@ -74,23 +74,23 @@ def save(
     }
     data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()
     number = saves.next_number()
-    return saves.start(Task(number, plan, target, head, data_ranks, keep, content, pieces, parts, failure, cause))
+    return saves.start(Task(number, plan, target, head, data_ranks, keep, content, copies, parts, failure, cause))
 
 
 def same_calls(path: str, keep: int | None, content: Content | None) -> tuple[MustMatch, ...]:
-    """What must match on all ranks: the path, `keep`, and the names of extras and of tensors."""
+    """The claims that must match on all ranks: the path, `keep`, and the names of extras and of tensors."""
     extras, tensors = (sorted(content.extras), sorted(content.parts)) if content else ((), ())
     claims = {
-        "different paths": of_words(path),
+        "different paths": checksum(path),
         "different values of `keep`": keep or 0,
-        "extras of different names": of_words(*extras),
-        "different optimizers: some have states that others lack": of_words(*tensors),
+        "extras of different names": checksum(*extras),
+        "different optimizers: some have states that others lack": checksum(*tensors),
     }
     return tuple(
         MustMatch("MOE0811", f"ranks called job.save with {words}", (number,)) for words, number in claims.items()
     )
 
 
-def of_words(*words: str) -> int:
-    """A number that is equal on all ranks if the words are."""
+def checksum(*words: str) -> int:
+    """A number by which ranks compare words."""
     return zlib.crc32("\0".join(words).encode())

@@ -1,4 +1,4 @@
-"""A checkpoint at steps that a number divides, every few seconds, or when a signal comes."""
+"""Scheduled checkpoints: at steps that a number divides, every few seconds, or when a signal arrives."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_if_due(
         complaint = None
         if job.rank == 0:
             model.run = saves.run_in(Path(folder), model.run)
-            complaint = _about_others(Path(folder), model, first, every)
+            complaint = _complaint_about_others(Path(folder), model, first, every)
         job.checks.require("job.checkpoint", complaint)
     is_told = False
     if seconds is not None or on_signal is not None:
@@ -70,24 +70,24 @@ def save_if_due(
     return saving
 
 
-def _about_others(folder: Path, model: PlanModule, first: int | None, every: int | None) -> Complaint | None:
-    """Warns of checkpoints of other runs; why the first save would fail, or None. Of rank 0.
+def _complaint_about_others(folder: Path, model: PlanModule, first: int | None, every: int | None) -> Complaint | None:
+    """On rank 0: warns of other runs' checkpoints; returns why the first save would fail, or None.
 
     `first`: the step of the first save, after which they come at multiples of `every`.
     """
     try:
-        found = heads_in(folder)
+        checkpoints = heads_in(folder)
     except JobError as error:
         return Complaint.of(error, of_all_ranks=True)
     ways = f"another folder keeps runs apart; `job.resume({str(folder)!r}, …)` before the first step goes on from it"
-    names = {int(path.name) for path, _ in found if re.fullmatch(NUMBER, path.name)}
-    if first in names:
+    steps = {int(path.name) for path, _ in checkpoints if re.fullmatch(NUMBER, path.name)}
+    if first in steps:
         message = f"{shown(folder / str(first))}: exists, and the first save of this run would have its name"
         ways = "save into another folder" if model.run.ancestors else ways  # it has gone on from a checkpoint
         return Complaint("MOE0803", message, f"{ways}; or move it away", of_all_ranks=True)
-    other = next((path for path, head in found if head is not None and not model.run.has(head)), None)
+    other = next((path for path, head in checkpoints if head is not None and not model.run.has(head)), None)
     if other is not None:
-        in_the_way = (n for n in names if first is not None and every is not None and n > first and n % every == 0)
+        in_the_way = (n for n in steps if first is not None and every is not None and n > first and n % every == 0)
         taken = min(in_the_way, default=None)
         end = "" if taken is None else f". The save at step {taken} will fail: {shown(folder / str(taken))} exists"
         warn(

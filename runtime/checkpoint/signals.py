@@ -25,9 +25,9 @@ REPEAT_SECONDS = 10.0
 
 
 def spare_workers() -> None:
-    """From now on workers that a `DataLoader` forks end by `OF_WORKERS` only if this process sends them.
+    """From now on a signal of `OF_WORKERS` ends a worker that a `DataLoader` forks only if this process sends it.
 
-    Not those that it starts in another way (`multiprocessing_context`).
+    Workers that are started in another way (`multiprocessing_context`) stay as they are.
     """
     global _spares
     if not _spares:
@@ -68,7 +68,7 @@ def _nothing() -> None:
 
 
 def _end_by_parent() -> None:
-    """What torch's handler of workers does for SIGTERM: it ends the worker if the signal is its parent's."""
+    """Ends the worker if its parent sends a signal, as torch's handler of workers does for SIGTERM."""
     while (told := signal.sigwaitinfo(OF_WORKERS)).si_pid != os.getppid():
         pass
     os._exit(0 if told.si_signo == signal.SIGTERM else 128 + told.si_signo)
@@ -84,7 +84,7 @@ class SignalNotice:
         self._holds = False
 
     def has_arrived(self, number: int) -> bool:
-        """Whether the signal has arrived since the first call, which begins to note it. Of the main thread."""
+        """Whether the signal has arrived since the first call, which begins to note it. Call it in the main thread."""
         if number not in self._before:
             self._before[number] = self._handler.install(number)
         return number in self._came
@@ -102,10 +102,10 @@ class SignalNotice:
 
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Around the last wait of a job, which may end with `error`: then the signals have their effect.
+        """A context for the last wait of a job, which may end with `error`; then the signals take effect.
 
-        Puts the handlers before back, and sends them the signals that have come. Where the handler was the watch's, or
-        there was none, the signal ends the process, after the error, if any, is printed.
+        Restores the former handlers and sends them the signals that have arrived. If the handler was the watch's, or
+        there was none, the signal ends the process after the error, if any, is printed.
         """
         self.hold()
         try:

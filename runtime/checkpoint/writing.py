@@ -18,7 +18,7 @@ from moec.runtime.checkpoint.format.faults import unexpected
 from moec.runtime.checkpoint.format.files import shown, unwritable
 from moec.runtime.checkpoint.format.index import EXTRAS, empty_entry, shard_name
 from moec.runtime.checkpoint.format.parts import Part
-from moec.runtime.checkpoint.format.shards import Piece, write_shard
+from moec.runtime.checkpoint.format.shards import HostTensor, write_shard
 from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.errors import JobError, RankError
@@ -73,7 +73,7 @@ class Saving:
 class Task:
     """One save of one rank. `head`: fields of `checkpoint.json`.
 
-    `failure`: why there are no pieces; `cause`: the exception behind it.
+    `failure`: why there are no copies; `cause`: the exception that caused it.
     """
 
     number: int
@@ -83,7 +83,7 @@ class Task:
     data_ranks: Sequence[int]
     keep: int | None
     content: Content
-    pieces: Sequence[Piece]
+    copies: Sequence[HostTensor]
     parts: Mapping[str, Part]
     failure: Complaint | None = None
     cause: Exception | None = None
@@ -92,14 +92,14 @@ class Task:
 def write(task: Task, peers: Peers) -> str:
     """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank.
 
-    Returns what the script should be warned of, empty if nothing, on rank 0.
+    Returns a warning for the script on rank 0, empty if there is none.
     """
     words = "begin", "opened", "written", "outcome", "read"
     begin, opened, written, outcome, read = (f"{task.number}/{word}" for word in words)
     causes: list[Exception] = [task.cause] if task.cause is not None else []
 
     def or_failure(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """`act()`, or its failure as a message: the other ranks wait for one."""
+        """The message of `act()`, or its failure as a message: the other ranks wait for one."""
         try:
             return act()
         except RankError:
@@ -133,38 +133,38 @@ def write(task: Task, peers: Peers) -> str:
 
 
 def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Writes this rank's shard; what rank 0 needs to know of it."""
-    pieces, trees = list(task.pieces), {}
-    cells = {name: (part.number, part.dtype, part.shape, part.cuts) for name, part in task.parts.items()}
+    """Writes this rank's shard; returns what rank 0 needs for the index."""
+    copies, trees = list(task.copies), {}
+    chunks = {name: (part.chunk_number, part.dtype, part.shape, part.cuts) for name, part in task.parts.items()}
     for name, ranks in writers.items():
         if rank not in ranks:
             continue
         extra, copy = task.content.extras[name], ranks.index(rank)
         trees[name] = copy, extra.tree
-        for numbered in extra.pieces:
-            piece = numbered._replace(name=f"{EXTRAS}{name}/{copy}/{numbered.name}")
-            pieces.append(piece)
-            cells[piece.name] = 0, piece.dtype, piece.shape, (1,) * len(piece.shape)
+        for numbered in extra.tensors:
+            stored_copy = numbered._replace(name=f"{EXTRAS}{name}/{copy}/{numbered.name}")
+            copies.append(stored_copy)
+            chunks[stored_copy.name] = 0, stored_copy.dtype, stored_copy.shape, (1,) * len(stored_copy.shape)
     path = folder / shard_name(rank)
     try:
-        written = write_shard(path, pieces)
+        written = write_shard(path, copies)
     except OSError as error:
         return {"failure": Complaint.of(unwritable(path, error, f"rank {rank}: "))}
-    with_digests = {name: (*cell, written.digests[name]) for name, cell in cells.items()}
+    with_digests = {name: (*chunk, written.digests[name]) for name, chunk in chunks.items()}
     return {
-        "failure": None, "bytes": written.num_bytes, "header": written.header, "cells": with_digests, "trees": trees,
+        "failure": None, "bytes": written.num_bytes, "header": written.header, "chunks": with_digests, "trees": trees,
     }  # fmt: skip
 
 
 class _Leader:
-    """What only rank 0 does: the folder, the index, the name."""
+    """The work of rank 0 alone: it makes the folder, writes the index, and gives the folder its name."""
 
     def __init__(self, task: Task, peers: Peers) -> None:
         self._task, self._peers = task, peers
         self._temporary: Temporary | None = None
         self._writers: dict[str, list[int]] = {}
         self.remark = ""
-        """What the script should know of a save that has not failed."""
+        """A warning for the script about a save that has not failed."""
 
     def open(self, key: str) -> dict[str, Any]:
         """Makes the temporary folder, and decides which ranks write which extra. `key`: of the ranks' messages."""
@@ -209,12 +209,12 @@ class _Leader:
     def _index(self, reports: Sequence[Any]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {}
         for rank, report in enumerate(reports):
-            for name, (number, dtype, shape, cuts, digests) in report["cells"].items():
+            for name, (number, dtype, shape, cuts, digests) in report["chunks"].items():
                 entry = tensors.setdefault(name, empty_entry(dtype, shape, cuts))
-                assert entry["files"][number] is None, f"{name}: two ranks wrote cell {number}"
+                assert entry["files"][number] is None, f"{name}: two ranks wrote chunk {number}"
                 entry["files"][number], entry["digests"][number] = rank, digests
         for name, entry in tensors.items():
-            assert None not in entry["files"], f"{name}: no rank wrote cell {entry['files'].index(None)}"
+            assert None not in entry["files"], f"{name}: no rank wrote chunk {entry['files'].index(None)}"
         content = self._task.content
         extras = {
             name: {"loads": content.extras[name].loads, "copies": [reports[r]["trees"][name][1] for r in ranks]}
@@ -232,7 +232,7 @@ def writers_of(name: str, digests: Sequence[Mapping[str, str]], data_ranks: Sequ
 
     Raises `JobError` MOE0808 if ranks with the same data rank differ.
     """
-    if len({each[name] for each in digests}) == 1:
+    if len({rank_digests[name] for rank_digests in digests}) == 1:
         return [0]
     first: dict[int, int] = {}
     for rank, data_rank in enumerate(data_ranks):

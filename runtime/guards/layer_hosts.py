@@ -1,6 +1,6 @@
-"""Refuses DistributedDataParallel and `fully_shard` where they manage the experts of `moec.layer`, or nobody does.
+"""Refuses DistributedDataParallel and `fully_shard` if they manage the experts of `moec.layer`, or if nobody does.
 
-A layer over several ranks sums the gradients of its experts itself; that of one rank has replicas, as other modules.
+A layer over several ranks sums the gradients of its experts itself; experts of a layer of one rank are replicas.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moec.runtime.ranks.checks import Complaint
 
 
 def _hosts(experts: nn.Module) -> tuple[object, ...]:
-    """The active DDP module and whether it is in `join()`, whether FSDP is around, and the module that last got a
-    composable state (`fully_shard`): a later wrap changes it.
+    """What changes with the layer's hosts: the active DDP module, whether it is in `join()`, whether FSDP is around,
+    and the module that last got a composable state (`fully_shard`).
 
     Weak references: after garbage collection an id can be reused and a count can fall, at different times on different
     ranks. A rank that skips the check would not raise, and the others would hang.
@@ -95,7 +95,7 @@ def _unmanaged(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> Complaint 
     """The complaint if none of `hosts`, each of several ranks, manages the experts of a layer of one rank."""
     managed = _reduced_by(ddp) if ddp is not None else {}
     if ddp is not None and not _is_inside(experts, ddp):
-        hosts = [host for host in hosts if host == "fully_shard"]  # its forward pass calls the layer of another model
+        hosts = [host for host in hosts if host == "fully_shard"]  # DDP's forward pass calls another model's layer
     left = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
     if hosts and left and not _is_owned_by_fsdp(experts):
         return Complaint(
@@ -117,7 +117,7 @@ def _joins(ddp: Any) -> bool:
 
 
 def _reduced_by(ddp: Any) -> dict[int, str]:
-    """The parameters that DDP reduces, a name of each by its id. It ignores names: one that has two may stay."""
+    """A name of every parameter that DDP reduces, by id. It ignores names: a parameter with two names may remain."""
     named = ddp.module.named_parameters(remove_duplicate=False)
     return {id(parameter): name for name, parameter in named if name not in ddp.parameters_to_ignore}
 
@@ -128,7 +128,7 @@ def _is_in_fsdp(experts: nn.Module) -> bool:
 
 
 def _groups_of_fsdp() -> Iterator[tuple[nn.Module, Any]]:
-    """The modules that `fully_shard` was called with, and each one's groups of parameters; torch has no public list."""
+    """The modules that `fully_shard` was called with, and their groups of parameters; torch has no public list."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
     for module, reference in list(states._module_state_mapping.items()) if states is not None else ():
         for group in getattr(reference(), "_fsdp_param_groups", ()):
@@ -148,7 +148,7 @@ def _is_owned_by_fsdp(experts: nn.Module) -> bool:
 
 
 def _spans_of_fsdp(experts: nn.Module) -> list[set[int]]:
-    """The ranks of each `fully_shard` around `experts`, those of a mesh of several dimensions together."""
+    """The ranks of each `fully_shard` around `experts`, over all dimensions of its mesh."""
     around = [group for module, group in _groups_of_fsdp() if _is_inside(experts, module)]
     return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for group in around]
 

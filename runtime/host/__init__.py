@@ -1,1 +1,1 @@
-"""A mixture as a layer in a model of a script's own."""
+"""A mixture as a layer in a plain PyTorch model."""

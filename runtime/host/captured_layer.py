@@ -53,8 +53,8 @@ class Captured:
         body = _Body(layer)
 
         def run(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-            given = {f"layer.{name}": p for name, p in zip(self._names, parameters, strict=True)}
-            results: tuple[Tensor, ...] = functional_call(body, given, (x,))
+            parameters_by_name = {f"layer.{name}": p for name, p in zip(self._names, parameters, strict=True)}
+            results: tuple[Tensor, ...] = functional_call(body, parameters_by_name, (x,))
             return results
 
         # The graph reads the parameters where they are: an optimizer's update needs no copy.

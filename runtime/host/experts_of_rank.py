@@ -1,4 +1,4 @@
-"""This rank's experts in the `state_dict` of `moec.layer`, which a file must not have as if they were all."""
+"""This rank's experts in the `state_dict` of `moec.layer`. A file must not have them as if they were all experts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from moec.runtime.errors import JobError
 class ExpertsOfRank(DTensor):
     """A DTensor, for `torch.distributed.checkpoint` and `full_tensor()`, that `torch.save` and safetensors refuse.
 
-    They write what this process has. A script that saves on rank 0 alone, as is usual under DistributedDataParallel,
-    would lose the experts of all other ranks, and see it when it loads the file. Copies are such tensors too.
+    These write the part that this process has. A script that saves on rank 0 alone, as is usual under
+    DistributedDataParallel, would lose the experts of all other ranks, and notice it when it loads the file. Copies
+    have this class too.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(cls, tensor: DTensor) -> DTensor:
-        """`tensor` itself, as one of this class: DTensor's constructors make DTensors."""
+        """`tensor` itself with this class: DTensor's constructors make DTensors."""
         tensor.__class__ = cls
         return tensor
 
@@ -41,11 +42,11 @@ class ExpertsOfRank(DTensor):
         return copied
 
     def untyped_storage(self) -> NoReturn:
-        """Refused: this is the first that safetensors, transformers and accelerate ask for."""
+        """Refused: safetensors, transformers and accelerate call this first."""
         raise refused()
 
     def storage(self) -> NoReturn:
-        """Refused: they ask for it where the other one fails."""
+        """Refused: they call this if `untyped_storage` fails."""
         raise refused()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""For a plain PyTorch model that contains layers of `moec.layer`: finds experts and clips gradients."""
+"""Functions for a plain PyTorch model that contains layers of `moec.layer`, its host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @called("moec.end_step")
 def end_step(model: nn.Module) -> None:
-    """Says that a training step has ended: the biases of layers with `bias = online(…)` move towards equal loads.
+    """Ends a training step: the biases of layers with `bias = online(…)` move towards equal loads.
 
     They move by the rows that experts got in training since the last call, of all ranks and micro-batches. A collective
     over the layers' ranks: every rank calls it once after each `optimizer.step()`. Without such layers it does nothing.
-    Raises `JobError` (MOE0713) where none of them has had a forward pass in training since the last call. A layer whose
+    Raises `JobError` (MOE0713) if none of them has had a forward pass in training since the last call. A layer whose
     optimizer steps without this call refuses the next pass in training.
     """
     biased = [layer for layer in _layers(model) if layer.biases.any]
@@ -71,7 +71,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of this rank's gradients in fp32, a scalar: a DTensor where they are."""
+    """The norm of this rank's gradients in fp32, a scalar; a DTensor if they are DTensors."""
     if not gradients:
         return torch.zeros((), dtype=torch.float32, device=device)
     if isinstance(gradients[0], DTensor):

@@ -71,7 +71,7 @@ class MoeLayer(nn.Module):
     file asks for. `expert_parameters()` are this rank's experts, whose gradients the host must not reduce.
 
     `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar, equal on every rank, or
-    None where the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
+    None if the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
     expert, int64 `[experts]`.
     """
 
@@ -92,9 +92,9 @@ class MoeLayer(nn.Module):
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
         self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
-        # That of the layer, or the one that a reference was asked for: routers may be wider.
+        # The layer's dtype, or the one that a reference was asked for: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
-        self._weights.home = home  # its groups stay open until the last backward pass, also where the layer is dropped
+        self._weights.home = home  # its groups stay open until the last backward pass, even if the layer is dropped
         self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)
         self._routers = [site_of(op, call.layer) for op in self._function.routers]
         self._number = torch.tensor(call.layer, device="cpu")
@@ -112,7 +112,7 @@ class MoeLayer(nn.Module):
         self._announce_experts()  # those of a copy
 
     def _announce_experts(self) -> None:
-        """Tells torch's clipping, optimizers and checkpoints that other ranks have other experts, if they have."""
+        """Tells torch's clipping, optimizers and checkpoints if other ranks have other experts."""
         experts = self.get_submodule("experts")
         count_experts(experts, self._home.expert_group)
         if self._home.expert_group:
@@ -126,7 +126,7 @@ class MoeLayer(nn.Module):
         rank for another width and for router logits that are NaN or infinite.
         """
         self._refuse_reentrant_checkpoint()
-        self.aux_loss = None  # the last pass's: its graph might be all that keeps that pass's activations in use
+        self.aux_loss = None  # its graph may be the last reference to the previous pass's activations
         self._home.require_running()
         replayed = self._captured.replay(self, x) if self._captured is not None else None
         y, self.expert_counts, self.aux_loss = replayed or self.compute(x)
@@ -170,16 +170,16 @@ class MoeLayer(nn.Module):
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
         look = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
-            given = _as_sequences(x).to(self._dtype)
-            results = self._run(given)
+            sequences = _as_sequences(x).to(self._dtype)
+            results = self._run(sequences)
             look_at(PassEnds(noted, self._routers, look=look, site="end of a layer"), self._home.checks)
-            aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
+            aux_loss = self._aux_loss(results["balance"], sequences) if "balance" in results else None
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
         return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype), results["counts"][0], aux_loss
 
     def end_step(self) -> bool:
-        """Moves the biases of `online` by the rows that experts got since the last step ended; see `moec.end_step`.
+        """Moves the biases of `online` by the rows that experts received since the last step; see `moec.end_step`.
 
         Returns whether any rank had a forward pass in training since then. A collective of the layer's ranks.
         """

@@ -1,4 +1,4 @@
-"""The states of a layer in a plain PyTorch model: they move when the host says that a training step has ended."""
+"""The online biases of a layer in a plain PyTorch model; they move when the host ends a training step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moec.runtime.weights.states import OwnStates
 
 
 class LayerBiases:
-    """The states of one layer, `owner`, and the rows that its experts got since the last step ended.
+    """The states of one layer, `owner`, and the rows that its experts received since the last step ended.
 
-    Passes count in training, and once: not in evaluation, and not again where `torch.utils.checkpoint` computes them in
-    backward. If an optimizer of the layer's parameters steps while there are counted rows, and a pass in training
-    follows, the host has forgotten to say so.
+    Only passes in training count, and once: `torch.utils.checkpoint` may repeat them in backward. If an optimizer of
+    the layer's parameters steps while there are counted rows, and a pass in training follows, the host has forgotten to
+    end the step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LayerBiases:
         return self._loads
 
     def values(self, owner: nn.Module) -> tuple[Tensor, ...]:
-        """The states as they are now, in the order of the file. Raises `JobError` for one that was narrowed."""
+        """The current states in the order of the file. Raises `JobError` for one that was narrowed."""
         return tuple(self._own.by_name(owner).values())
 
     def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
@@ -79,21 +79,21 @@ class LayerBiases:
             _watch(weakref.ref(owner), self)
 
     def drop(self) -> None:
-        """Drops the counted rows: the step has ended, or the states were replaced by those of a file."""
+        """Drops the counted rows: the step has ended, or a file's states have replaced these."""
         self._loads, self._stepped = None, False
 
     @torch.no_grad()
     def new_values(self, owner: nn.Module, counts: Tensor) -> dict[str, Tensor]:
-        """The value that rows `[sources, experts]` give each state, by its name in the block. A collective."""
+        """Each state's value after an update by rows `[sources, experts]`, by its name in the block. A collective."""
         assert self._function is not None
         states = dict(zip(self._own.by_name(owner), self.values(owner), strict=True))
         results = self._function.module(counts, *(states[_inside(state.name)] for state in self._function.states))
-        given = results if isinstance(results, tuple | list) else (results,)
-        return {str(output.state): value for output, value in zip(self._function.results, given, strict=True)}
+        values = results if isinstance(results, tuple | list) else (results,)
+        return {str(output.state): value for output, value in zip(self._function.results, values, strict=True)}
 
     @torch.no_grad()
     def move(self, owner: nn.Module, counts: Tensor) -> None:
-        """Gives the states the values that rows `[sources, experts]` give them, and drops the counted rows."""
+        """Updates the states by rows `[sources, experts]`, and drops the counted rows."""
         states = self._own.by_name(owner)
         for name, value in self.new_values(owner, counts).items():
             states[_inside(name)].copy_(value)

@@ -1,4 +1,4 @@
-"""The home of `moec.layer`: a rank of the host's process group, with process groups that the layer makes."""
+"""The home of `moec.layer`: a rank of the host's process group, and the process groups that the layer makes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
-    """The global ranks of `group`, in its order; without `group` those of the default group, or only rank 0."""
+    """The global ranks of `group` in its order; without `group` those of the default group, or rank 0 alone."""
     if group is None and not dist.is_initialized():
         return (0,)
     ranks = dist.get_process_group_ranks(group)
@@ -99,7 +99,7 @@ class LayerHome(RankHome):
         return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
 
     def experts_mesh(self, device: str) -> DeviceMesh:
-        """The mesh of the experts, over the layer's groups, for tensors on devices of this type: a layer may move."""
+        """The experts' mesh over the layer's groups, for tensors on devices of this type: a layer may be moved."""
         if device not in self._meshes_of_experts:
             self._meshes_of_experts[device] = self._new_experts_mesh(device)
         return self._meshes_of_experts[device]
@@ -115,7 +115,7 @@ class LayerHome(RankHome):
         return DeviceMesh.from_group(named, device, mesh=ranks, mesh_dim_names=axes)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """This rank's part of a parameter as a DTensor, which knows the whole; a replica as it is."""
+        """This rank's part of a sharded parameter as a DTensor; a replica as it is."""
         data = self.plan.parameters[name]
         layout = data.master
         if not layout.axes:
@@ -126,17 +126,21 @@ class LayerHome(RankHome):
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """The experts that this rank has; a `range` where all are of one kind and size."""
-        found: list[range] = []
-        before = 0
+        """The experts that this rank has; a `range` if all are of one kind and size."""
+        ranges_by_part: list[range] = []
+        first_expert = 0
         for data in first_of_parts(self.plan.parameters):
-            own, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
-            found.append(range(before + own.start, before + own.stop))
-            before += data.shape[0]
-        return found[0] if len(found) == 1 else tuple(number for part in found for number in part)
+            slice_here, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+            ranges_by_part.append(range(first_expert + slice_here.start, first_expert + slice_here.stop))
+            first_expert += data.shape[0]
+        return (
+            ranges_by_part[0]
+            if len(ranges_by_part) == 1
+            else tuple(number for part in ranges_by_part for number in part)
+        )
 
     def stored_dtype(self, data: PlanParameter) -> torch.dtype:
-        """fp32: wrappers of a host may want one dtype for all its parameters."""
+        """fp32: a host's wrappers may require one dtype for all parameters."""
         return torch.float32
 
     def weight(self, name: str, site: str) -> WeightSpec:
@@ -146,7 +150,7 @@ class LayerHome(RankHome):
         return replace(spec, groups=())
 
     def require_running(self) -> None:
-        """Raises `JobError` in other process groups than those that the layer was made in, the same on every rank."""
+        """Raises `JobError`, the same on every rank, if the process groups are not those that the layer was made in."""
         if self._over_all and self.plan.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             raise JobError(
                 "MOE0745",
@@ -219,8 +223,8 @@ def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
 def _shared_group(backend: str, ranks: tuple[int, ...]) -> ProcessGroup:
     group = _shared.get((backend, ranks))
     if group is None or not _is_alive(group):
-        for key in [key for key, each in _shared.items() if not _is_alive(each)]:
-            del _shared[key]  # of a default group that was destroyed
+        for key in [key for key, shared in _shared.items() if not _is_alive(shared)]:
+            del _shared[key]  # made in a default group that was destroyed
         # Only members make a group. All ranks make groups in the same order, so no two groups wait for each other.
         group = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
         _shared[backend, ranks] = group
@@ -241,7 +245,7 @@ def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[in
 
 def require_same_layer(digests: Sequence[int], ranks: Sequence[int]) -> None:
     """Raises `JobError` unless all ranks make the same layer."""
-    other = next((rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0]), None)
+    other = next((rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]), None)
     if other is not None:
         raise JobError(
             "MOE0720",

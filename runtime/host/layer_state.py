@@ -29,20 +29,20 @@ EXPERTS = f"{PREFIX}experts."
 def first_of_parts(parameters: Mapping[str, PlanParameter]) -> list[PlanParameter]:
     """The first parameter `[experts, …]` of each part of the experts; `parameters` by their full names.
 
-    Those of experts of several kinds or sizes are named `experts.0.…`, `experts.1.…`.
+    Parts with experts of several kinds or sizes are named `experts.0.…`, `experts.1.…`.
     """
-    found: dict[str, PlanParameter] = {}
+    first_parameters: dict[str, PlanParameter] = {}
     for name, parameter in parameters.items():
         if name.startswith(EXPERTS):
             part, _, _ = name.removeprefix(EXPERTS).partition(".")
-            found.setdefault(part if part.isdecimal() else "", parameter)
-    return list(found.values())
+            first_parameters.setdefault(part if part.isdecimal() else "", parameter)
+    return list(first_parameters.values())
 
 
 def give_whole_experts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Makes DTensors of this rank's experts, so that `torch.distributed.checkpoint` saves every rank's; signs them."""
+    """Makes this rank's experts DTensors, so that `torch.distributed.checkpoint` saves every rank's; signs them."""
     sign_state(module, state_dict, prefix, local_metadata)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
@@ -55,8 +55,8 @@ def load_own_parts(
 ) -> None:
     """Replaces each whole tensor (of an unsharded layer or an unsigned `state_dict`) by this rank's part.
 
-    Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`, but for copies of this
-    rank's own in a dict of the script's: no file has `ExpertsOfRank`.
+    Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`. A script's dict may have
+    copies of this rank's own parts; no file has `ExpertsOfRank`.
     """
     home, signed = home_of(module), local_metadata.get(KEY)
     module.__dict__["biases"].drop()  # the rows that were counted belong to other biases

@@ -1,4 +1,4 @@
-"""The unsharded model of a file, which every plan must equal."""
+"""The unsharded model or layer of a file, which every plan must equal."""
 
 from __future__ import annotations
 

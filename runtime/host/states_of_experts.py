@@ -1,8 +1,8 @@
-"""The optimizer's state of experts, for `torch.distributed.checkpoint`: each rank has other experts under one name.
+"""The optimizer's state of experts for `torch.distributed.checkpoint`: ranks have different experts under one name.
 
 `get_state_dict`, `set_state_dict` and the like of `torch.distributed.checkpoint.state_dict` ask optimizers for their
-state, which is of plain tensors, as the experts are for their hosts. Saved so, one rank's would stand for all. From the
-first layer over several ranks on they see DTensors there, as in the layer's own `state_dict`.
+state, which consists of plain tensors, as the experts themselves do. They would save one rank's state as that of all.
+After the first layer over several ranks is made, they get DTensors instead, as from the layer's own `state_dict`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class _Home(Protocol):
 
 
 _sharded: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
-"""Modules of experts, and their homes, which make a rank's part of a parameter a DTensor."""
+"""Modules of experts with their homes, whose `whole` makes a rank's part of a parameter a DTensor."""
 
 
 def give_whole_states(experts: nn.Module, home: _Home) -> None:
-    """From now on the optimizer's state of `experts`, of which ranks have different ones, is saved and loaded whole."""
+    """From now on the optimizer's state of `experts`, which differ between ranks, is saved and loaded as DTensors."""
     _install()
     _sharded[experts] = home
 
 
 @functools.cache
 def _install() -> None:
-    torch_states._state_dict_fn = _of_all_ranks(torch_states._state_dict_fn)  # type: ignore[assignment]
+    torch_states._state_dict_fn = _with_whole_states(torch_states._state_dict_fn)  # type: ignore[assignment]
     saves = state_dict_saver._stateful_to_state_dict
     state_dict_saver._stateful_to_state_dict = _without_optimizers(saves)  # type: ignore[assignment]
 
 
 def _without_optimizers(inner: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """Torch's function that asks objects for their states (torch 2.13, checkpoint/state_dict_saver.py)."""
+    """Wraps torch's function that gets objects' states (torch 2.13, checkpoint/state_dict_saver.py)."""
 
     @functools.wraps(inner)
     def states_of(objects: dict[str, Any]) -> Any:
-        if any(isinstance(each, Optimizer) and _wholes_of(each) for each in objects.values()):
+        if any(isinstance(saved_object, Optimizer) and _wholes_of(saved_object) for saved_object in objects.values()):
             raise JobError(
                 "MOE0746",
                 "the optimizer itself gives this rank's states of experts, and they would be saved as if they were all",
@@ -59,8 +59,8 @@ def _without_optimizers(inner: Callable[[dict[str, Any]], Any]) -> Callable[[dic
     return states_of
 
 
-def _of_all_ranks(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[Any, str], Callable[..., Any]]:
-    """Torch's function that finds a method of a model or an optimizer (torch 2.13, checkpoint/state_dict.py)."""
+def _with_whole_states(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[Any, str], Callable[..., Any]]:
+    """Wraps torch's function that gets a method of a model or an optimizer (torch 2.13, checkpoint/state_dict.py)."""
 
     @functools.wraps(inner)
     def method_of(owner: Any, name: str) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _of_all_ranks(inner: Callable[[Any, str], Callable[..., Any]]) -> Callable[[
 
 
 def _wholes_of(optimizer: Optimizer) -> dict[int, Callable[[Tensor], Tensor]]:
-    """What makes a state whole, by the `id` of the parameter."""
+    """The functions that make a part of a state a DTensor, by the `id` of the parameter."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {
         id(parameter): functools.partial(home.whole, EXPERTS + name)
@@ -86,7 +86,7 @@ def _wholes_of(optimizer: Optimizer) -> dict[int, Callable[[Tensor], Tensor]]:
     }
 
 
-def _with_wholes(found: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
+def _with_wholes(state_dict: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
     """The state of an optimizer with DTensors for the experts. Raises `JobError` for states of other shapes."""
 
     def whole(parameter: Tensor, key: str, value: Any) -> Any:
@@ -101,32 +101,32 @@ def _with_wholes(found: dict[str, Any], optimizer: Optimizer, wholes: Mapping[in
             )
         return wholes[id(parameter)](value)
 
-    return _mapped(found, optimizer, wholes, whole)
+    return _mapped(state_dict, optimizer, wholes, whole)
 
 
-def _with_parts(found: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
+def _with_parts(state_dict: dict[str, Any], optimizer: Optimizer, wholes: Mapping[int, Any]) -> dict[str, Any]:
     """The state to load with this rank's part of each DTensor of the experts."""
 
     def part(parameter: Tensor, key: str, value: Any) -> Any:
         return value.to_local() if isinstance(value, DTensor) else value
 
-    return _mapped(found, optimizer, wholes, part)
+    return _mapped(state_dict, optimizer, wholes, part)
 
 
 def _mapped(
-    found: dict[str, Any],
+    state_dict: dict[str, Any],
     optimizer: Optimizer,
     wholes: Mapping[int, Any],
     function: Callable[[Tensor, str, Any], Any],
 ) -> dict[str, Any]:
-    state = dict(found["state"])
-    for parameter, key in _keys(found, optimizer):
+    state = dict(state_dict["state"])
+    for parameter, key in _keys(state_dict, optimizer):
         if id(parameter) in wholes and key in state:
             state[key] = {name: function(parameter, name, value) for name, value in state[key].items()}
-    return {**found, "state": state}
+    return {**state_dict, "state": state}
 
 
-def _keys(found: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple[Tensor, Any]]:
-    """Each parameter with its key in `state`: a number, or a name where torch has replaced it."""
-    for group, there in zip(optimizer.param_groups, found["param_groups"], strict=True):
+def _keys(state_dict: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter with its key in `state`: a number, or a name if torch has replaced it."""
+    for group, there in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         yield from zip(group["params"], there["params"], strict=True)

@@ -1,8 +1,7 @@
-"""Weights of Hugging Face as a checkpoint of moec, and back: streamed, through bounded memory, on one process."""
+"""Imports weights of Hugging Face as a checkpoint of moec, and exports them, in one process and bounded memory."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,26 +19,26 @@ from moec.grammar.huggingface.read import CONFIG, Imported, parsed_config, read_
 from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
-from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
+from moec.runtime.checkpoint.convert import Advance, NewTensor, no_progress, shapes_of, write_new
 from moec.runtime.checkpoint.format.index import MODEL
-from moec.runtime.checkpoint.format.parts import DTYPES
+from moec.runtime.checkpoint.format.parts import DTYPES, copy_block
 from moec.runtime.checkpoint.format.reading import Checkpoint
-from moec.runtime.checkpoint.format.shards import places_of
-from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.format.shards import parse_header
+from moec.runtime.checkpoint.model_fields import differences
 from moec.runtime.checkpoint.remarks import first_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.folder_weights import FolderWeights
-from moec.runtime.huggingface.kept import Layout, carried, keep, kept_in, layout_of
-from moec.runtime.huggingface.load import further_layers, remark_of
-from moec.runtime.huggingface.slabs import Slabs, slab_bytes, slabs_of
-from moec.runtime.huggingface.stored import INDEX, stored_in
-from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer, dtypes_of
+from moec.runtime.huggingface.kept import Layout, layout_of, other_files, read_kept, write_kept
+from moec.runtime.huggingface.load import num_further_layers, remark_of
+from moec.runtime.huggingface.row_blocks import RulesOfRows, box_of_rows, bytes_of, row_blocks
+from moec.runtime.huggingface.source_tensors import INDEX, source_tensors
+from moec.runtime.huggingface.writer import MAX_FILE_BYTES, File, Writer, dtypes_of
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """What an import or an export has done: bytes and tensors written, warnings, tensors that were left out."""
+class Transferred:
+    """The result of an import or an export: bytes and tensors written, warnings, and tensors that were left out."""
 
     num_bytes: int
     num_tensors: int
@@ -48,13 +47,13 @@ class Moved:
 
 
 def import_weights(
-    folder: Path, target: Path, version: str, plan: Plan | None = None, advance: Advance = no_bar
-) -> Moved:
+    folder: Path, target: Path, version: str, plan: Plan | None = None, advance: Advance = no_progress
+) -> Transferred:
     """Writes the checkpoint `target` of step 0 with the weights of a Hugging Face folder, in fp32.
 
-    It loads under any plan of the model. Beside the weights it keeps the folder's other files (config, tokenizer), and
-    how the weights lie in their files. A `plan` whose model computes otherwise than the config says, from the same
-    parameters, is a warning.
+    It loads under any plan of the model. Beside the weights it keeps the folder's other files (config, tokenizer) and
+    the layout of the weights' files. Warns of a `plan` whose model has the config's parameters but computes something
+    else.
 
     Raises `DiagnosticError`: those of `read_config`; MOE0905, MOE0906, MOE0907 for files and tensors, MOE0908 for a
     plan with other parameters, MOE0803 and MOE0804 for the target. Nothing is left at `target` then.
@@ -70,9 +69,9 @@ def import_weights(
         weights = FolderWeights(folder, imported, shapes, plan.spec.model)
     except DiagnosticError as error:
         raise (JobError("MOE0908", remark, error.diagnostics[0].help) if remark else error) from error
-    tensors = [Whole(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
-    num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into), advance)
-    return Moved(num_bytes, len(tensors), notes, weights.left_out)
+    tensors = [NewTensor(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
+    num_bytes = write_new(target, plan, version, tensors, lambda into: write_kept(folder, into), advance)
+    return Transferred(num_bytes, len(tensors), notes, weights.left_out)
 
 
 def _warning(code: str, message: str) -> Diagnostic:
@@ -85,9 +84,9 @@ def plan_of(spec: Spec, version: str) -> Plan:
 
 
 def _content(name: str, shape: tuple[int, ...], weights: FolderWeights) -> Iterator[memoryview]:
-    """The bytes of a whole parameter in fp32, slab by slab."""
-    for rows in slabs_of(shape):
-        yield slab_bytes(weights.rows(name, rows))
+    """The bytes of a whole parameter in fp32, block by block."""
+    for rows in row_blocks(shape):
+        yield bytes_of(weights.rows(name, rows))
 
 
 def export_weights(
@@ -98,81 +97,78 @@ def export_weights(
     like: Path | None = None,
     plan: Plan | None = None,
     model_type: str | None = None,
-    advance: Advance = no_bar,
-) -> Moved:
+    advance: Advance = no_progress,
+) -> Transferred:
     """Writes the model of a checkpoint, imported or trained, as the new folder `target` that transformers loads.
 
-    The config is that of the folder `like`, or the one that the checkpoint keeps, or of the plan's model. Of the first
-    two the other files come along, and the weights lie in files as theirs do, in their dtypes: an import and an export
-    give back the same bytes. Weights of a plan alone are in its model's dtype. Online biases, and what the model keeps
-    in fp32, are fp32, also where they are not in `like`. `model_type` is the architecture that its model is written as,
-    also in place of the one that the checkpoint keeps.
+    The config is that of the folder `like`, or the one that the checkpoint keeps, or that of the plan's model. With the
+    first two come the other files, and their layout and dtypes of the weights' files: an import and an export give back
+    the same bytes. With a plan alone the weights have its model's dtype. Online biases and `keep_in_fp32` are written
+    in fp32, even if `like` has them narrower. `model_type` is the architecture to write; it also replaces the one that
+    the checkpoint keeps.
 
-    A checkpoint of a model that computes otherwise, from tensors of the same shapes, is a warning: what is exported is
-    then another model than the one that was trained.
+    Warns if the checkpoint's model computes something else from tensors of the same shapes: the exported model is then
+    not the one that was trained.
 
     Raises `DiagnosticError`: MOE0800 to MOE0802 for the checkpoint, MOE0805 for one of another model, MOE0905 to
-    MOE0907 for files and tensors of `like`, MOE0908 where nothing says the architecture or it is not the plan's,
-    MOE0909 for the target, and those of `read_config`; nothing is left at `target` then.
+    MOE0907 for files and tensors of `like`, MOE0908 if the architecture is unknown or not the plan's, MOE0909 for the
+    target, and those of `read_config`; then there is nothing at `target`.
     """
     checkpoint = Checkpoint(source)
-    origin = _origin(source, like, plan, model_type)
-    plan = plan or plan_of(origin.spec, version)
+    folder_format = _folder_format(source, like, plan, model_type)
+    plan = plan or plan_of(folder_format.spec, version)
     shapes = shapes_of(plan)
-    _require_tensors(checkpoint, shapes, origin)
-    notes = (*origin.notes, *_other_mathematics(checkpoint, origin.spec))
-    found = origin.family.rules(plan.spec.model, origin.names)
+    _require_tensors(checkpoint, shapes, folder_format)
+    notes = (*folder_format.notes, *_other_mathematics(checkpoint, folder_format.spec))
+    rules = {rule.name: rule for rule in folder_format.family.rules(plan.spec.model, folder_format.dtypes or None)}
     if like is not None:
-        stored = stored_in(like)
-        theirs = origin.family.rules(plan.spec.model, stored)
-        require_fit(origin.family, theirs, shapes, stored, str(like), further_layers(origin.config))
-    rules = {rule.name: rule for rule in found}
-    wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
-    left_out = tuple(name for name in origin.dtypes if name not in rules)
-    dtypes = {**dtypes_of(wanted, origin.dtype, plan.program), **origin.dtypes}
-    if like is not None:  # what has trained since is not rounded to what a folder like it has
+        stored = source_tensors(like)
+        theirs = folder_format.family.rules(plan.spec.model, stored)
+        require_fit(folder_format.family, theirs, shapes, stored, str(like), num_further_layers(folder_format.config))
+    wanted = [
+        rule for name, rule in rules.items() if (name in folder_format.dtypes if folder_format.dtypes else rule.written)
+    ]
+    left_out = tuple(name for name in folder_format.dtypes if name not in rules)
+    dtypes = {**dtypes_of(wanted, folder_format.dtype, plan.program), **folder_format.dtypes}
+    if like is not None:  # trained fp32 values are not rounded to the dtype in `like`
         narrow = dtypes_of(wanted, torch.bfloat16, plan.program)
         dtypes |= {name: dtype for name, dtype in narrow.items() if dtype == torch.float32}
-    same = all(dtypes.get(name) == dtype for name, dtype in origin.dtypes.items())
-    layout = origin.layout if same and not left_out else None
-    writer = Writer(target, wanted, shapes, dtypes, MOST_BYTES, layout)
+    same = all(dtypes.get(name) == dtype for name, dtype in folder_format.dtypes.items())
+    layout = folder_format.layout if same and not left_out else None
+    writer = Writer(target, wanted, shapes, dtypes, MAX_FILE_BYTES, layout)
     try:
-        slabs = Slabs(wanted, shapes)
+        rules_of_rows = RulesOfRows(wanted, shapes)
         for name in sorted(shapes):
-            for rows, of_slab in slabs.of(name):
-                if of_slab:
-                    slab = read_rows(checkpoint, name, rows, shapes[name])
-                    for rule in of_slab:
-                        writer.write_part(rule, slabs.parts(name, rows, slab, rule))
-                    advance(slab.numel() * 4)
-        beside = dict(origin.beside)
-        if layout is not None and origin.index is not None:
-            beside[INDEX] = origin.index
-        writer.publish(origin.config, beside)
+            for rows in row_blocks(shapes[name]):
+                if block_rules := rules_of_rows.rules(name, rows):
+                    block = read_rows(checkpoint, name, rows, shapes[name])
+                    for rule in block_rules:
+                        writer.write_part(rule, rules_of_rows.parts(name, rows, block, rule))
+                    advance(block.numel() * 4)
+        beside = dict(folder_format.beside)
+        if layout is not None and folder_format.index is not None:
+            beside[INDEX] = folder_format.index
+        writer.publish(folder_format.config, beside)
     finally:
         writer.discard()
-    return Moved(sum(file.num_bytes for file in writer.files), len(wanted), notes, left_out)
+    return Transferred(sum(file.num_bytes for file in writer.files), len(wanted), notes, left_out)
 
 
 def read_rows(checkpoint: Checkpoint, name: str, rows: range, shape: tuple[int, ...]) -> Tensor:
-    """Rows of a parameter, each block of them checked."""
-    entry = checkpoint.index.tensors[MODEL + name]
-    box = ((rows.start, rows.stop), *((0, dim) for dim in shape[1:])) if shape else ()
-    slab = torch.empty((len(rows), *shape[1:]) if shape else (), dtype=DTYPES[entry.dtype])
-
-    def place(block: Any, content: memoryview) -> None:
-        flat = torch.frombuffer(content, dtype=slab.dtype)
-        for part in block.copies:
-            whole = flat[part.first : part.first + math.prod(part.shape)].view(part.shape)
-            slab[part.target] = whole[part.source]
-
-    checkpoint.read(checkpoint.blocks(MODEL + name, box), place, check=True)
-    return slab
+    """Rows of a parameter; the digests of the blocks that it reads are checked."""
+    dtype = DTYPES[checkpoint.index.tensors[MODEL + name].dtype]
+    read = torch.empty((len(rows), *shape[1:]) if shape else (), dtype=dtype)
+    blocks = checkpoint.blocks(MODEL + name, box_of_rows(shape, rows))
+    checkpoint.read(blocks, lambda block, content: copy_block(block, content, dtype, read), check=True)
+    return read
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """What says an export's architecture: the spec and its family, and what comes along with it."""
+class FolderFormat:
+    """What an export writes: the architecture's spec and family, its config and other files, and the tensors' dtypes.
+
+    `dtype` is that of tensors that `dtypes` does not name; `layout` and `index` are those of the original folder.
+    """
 
     spec: Spec
     family: Family
@@ -184,55 +180,56 @@ class Origin:
     index: bytes | None
     notes: tuple[Diagnostic, ...] = ()
 
-    @property
-    def names(self) -> Mapping[str, torch.dtype] | None:
-        """The tensors' names in the folder that it is like, which say how experts are spelt."""
-        return self.dtypes or None
 
-
-def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str | None) -> Origin:
-    """Where the config comes from. Raises `DiagnosticError` MOE0908 where it comes from nowhere."""
+def _folder_format(source: Path, like: Path | None, plan: Plan | None, model_type: str | None) -> FolderFormat:
+    """The format of the exported folder. Raises `DiagnosticError` MOE0908 if nothing states the architecture."""
     files: tuple[Mapping[str, bytes], Layout] | None
     if like is not None:
         imported = read_config(like)
-        stored_in(like)  # its diagnostics of damaged files
-        files = carried(like), layout_of(like)
+        source_tensors(like)  # its diagnostics of damaged files
+        files = other_files(like), layout_of(like)
     else:
-        files = kept_in(source)
+        files = read_kept(source)
         if files is None or model_type is not None:
-            return _of_plan(source, plan, model_type)
+            return _plan_format(source, plan, model_type)
         imported = read_config(parsed_config(files[0].get(CONFIG, b""), f"{source}/huggingface/{CONFIG}"))
     notes: tuple[Diagnostic, ...] = ()
     if plan is not None and (remark := remark_of(imported, plan.spec.model, shapes_of(plan), str(like or source))):
         notes = (_warning("MOE0904", remark),)
     beside, layout = files
     if imported.inside:
-        return _of_decoder(imported, beside, layout, notes)
-    dtypes, laid = dict[str, torch.dtype](), list[File]()
+        return _decoder_format(imported, beside, layout, notes)
+    dtypes, stored_files = dict[str, torch.dtype](), list[File]()
     for name, header in layout.headers.items():
-        places = places_of(name, header)
-        dtypes |= {each: DTYPES[place.dtype] for each, place in places.items()}
-        offsets = {each: place.offset - len(header) for each, place in places.items()}
-        laid.append(File(name, header, offsets, sum(place.num_bytes for place in places.values())))
+        tensors = parse_header(name, header)
+        dtypes |= {tensor_name: DTYPES[tensor.dtype] for tensor_name, tensor in tensors.items()}
+        offsets = {tensor_name: tensor.offset - len(header) for tensor_name, tensor in tensors.items()}
+        stored_files.append(File(name, header, offsets, sum(tensor.num_bytes for tensor in tensors.values())))
     dtype = next(iter(dtypes.values()), torch.float32)
-    return Origin(imported.spec, imported.family, imported.config, dtype, beside, dtypes, laid, layout.index, notes)
-
-
-def _of_decoder(
-    imported: Imported, beside: Mapping[str, bytes], layout: Layout, notes: tuple[Diagnostic, ...]
-) -> Origin:
-    """The decoder of a model of images and text by itself, with the tokenizer's files, in the dtype of most tensors."""
-    config, family = config_for(imported.spec)
-    found = Counter(
-        place.dtype for name, header in layout.headers.items() for place in places_of(name, header).values()
+    return FolderFormat(
+        imported.spec, imported.family, imported.config, dtype, beside, dtypes, stored_files, layout.index, notes
     )
-    dtype = DTYPES[found.most_common(1)[0][0]] if found else torch.float32
+
+
+def _decoder_format(
+    imported: Imported, beside: Mapping[str, bytes], layout: Layout, notes: tuple[Diagnostic, ...]
+) -> FolderFormat:
+    """The format of a pure decoder, in the dtype of most tensors, for the decoder of a model of images and text."""
+    config, family = config_for(imported.spec)
+    num_tensors = Counter(
+        tensor.dtype for name, header in layout.headers.items() for tensor in parse_header(name, header).values()
+    )
+    dtype = DTYPES[num_tensors.most_common(1)[0][0]] if num_tensors else torch.float32
     without = {name: content for name, content in beside.items() if name != CONFIG}
-    said = f"only the decoder is exported, as `{family.model_type}`; the other parts of the original model are left out"
-    return Origin(imported.spec, family, config, dtype, without, {}, None, None, (*notes, _warning("MOE0904", said)))
+    message = (
+        f"only the decoder is exported, as `{family.model_type}`; the other parts of the original model are left out"
+    )
+    return FolderFormat(
+        imported.spec, family, config, dtype, without, {}, None, None, (*notes, _warning("MOE0904", message))
+    )
 
 
-def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
+def _plan_format(source: Path, plan: Plan | None, model_type: str | None) -> FolderFormat:
     if plan is None:
         raise JobError(
             "MOE0908",
@@ -240,28 +237,30 @@ def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
             "give `--like DIR`, a folder of the architecture with its tokenizer, or `--plan PLAN`",
         )
     config, family = config_for(plan.spec, model_type)
-    return Origin(plan.spec, family, config, COMPUTED[str(plan.spec.model.dtype)], {}, {}, None, None)
+    return FolderFormat(plan.spec, family, config, COMPUTED[str(plan.spec.model.dtype)], {}, {}, None, None)
 
 
 def _other_mathematics(checkpoint: Checkpoint, spec: Spec) -> list[Diagnostic]:
-    """A warning where the checkpoint's model computes otherwise than the one that is exported."""
-    found = differences(checkpoint.index.model, spec)
-    if not found:
+    """A warning if the checkpoint's model computes something else than the exported one."""
+    different = differences(checkpoint.index.model, spec)
+    if not different:
         return []
-    return [_warning("MOE0805", f"{checkpoint.path} computes something else: {first_of(found)}")]
+    return [_warning("MOE0805", f"{checkpoint.path} computes something else: {first_of(different)}")]
 
 
-def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], origin: Origin) -> None:
+def _require_tensors(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], folder_format: FolderFormat
+) -> None:
     """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors."""
-    there = {n.removeprefix(MODEL): e for n, e in checkpoint.index.tensors.items() if n.startswith(MODEL)}
+    there = checkpoint.index.model_tensors
     for name in sorted(shapes.keys() | there.keys()):
         here, stored = shapes.get(name), there.get(name)
-        said = None if stored is None else tuple(stored.shape)
-        if here != said:
+        stored_shape = None if stored is None else tuple(stored.shape)
+        if here != stored_shape:
             raise JobError(
                 "MOE0805",
-                f"{checkpoint.path} is not the {origin.family.model_type} of this config: {name} is "
-                f"{'missing' if said is None else list(said)} in the checkpoint, "
+                f"{checkpoint.path} is not the {folder_format.family.model_type} of this config: {name} is "
+                f"{'missing' if stored_shape is None else list(stored_shape)} in the checkpoint, "
                 f"{'missing' if here is None else list(here)} in the config's model",
                 "export with the folder or the plan of the model that was trained",
             )

@@ -1,4 +1,4 @@
-"""Whether stored tensors are exactly those of a model: before anything is copied, and everything wrong at once."""
+"""Checks that stored tensors are exactly those of a model, before any is copied, and reports all faults at once."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.rules import Rule
 from moec.runtime.huggingface.quantised import quantised
-from moec.runtime.huggingface.stored import Stored
+from moec.runtime.huggingface.source_tensors import SourceTensor
 
 READABLE = torch.float32, torch.bfloat16, torch.float16
-"""Dtypes of weights, each of which fp32 holds exactly."""
-MOST_NAMED = 5
+"""Dtypes whose values fp32 represents exactly."""
+MAX_NAMED = 5
 INERT = r".*rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias", r".*\.num_batches_tracked"
-"""Buffers that older versions of transformers have saved, and that follow from the config."""
+"""Buffers that older versions of transformers saved although the config determines them."""
 
 
 def require_fit(
     family: Family,
     rules: Sequence[Rule],
     shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, SourceTensor],
     name: str,
-    further_layers: int = 0,
-) -> list[tuple[Rule, Stored]]:
-    """The tensor of each rule, where there is one. `shapes` are those of the model's parameters, `name` the source's.
-    `further_layers`: so many layers beyond the model's depth may be there too, and are left out.
+    num_further_layers: int = 0,
+) -> list[tuple[Rule, SourceTensor]]:
+    """Each rule with its tensor, if there is one. `shapes`: those of the model's parameters; `name`: the source's.
 
-    Raises `DiagnosticError` with MOE0906 for tensors that are missing or have no place, and MOE0907 for other shapes,
-    for dtypes that are no floating point numbers of 16 or 32 bits, and for a tensor that must equal another.
+    The source may have `num_further_layers` beyond the model's depth, which are omitted. Raises `DiagnosticError` with
+    MOE0906 for tensors that are missing or that the model lacks, and MOE0907 for other shapes, for dtypes that are not
+    16 or 32 bit floating point, and for a tensor that must equal another but does not.
     """
-    found, missing, wrong = list[tuple[Rule, Stored]](), list[str](), list[str]()
+    fitting, missing, wrong = list[tuple[Rule, SourceTensor]](), list[str](), list[str]()
     help = HELP
     for rule in rules:
         tensor = stored.get(rule.name)
@@ -50,7 +50,7 @@ def require_fit(
             wrong.append(f"{rule.name} is {str(tensor.dtype).removeprefix('torch.')} in {tensor.place}")
             help = DEQUANTISE
         elif rule.written:
-            found.append((rule, tensor))
+            fitting.append((rule, tensor))
         elif unlike := _unlike_its_twin(rule, tensor, rules, stored):
             wrong.append(unlike)
     known = {rule.name for rule in rules}
@@ -58,13 +58,13 @@ def require_fit(
     extra = [
         name
         for name, tensor in stored.items()
-        if name not in known and not unused.fullmatch(name) and 0 not in tensor.shape  # of no shared experts
+        if name not in known and not unused.fullmatch(name) and 0 not in tensor.shape  # such as 0 shared experts
     ]
     if family.extra_layers:
         depth = max(_layer_of(name) for name in known) + 1
-        extra = [name for name in extra if not depth <= _layer_of(name) < depth + further_layers]
-    if (missing or extra or wrong) and (found_quantised := quantised(stored, name)):
-        raise DiagnosticError([found_quantised])
+        extra = [name for name in extra if not depth <= _layer_of(name) < depth + num_further_layers]
+    if (missing or extra or wrong) and (diagnostic := quantised(stored, name)):
+        raise DiagnosticError([diagnostic])
     errors: list[Diagnostic] = []
     if missing:
         errors.append(diagnose("MOE0906", None, f"{name} has no {_list(missing)}", help=HELP))
@@ -74,18 +74,20 @@ def require_fit(
         errors.append(diagnose("MOE0907", None, _list(wrong), help=help))
     if errors:
         raise DiagnosticError(errors)
-    return found
+    return fitting
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer in a tensor's name, −1 for tensors of none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    """The number of the layer in a tensor's name; −1 if it has none."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
-def _unlike_its_twin(rule: Rule, tensor: Stored, rules: Sequence[Rule], stored: Mapping[str, Stored]) -> str:
-    """What is wrong with a tensor that repeats another (the head, where embeddings are tied), or nothing."""
-    twin = next(each for each in rules if each.written and each.pieces == rule.pieces)
+def _unlike_its_twin(
+    rule: Rule, tensor: SourceTensor, rules: Sequence[Rule], stored: Mapping[str, SourceTensor]
+) -> str:
+    """A phrase if a tensor that should repeat another (the head, if embeddings are tied) differs from it; or empty."""
+    twin = next(other_rule for other_rule in rules if other_rule.written and other_rule.pieces == rule.pieces)
     other = stored.get(twin.name)
     if other is None or (other.shape == tensor.shape and torch.equal(other.view(), tensor.view())):
         return ""
@@ -102,5 +104,5 @@ HELP = "load the weights that belong to the config from which the model was made
 
 
 def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{'; '.join(names[:MOST_NAMED])}{more}"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{'; '.join(names[:MAX_NAMED])}{more}"

@@ -1,4 +1,4 @@
-"""`moec.load_hf`: weights of Hugging Face into a model of moec, of which every rank reads its part."""
+"""`moec.load_hf`: loads weights of Hugging Face into a model of moec. Every rank reads its part."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moec.runtime.calls import called
 from moec.runtime.checkpoint.format.parts import part_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
-from moec.runtime.huggingface.moves import Local, pairs
-from moec.runtime.huggingface.stored import Stored, digest_of, stored_in
+from moec.runtime.huggingface.moves import LocalPart, pairs
+from moec.runtime.huggingface.source_tensors import SourceTensor, digest_of, source_tensors
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import by_plan_names
 from moec.runtime.ranks.checks import Complaint, MustMatch
@@ -39,15 +39,15 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Modu
     `source`: a folder as `save_pretrained` writes it, one safetensors file, or a model of transformers or its
     state dict.
     Weights in fp32, bf16 and fp16 become fp32 parameters exactly; those that are frozen are rounded to the dtype in
-    which they compute. Warns on rank 0 where the folder's config says another model than the module, whose tensors
-    fit (other positions, another k), and where there is no config. Every rank of a job calls it, and reads only its
-    part, of the same files; call it before the optimizer's first step, whose masters are the parameters.
+    which they compute. Warns on rank 0 if the folder has no config, or one of another model with tensors of the same
+    shapes (other positions, another k). Every rank of a job calls it with the same files and reads only its part.
+    Call it before the optimizer's first step, because the optimizer's masters are the parameters.
 
     Raises the same `DiagnosticError` on every rank, before anything is copied: MOE0724 inside of a step, MOE0714 for
     a module that is no model of moec, MOE0710 for one with an adapter in place of a parameter, MOE0905 for files that
-    cannot be read, MOE0906 for tensors that are missing or too many, MOE0907 for other shapes or dtypes, MOE0908 for a
-    config of a model with other parameters, or where no architecture computes the model, MOE0811 where ranks read
-    different weights; and those of `moec.from_hf`.
+    cannot be read, MOE0906 for tensors that are missing or superfluous, MOE0907 for other shapes or dtypes, MOE0908 for
+    a config of a model with other parameters, or if no architecture computes the model, MOE0811 if ranks read different
+    weights; and those of `moec.from_hf`.
     """
     require_module(module)
     home = home_of(module)
@@ -73,35 +73,35 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Modu
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
-    """The tensors to load, each with its rule, and this rank's parts of the parameters.
+class PlannedLoad:
+    """The tensors to load with their rules, and this rank's parts of the parameters.
 
-    `digest` is that of the source, the same on ranks that read the same; `remarks` are warnings.
+    `digest` is equal on ranks that read the same source; `remarks` are warnings.
     """
 
-    tensors: Sequence[tuple[Rule, Stored]]
-    parts: Mapping[str, Local]
+    tensors: Sequence[tuple[Rule, SourceTensor]]
+    parts: Mapping[str, LocalPart]
     digest: int
     remarks: Sequence[str]
 
 
-def _planned(module: PlanModule, source: str | Path | Mapping[str, Any]) -> Loads:
-    """What `load_hf` copies, after every check."""
+def _planned(module: PlanModule, source: str | Path | Mapping[str, Any]) -> PlannedLoad:
+    """Makes all checks; returns what `load_hf` copies."""
     named = "the state dict" if isinstance(source, Mapping) else str(source)
     parts = local_parts(module)
     shapes = {name: local.shape for name, local in parts.items()}
     family, extra, remarks = _family(module, source, shapes)
-    stored = stored_in(source)
+    stored = source_tensors(source)
     try:
-        found = require_fit(family, family.rules(module.spec.model, stored), shapes, stored, named, extra)
+        tensors = require_fit(family, family.rules(module.spec.model, stored), shapes, stored, named, extra)
     except DiagnosticError as error:
         raise (JobError("MOE0908", remarks[0], error.diagnostics[0].help) if remarks else error) from error
     digest = digest_of(stored) if home_of(module).checks.compares else 0
-    return Loads(found, parts, digest, remarks)
+    return PlannedLoad(tensors, parts, digest, remarks)
 
 
 def complaint_of(error: Exception) -> Complaint:
-    """An error of one rank as the error of all."""
+    """One rank's error as a complaint that all ranks raise."""
     if isinstance(error, DiagnosticError):
         return Complaint.of(error)
     return Complaint("MOE0812", f"{type(error).__name__}: {error}", "that error's own traceback shows where")
@@ -117,12 +117,12 @@ def require_module(module: object) -> None:
         )
 
 
-def local_parts(module: PlanModule) -> dict[str, Local]:
+def local_parts(module: PlanModule) -> dict[str, LocalPart]:
     """This rank's part of every parameter and state, by its name in the plan."""
     parts = {}
     for name, tensor in plan_tensors(module).items():
         part = part_of(tensor)
-        parts[name] = Local(part.local, part.box, part.shape)
+        parts[name] = LocalPart(part.local, part.box, part.shape)
     return parts
 
 
@@ -131,8 +131,8 @@ def plan_tensors(module: PlanModule) -> dict[str, Tensor]:
     known = [*parameters_of(module.program), *states_of(module.program)]
     named: dict[str, Tensor] = {}
     for tensors in (module.named_parameters(), module.named_buffers()):
-        found, _ = by_plan_names(module, tensors, set(known))
-        named |= found
+        by_plan_name, _ = by_plan_names(module, tensors, set(known))
+        named |= by_plan_name
     absent = [name for name in known if name not in named]
     if absent:
         message = f"{absent[0]} is no longer a parameter of the model"
@@ -150,19 +150,15 @@ def _family(
         folder = folder.parent
     if folder is None or not (folder / CONFIG).is_file():
         _, family = config_for(module.spec)
-        remarks = (
-            []
-            if folder is None
-            else [f"{folder} has no {CONFIG}: moec cannot tell whether its weights are this model's"]
-        )
-        return family, 0, remarks
+        remark = f"{folder} has no {CONFIG}: moec cannot tell whether its weights are this model's"
+        return family, 0, [] if folder is None else [remark]
     imported = read_config(folder)
     remark = remark_of(imported, model, shapes, str(source))
-    return imported.family, further_layers(imported.config), [remark] if remark else []
+    return imported.family, num_further_layers(imported.config), [remark] if remark else []
 
 
-def further_layers(config: Mapping[str, Any]) -> int:
-    """How many layers that predict further tokens the files may have beside the model's."""
+def num_further_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers that predict further tokens, which the files may have after the model's layers."""
     number = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     return number if isinstance(number, int) else 0
 
@@ -171,7 +167,7 @@ OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
 
 
 def remark_of(imported: Imported, model: Model, shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
-    """What a model computes otherwise than the config of `source` says, or nothing.
+    """A sentence on how `model` differs from the config of `source`; empty if it does not.
 
     Raises `JobError` MOE0908 for models whose parameters are not those of the config.
     """
@@ -186,23 +182,23 @@ def remark_of(imported: Imported, model: Model, shapes: Mapping[str, tuple[int, 
 
 
 def differing(theirs: Model, ours: Model) -> list[str]:
-    """What differs, as `differences` says it, apart from what acts in training alone and from `FREE`.
+    """The phrases of `differences`, without fields that matter in training alone and `FREE_FIELDS`.
 
-    What differs alike in several layers is said once, of all of them.
+    Equal differences of several layers are one phrase.
     """
     theirs, ours = as_inferred(theirs), as_inferred(ours)
     if ours.dtype is DType.FP32 or {*theirs.keep_in_fp32} <= {*ours.keep_in_fp32}:
         theirs = theirs.replace(keep_in_fp32=ours.keep_in_fp32)  # nothing is rounded that the config keeps
     layers = dict[tuple[str, str], list[int]]()
-    for each in differences(theirs, ours):
-        if not each.startswith(FREE):
-            said = _DIFFERENT.fullmatch(each)
-            assert said is not None
-            number, what, how = said.groups()
+    for difference in differences(theirs, ours):
+        if not difference.startswith(FREE_FIELDS):
+            match = _DIFFERENT.fullmatch(difference)
+            assert match is not None
+            number, what, how = match.groups()
             layers.setdefault((what, how), []).extend([int(number)] if number else [])
-    return [f"`{what}`{f' of {numbered(of)}' if of else ''} {how}" for (what, how), of in layers.items()]
+    return [f"`{what}`{f' of {numbered(numbers)}' if numbers else ''} {how}" for (what, how), numbers in layers.items()]
 
 
 _DIFFERENT = re.compile(r"`(?:layers\.(\d+)\.)?(.*?)` (.*)")
-FREE = "`dtype`", "`context`"
-"""What may differ: the dtype in which layers compute, and the longest sequence."""
+FREE_FIELDS = "`dtype`", "`context`"
+"""How the phrases of fields that may differ begin: the compute dtype, and the longest sequence."""

@@ -1,6 +1,6 @@
-"""A rule's pieces as pairs of views of equal shapes, a part of a parameter and its place in a tensor of Hugging Face.
+"""Pairs of views of equal shapes for a rule's pieces: one of a parameter's part, one of a Hugging Face tensor.
 
-Loading copies from the tensor to the part, saving from the part to the tensor. Nothing is added or multiplied.
+Loading copies from the tensor to the part, saving from the part to the tensor. Neither computes anything.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moec.grammar.huggingface.rules import ONE, Piece, Rule
-
-Box = Sequence[tuple[int, int]]
-"""From and to, of each dim of a whole parameter."""
+from moec.runtime.checkpoint.format.grid import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """A part of a parameter: its elements, the box of the whole that they are, and the whole's shape."""
+class LocalPart:
+    """A part of a parameter: its elements, their box in the whole parameter, and the whole's shape."""
 
     part: Tensor
     box: Box
     shape: tuple[int, ...]
 
 
-def pairs(rule: Rule, tensor: Tensor, parts: Mapping[str, Local]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(a view of a part, the view of `tensor` that it equals) for the pieces of which this rank has something.
+def pairs(rule: Rule, tensor: Tensor, parts: Mapping[str, LocalPart]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(view of a part, view of `tensor` with the same elements) for each of the rule's pieces that `parts` overlap.
 
-    `tensor` has the rule's shape. `parts` has a part of every parameter of the rule, one with an empty box where this
-    rank has nothing of it.
+    `tensor` has the rule's shape. `parts` has a part of every parameter of the rule, perhaps with an empty box.
     """
     axes = rule.axes
     sizes = rule.sizes({piece.parameter: parts[piece.parameter].shape for piece in rule.pieces})
@@ -41,13 +38,12 @@ def pairs(rule: Rule, tensor: Tensor, parts: Mapping[str, Local]) -> Iterator[tu
             length = local.shape[piece.axes.split().index(rule.along)]
             theirs = by_axes.narrow(axes.index(rule.along), start, length)
             start += length
-        found = _of_piece(piece, local, theirs, axes)
-        if found is not None:
-            yield found
+        if (views := _views_of_piece(piece, local, theirs, axes)) is not None:
+            yield views
 
 
-def _of_piece(piece: Piece, local: Local, whole: Tensor, axes: Sequence[str]) -> tuple[Tensor, Tensor] | None:
-    """The piece's part in this rank and in the tensor, or None where this rank has nothing of it."""
+def _views_of_piece(piece: Piece, local: LocalPart, whole: Tensor, axes: Sequence[str]) -> tuple[Tensor, Tensor] | None:
+    """The views of the piece in the local part and in the tensor `whole`; None if the part has nothing of the piece."""
     index: list[int | slice] = []
     cut: dict[str, tuple[int, int]] = {}
     for axis, (first, last) in zip(piece.axes.split(), local.box, strict=True):

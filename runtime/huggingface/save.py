@@ -20,9 +20,9 @@ from moec.runtime.calls import called
 from moec.runtime.checkpoint.format.temporary import sweep_left_over
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import OF_TOKENS
-from moec.runtime.huggingface.kept import carried
+from moec.runtime.huggingface.kept import other_files
 from moec.runtime.huggingface.load import complaint_of, plan_tensors, remark_of, require_module
-from moec.runtime.huggingface.writer import MOST_BYTES, Writer, dtypes_of
+from moec.runtime.huggingface.writer import MAX_FILE_BYTES, Writer, dtypes_of
 from moec.runtime.model.module import PlanModule
 from moec.runtime.script import warn
 from moec.runtime.weights.home import home_of
@@ -35,15 +35,15 @@ def save_hf(
     *,
     like: str | Path | None = None,
     model_type: str | None = None,
-    max_file_bytes: int = MOST_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes parameters in their compute dtype, online biases in fp32, and `config.json` as the new `folder`.
 
     The architecture is `model_type`, by default that of the model's name or the first that computes the same. The
     tokenizer and other files come from the folder `like`, and with them the keys of its config that moec does not
     read: special tokens, coefficients of losses. Every rank of a job calls it, rank 0 writes; a rank needs memory for
-    the largest whole parameter. What a killed save has left beside `folder` is removed. Warns on rank 0 where the
-    model computes otherwise than the config of `like` says; what is written is the model's own.
+    the largest whole parameter. Temporary folders that killed saves left beside `folder` are removed. Warns on rank 0
+    if the model differs from the config of `like`; the written config is the model's own.
 
     Raises `DiagnosticError` on every rank, with nothing at `folder`: MOE0710, MOE0714, MOE0724 as `load_hf`, MOE0901
     for an unknown `model_type`, MOE0908 for a model that no architecture computes, and for a folder `like` of a model
@@ -91,14 +91,17 @@ def save_hf(
 
 
 def _config_for(module: PlanModule, model_type: str | None) -> tuple[dict[str, Any], Family]:
-    """`config_for`, whose refusal names what can be written all the same."""
+    """`config_for`, whose refusal names another way to write a folder."""
     try:
         return config_for(module.spec, model_type)
     except DiagnosticError as error:
-        raise DiagnosticError([
-            found._replace(help="; ".join(filter(None, (found.help, EXPORT)))) if found.code == "MOE0908" else found
-            for found in error.diagnostics
-        ]) from error  # fmt: skip
+        explained = [
+            diagnostic._replace(help="; ".join(filter(None, (diagnostic.help, EXPORT))))
+            if diagnostic.code == "MOE0908"
+            else diagnostic
+            for diagnostic in error.diagnostics
+        ]
+        raise DiagnosticError(explained) from error
 
 
 EXPORT = "`moec weights export CHECKPOINT FOLDER --like DIR` writes a checkpoint's tensors with the config of DIR"
@@ -107,11 +110,14 @@ EXPORT = "`moec weights export CHECKPOINT FOLDER --like DIR` writes a checkpoint
 def _like(
     folder: Path, module: PlanModule, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files of the folder that a model is saved like, and its config: theirs where the model computes as it says,
-    else the model's own with what the folder's says of training, generation and tokens."""
+    """The other files of the folder `like`, and the config to write.
+
+    It is the folder's config if the model computes the same, else the model's own with the folder's keys of training,
+    generation and tokens.
+    """
     imported = read_config(folder)
     try:
-        files = carried(folder)
+        files = other_files(folder)
     except OSError as error:
         raise JobError("MOE0900", f"{folder}: {error.strerror}", "`like` is a model's folder") from error
     files.pop(CONFIG, None)
@@ -124,20 +130,20 @@ def _like(
     theirs = {key: value for key, value in imported.config.items() if key != "quantization_config"}
     if not remark and not imported.inside and theirs.get("model_type") == config["model_type"]:
         own = {"torch_dtype": config["dtype"], **config}
-        return files, {**theirs, **{key: own[key] for key in FREE if theirs.get(key) is not None and key in own}}
+        return files, {**theirs, **{key: own[key] for key in FREE_KEYS if theirs.get(key) is not None and key in own}}
     inert = (INERT | imported.family.ignored) - OF_FILES
     return files, {**config, **{key: value for key, value in theirs.items() if key in inert}}
 
 
 OTHER_FOLDER = "name the folder that the model came from, or leave `like` out and copy the tokenizer's files"
 
-FREE = "dtype", "torch_dtype", "max_position_embeddings"
-"""What a model may have otherwise than the folder that it is saved like, without computing otherwise."""
+FREE_KEYS = "dtype", "torch_dtype", "max_position_embeddings"
+"""Keys in which the model may differ from the folder `like` and yet compute the same."""
 
 OF_FILES = frozenset((
     "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version"
 ))  # fmt: skip
-"""Keys that say which class the files are of, and how their tensors are stored."""
+"""Keys that name the files' class, and how their tensors are stored."""
 
 
 def _require_none(module: PlanModule, error: Exception | None) -> None:

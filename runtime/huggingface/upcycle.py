@@ -1,13 +1,13 @@
 """Sparse upcycling: the weights of a dense model as those of a mixture (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
-Every expert begins as the dense layer's feed-forward, the router as in a new model, all else as it was (section 3).
-Three changes make experts differ:
+Every expert begins as the dense layer's feed-forward, the router as in a new model; all else is unchanged (section 3).
+Three options make experts differ:
 
 - `noise`: Gaussian noise of this standard deviation on the experts' weights (their appendix B.9);
-- `split`: experts narrower than the dense feed-forward take a slice of its hidden units each, expert e slice e modulo
-  their number, and what a slice gives is multiplied by that number; the slices of one copy begin with one router, so
-  that a token chooses all of them (virtual groups, He et al. 2024, arXiv 2410.07524, section 3);
-- `drop`: this part of an expert's hidden units begins anew, drawn from a normal distribution with the mean and the
+- `split`: experts narrower than the dense feed-forward each take a slice of its hidden units: of S slices, expert e
+  takes slice e modulo S, and its output is multiplied by S. The slices of one copy begin with equal rows of the router,
+  so that a token chooses all of them (virtual groups, He et al. 2024, arXiv 2410.07524, section 3);
+- `drop`: this fraction of an expert's hidden units is drawn anew from a normal distribution with the mean and the
   standard deviation of the weights that it replaces (Drop-Upcycling, Nakamura et al. 2025, arXiv 2502.19261, section
   3).
 """
@@ -28,25 +28,25 @@ from moec.grammar.diagnostics import Diagnostic, Severity, diagnose
 from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
-from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
-from moec.runtime.checkpoint.format.index import HEAD, MODEL
+from moec.runtime.checkpoint.convert import Advance, NewTensor, no_progress, shapes_of, write_new
+from moec.runtime.checkpoint.format.index import HEAD
 from moec.runtime.checkpoint.format.reading import Checkpoint
-from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.model_fields import differences
 from moec.runtime.errors import JobError
-from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
+from moec.runtime.huggingface.checkpoints import Transferred, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.load import differing
-from moec.runtime.huggingface.slabs import slab_bytes, slabs_of
+from moec.runtime.huggingface.row_blocks import bytes_of, row_blocks
 from moec.runtime.weights.home import ALONE
 from moec.runtime.weights.shards import initial_shard
 
-MOST_NOISE = 1e6
+MAX_NOISE = 1e6
 EXPERTS, DENSE = "moe.experts.", "ffn."
 
 
 @dataclass(frozen=True, slots=True)
 class Upcycling:
-    """How experts begin; `seed` is that of noise, of dropped units and of the new routers."""
+    """How experts differ from the dense feed-forward. `seed`: of the noise, the dropped units and the new routers."""
 
     noise: float = 0.0
     split: bool = False
@@ -54,7 +54,7 @@ class Upcycling:
     seed: int = 0
 
 
-class Dense(Protocol):
+class DenseWeights(Protocol):
     """A dense model's weights."""
 
     @property
@@ -67,22 +67,24 @@ class Dense(Protocol):
         ...
 
 
-def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling, advance: Advance = no_bar) -> Moved:
+def upcycle(
+    dense: Path, model: Spec, target: Path, version: str, options: Upcycling, advance: Advance = no_progress
+) -> Transferred:
     """Writes the checkpoint `target` of step 0 of the mixture `model` with the weights of the model `dense`.
 
     `dense` is a folder of Hugging Face or a checkpoint of moec. Where `model` has a mixture, `dense` has a feed-forward
-    of the same activation; all other parts are equal. Without noise, split and drop the mixture computes what the dense
-    model does, if its gate is `dropless` and its weights add up to 1.
+    with the same activation; all other parts are equal. Without noise, split and drop the mixture computes the same as
+    the dense model if it is `dropless` and a token's weights add up to 1.
 
     Raises `DiagnosticError`: MOE0910 for a model that is not the dense one with mixtures in place of feed-forwards, or
-    for options that do not fit it; those of `import_weights` for weights and the target.
+    for options that do not fit it; for weights and the target those of `import_weights`.
     """
-    _require_options(how)
+    _require_options(options)
     if not model.has_model or all(layer.moe is None for layer in model.model.layers):
         raise _unfit("the file has no model with a mixture", "put `moe` in place of `ffn` in the dense model's file")
     spec = model.replace(cluster=LOCAL, parallel=Parallel(), train=None)
     plan, notes = plan_of(spec, version), tuple[Diagnostic, ...]()
-    weights: Dense
+    weights: DenseWeights
     if (dense / HEAD).is_file():
         checkpoint = Checkpoint(dense)
         weights = CheckpointWeights(checkpoint)
@@ -91,17 +93,18 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
         weights, notes = _weights_of(dense, spec, version)
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None:
-            _require_upcyclable(number, layer.moe, weights, how)
+            _require_upcyclable(number, layer.moe, weights, options)
     _require_shapes(plan, weights)
     tensors = [
-        Whole(name, shape, _content(name, shape, plan, weights, how)) for name, shape in sorted(shapes_of(plan).items())
+        NewTensor(name, shape, _content(name, shape, plan, weights, options))
+        for name, shape in sorted(shapes_of(plan).items())
     ]
     num_bytes = write_new(target, plan, version, tensors, advance=advance)
-    return Moved(num_bytes, len(tensors), (*notes, *_remarks(spec.model, weights)))
+    return Transferred(num_bytes, len(tensors), (*notes, *_remarks(spec.model, weights)))
 
 
-def _remarks(model: Model, dense: Dense) -> list[Diagnostic]:
-    """Warnings where the mixture does not begin with what the dense model computes, though no option asks for it."""
+def _remarks(model: Model, dense: DenseWeights) -> list[Diagnostic]:
+    """Warnings of mixtures that begin with other results than the dense model, although no option asks for it."""
     scaled, chosen = list[int](), list[int]()
     for number, layer in enumerate(model.layers):
         moe = layer.moe
@@ -128,8 +131,8 @@ def _remarks(model: Model, dense: Dense) -> list[Diagnostic]:
     return notes
 
 
-def _slices(number: int, moe: Moe, dense: Dense) -> int:
-    """Into how many slices the experts of a layer cut the feed-forward."""
+def _slices(number: int, moe: Moe, dense: DenseWeights) -> int:
+    """The number of slices of the feed-forward that a layer's experts take."""
     body = moe.parts[0].body
     assert isinstance(body, Activated)
     return dense.shapes[f"layers.{number}.{DENSE}up.weight"][1] // body.hidden
@@ -140,15 +143,14 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        tensors = checkpoint.index.tensors
-        self.shapes = {n.removeprefix(MODEL): tuple(e.shape) for n, e in tensors.items() if n.startswith(MODEL)}
+        self.shapes = {name: entry.shape for name, entry in checkpoint.index.model_tensors.items()}
 
     def rows(self, name: str, rows: range) -> Tensor:
         return read_rows(self._checkpoint, name, rows, self.shapes[name]).float()
 
 
 def _weights_of(folder: Path, spec: Spec, version: str) -> tuple[FolderWeights, tuple[Diagnostic, ...]]:
-    """The weights of a folder whose model is that of `spec` but for its mixtures, and the warnings of its config."""
+    """The weights of a folder with the dense model of `spec`, and the warnings of its config."""
     imported = read_config(folder)
     _require_same_but_mixtures(imported.spec.model, spec.model, folder)
     return FolderWeights(folder, imported, shapes_of(plan_of(imported.spec, version))), imported.notes
@@ -158,15 +160,15 @@ def _unfit(message: str, help: str = "") -> JobError:
     return JobError("MOE0910", message, help)
 
 
-def _require_options(how: Upcycling) -> None:
-    if not 0 <= how.drop <= 1:
-        raise _unfit(f"--drop is {how.drop}, and must be a fraction of the hidden units, 0 to 1")
-    if not 0 <= how.noise <= MOST_NOISE:
-        raise _unfit(f"--noise is {how.noise}, and must be a standard deviation from 0 to {MOST_NOISE:g}")
+def _require_options(options: Upcycling) -> None:
+    if not 0 <= options.drop <= 1:
+        raise _unfit(f"--drop is {options.drop}, and must be a fraction of the hidden units, 0 to 1")
+    if not 0 <= options.noise <= MAX_NOISE:
+        raise _unfit(f"--noise is {options.noise}, and must be a standard deviation from 0 to {MAX_NOISE:g}")
 
 
 def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> None:
-    """Raises MOE0910 unless the models differ in nothing but mixtures in place of feed-forwards."""
+    """Raises MOE0910 unless the models differ in mixtures in place of feed-forwards alone."""
     if dense.depth == sparse.depth:
         layers = [
             ours if ours.moe is None or theirs.ffn is None else ours.replace(moe=None, ffn=theirs.ffn)
@@ -174,13 +176,13 @@ def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> Non
         ]
         sparse = sparse.replace(layers=tuple(layers))
     if different := differing(dense, sparse):
-        how = "; ".join(different).replace("would be read as", "in the file")
+        options = "; ".join(different).replace("would be read as", "in the file")
         help = "`moec import hf` writes the dense model's file; put `moe` in place of `ffn` in it"
-        raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: in {folder} {how}", help)
+        raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: in {folder} {options}", help)
 
 
-def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: Dense) -> None:
-    """Raises MOE0910 unless the checkpoint's model is the file's but for mixtures in place of feed-forwards."""
+def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: DenseWeights) -> None:
+    """Raises MOE0910 unless the checkpoint's model is the file's with feed-forwards in place of mixtures."""
     layers = []
     for number, layer in enumerate(sparse.model.layers):
         up = dense.shapes.get(f"layers.{number}.{DENSE}up.weight")
@@ -188,13 +190,13 @@ def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: Dense
             body = layer.moe.parts[0].body
             layer = layer.replace(moe=None, ffn=body.replace(hidden=up[1]) if isinstance(body, Activated) else None)
         layers.append(layer)
-    found = differences(checkpoint.index.model, sparse.replace(model=sparse.model.replace(layers=tuple(layers))))
-    if found:
+    different = differences(checkpoint.index.model, sparse.replace(model=sparse.model.replace(layers=tuple(layers))))
+    if different:
         help = "write the dense model's file, with `moe` in place of `ffn`"
-        raise _unfit(f"{checkpoint.path} is another model than the file's: {'; '.join(found[:3])}", help)
+        raise _unfit(f"{checkpoint.path} is another model than the file's: {'; '.join(different[:3])}", help)
 
 
-def _require_upcyclable(number: int, moe: Moe, dense: Dense, how: Upcycling) -> None:
+def _require_upcyclable(number: int, moe: Moe, dense: DenseWeights, options: Upcycling) -> None:
     """Raises MOE0910 unless the layer's experts can be made of the dense layer's feed-forward."""
     where = f"layer {number}"
     if len(moe.parts) > 1 or not isinstance(moe.parts[0].body, Activated):
@@ -212,15 +214,15 @@ def _require_upcyclable(number: int, moe: Moe, dense: Dense, how: Upcycling) -> 
     if hidden % wanted:
         raise _unfit(f"{where}: experts are {wanted} wide, which does not divide the feed-forward's {hidden}")
     slices = hidden // wanted
-    if not how.split:
+    if not options.split:
         help = f"give `--split`, or make experts {hidden} wide"
         raise _unfit(f"{where}: experts are {wanted} wide, and the feed-forward {hidden}", help)
     if moe.num_experts % slices:
         raise _unfit(f"{where}: {moe.num_experts} experts are no multiple of the {slices} slices that it is split into")
 
 
-def _require_shapes(plan: Plan, dense: Dense) -> None:
-    """Raises MOE0910 unless every parameter comes from one of the dense model, and every one of these is used."""
+def _require_shapes(plan: Plan, dense: DenseWeights) -> None:
+    """Raises MOE0910 unless every parameter comes from a dense one, and every dense one is used."""
     used = set()
     for name, data in plan.parameters.items():
         source = source_of(name)
@@ -243,28 +245,30 @@ def _require_shapes(plan: Plan, dense: Dense) -> None:
 
 
 def source_of(name: str) -> str | None:
-    """The dense model's parameter from which one of the mixture comes; None for a router's."""
+    """The dense model's parameter that becomes the parameter `name`; None for a router's."""
     if EXPERTS in name:
         return name.replace(EXPERTS, DENSE)
     return None if ".moe." in name else name
 
 
-def _content(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, how: Upcycling) -> Iterator[memoryview]:
+def _content(
+    name: str, shape: tuple[int, ...], plan: Plan, dense: DenseWeights, options: Upcycling
+) -> Iterator[memoryview]:
     """The bytes of a parameter or state of the mixture."""
     source = source_of(name)
     if source is None:
-        yield slab_bytes(_new(name, shape, plan, dense, how.seed))
+        yield bytes_of(_new(name, shape, plan, dense, options.seed))
     elif source == name:
-        for rows in slabs_of(shape):
-            yield slab_bytes(dense.rows(name, rows))
+        for rows in row_blocks(shape):
+            yield bytes_of(dense.rows(name, rows))
     else:
         whole = dense.rows(source, range(dense.shapes[source][0]))
         for expert in range(shape[0]):
-            yield slab_bytes(_expert(name, source, whole, shape, expert, dense, how))
+            yield bytes_of(_expert(name, source, whole, shape, expert, dense, options))
 
 
-def _new(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, seed: int) -> Tensor:
-    """A router as in a new model, with equal rows for the slices of one copy; a state of zeros."""
+def _new(name: str, shape: tuple[int, ...], plan: Plan, dense: DenseWeights, seed: int) -> Tensor:
+    """A router as in a new model, with equal rows for the slices of one copy; zeros for a state."""
     data = plan.parameters.get(name)
     if data is None:
         return torch.zeros(shape)
@@ -278,9 +282,9 @@ def _new(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, seed: int)
 
 
 def _expert(
-    name: str, source: str, whole: Tensor, shape: tuple[int, ...], expert: int, dense: Dense, how: Upcycling
+    name: str, source: str, whole: Tensor, shape: tuple[int, ...], expert: int, dense: DenseWeights, options: Upcycling
 ) -> Tensor:
-    """One expert's part of a parameter: a copy of the dense one or a slice of its hidden units, changed as asked.
+    """One expert's part of a parameter: a copy of the dense one or a slice of its hidden units, changed by the options.
 
     `up.weight` is [parts, hidden, dim], `down.weight` [dim, hidden], `up.bias` [parts, hidden], `down.bias` [dim].
     """
@@ -298,27 +302,27 @@ def _expert(
         copied *= slices
     if kind == "bias":
         return copied
-    if how.drop:
-        dropped = _dropped(layer, expert, width, how)
+    if options.drop:
+        dropped = _dropped(layer, expert, width, options)
         replaced = copied.index_select(dim, dropped)
         if dropped.numel():
             # Gate and up are matrices of their own: each has its own mean and deviation.
             over = (1, 2) if part == "up" else (0, 1)
             mean, deviation = replaced.mean(over, keepdim=True), replaced.std(over, keepdim=True, correction=0)
-            drawn = torch.randn(replaced.shape, generator=_generator(how.seed, name, expert, "drop"))
+            drawn = torch.randn(replaced.shape, generator=_generator(options.seed, name, expert, "drop"))
             copied.index_copy_(dim, dropped, mean + deviation * drawn)
-    if how.noise:
-        copied += how.noise * torch.randn(copied.shape, generator=_generator(how.seed, name, expert, "noise"))
+    if options.noise:
+        copied += options.noise * torch.randn(copied.shape, generator=_generator(options.seed, name, expert, "noise"))
     return copied
 
 
-def _dropped(layer: str, expert: int, width: int, how: Upcycling) -> Tensor:
-    """The hidden units of an expert that begin anew: the same in its gate, up and down."""
-    order = torch.randperm(width, generator=_generator(how.seed, layer, expert, "units"))
-    return order[: int(how.drop * width)].sort().values
+def _dropped(layer: str, expert: int, width: int, options: Upcycling) -> Tensor:
+    """The hidden units of an expert that are drawn anew: the same ones in its gate, up and down."""
+    order = torch.randperm(width, generator=_generator(options.seed, layer, expert, "units"))
+    return order[: int(options.drop * width)].sort().values
 
 
-def _generator(*of: object) -> torch.Generator:
-    """A generator whose numbers are a function of `of` alone."""
-    digest = hashlib.sha256(repr(of).encode()).digest()
+def _generator(*key: object) -> torch.Generator:
+    """A generator whose numbers are a function of `key` alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""Writes tensors by rules into the safetensors files of a new folder."""
+"""Writes a folder of safetensors files, whose tensors are assembled from parameters by rules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,22 @@ from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.huggingface.read import CONFIG
 from moec.grammar.huggingface.rules import Rule
 from moec.passes.ir import Program
-from moec.runtime.checkpoint.format.files import shown, write_file
+from moec.runtime.checkpoint.format.files import shown, sync, write_file
 from moec.runtime.checkpoint.format.parts import DTYPE_NAMES
+from moec.runtime.checkpoint.format.shards import header_of
 from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.errors import JobError
-from moec.runtime.huggingface.moves import Local, pairs
-from moec.runtime.huggingface.slabs import absent
-from moec.runtime.huggingface.stored import INDEX, SINGLE
+from moec.runtime.huggingface.moves import LocalPart, pairs
+from moec.runtime.huggingface.row_blocks import absent
+from moec.runtime.huggingface.source_tensors import INDEX, SINGLE
 
-MOST_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
 """Bytes of one file, as transformers writes them (`max_shard_size`, 5 GB until 5.0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One safetensors file: its tensors' shapes and offsets from the end of the header, which is its first bytes."""
+    """A safetensors file: its header, the tensors' offsets from the header's end, and the bytes after the header."""
 
     name: str
     header: bytes
@@ -40,9 +42,9 @@ class File:
 
 
 class Writer:
-    """Writes tensors by rules into a temporary folder beside `target`, in any order, and gives it the name at the end.
+    """Writes tensors in any order into a temporary folder beside `target`; `publish` gives it its name.
 
-    Files are mapped into memory, so that a tensor of several parameters needs no memory of its own. Making a writer and
+    Files are mapped into memory, so that a tensor of several parameters needs no memory of its own. The constructor and
     `publish` raise `JobError` MOE0909.
     """
 
@@ -74,7 +76,7 @@ class Writer:
             raise _unwritable(target, error) from error
 
     def _mapped(self, file: File, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Makes a file; returns its tensors, whose memory is the file."""
+        """Makes a file; returns its tensors, which are mapped to it."""
         assert self._temporary is not None
         path = self._temporary.path / file.name
         total = len(file.header) + file.num_bytes
@@ -95,25 +97,25 @@ class Writer:
         return views
 
     def write(self, name: str, whole: Tensor, rules: Sequence[Rule]) -> None:
-        """Copies the whole parameter `name` to where `rules` have it."""
+        """Copies the whole parameter `name` into the tensors of `rules`."""
         for rule in rules:
             parts = {piece.parameter: absent(self._shapes[piece.parameter]) for piece in rule.pieces}
-            parts[name] = Local(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
+            parts[name] = LocalPart(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
             self.write_part(rule, parts)
 
-    def write_part(self, rule: Rule, parts: Mapping[str, Local]) -> None:
-        """Copies what is here of a rule's parameters to its tensor."""
+    def write_part(self, rule: Rule, parts: Mapping[str, LocalPart]) -> None:
+        """Copies the parts of a rule's parameters into the rule's tensor."""
         for part, theirs in pairs(rule, self._views[rule.name], parts):
             theirs.copy_(part)
 
     def publish(self, config: Mapping[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
-        """Writes the index and the config, and the files `beside` as they are; then gives the folder its name."""
+        """Writes the index, the config and the other files `beside`; then gives the folder its name."""
         assert self._temporary is not None
         path = self._temporary.path
         try:
             self._views.clear()
             for file in self.files:
-                _sync(path / file.name)
+                sync(path / file.name)
             extra = dict(beside or {})
             if len(self.files) > 1 and INDEX not in extra:
                 extra[INDEX] = index_of(self.files)
@@ -129,14 +131,14 @@ class Writer:
             raise JobError("MOE0909", first.message, first.help) from error
 
     def discard(self) -> None:
-        """Removes the temporary folder, if it has not got its name."""
+        """Removes the temporary folder, unless it has been published."""
         self._views = {}
         if self._temporary is not None and self._temporary.path.exists():
             self._temporary.discard()
 
 
 def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, program: Program) -> dict[str, torch.dtype]:
-    """The dtype of each tensor: `dtype`, and fp32 for online biases, which move by little, and what the model keeps."""
+    """The dtype of each tensor: fp32 for online biases, whose updates are small, and `keep_in_fp32`; else `dtype`."""
     parameters = parameters_of(program)
     kept = {name for name, parameter in parameters.items() if parameter.dtype == "fp32"}
     wide = {*states_of(program), *(kept if len(kept) < len(parameters) else ())}
@@ -144,13 +146,13 @@ def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, program: Program) -> di
     return {rule.name: torch.float32 if rule.name in of_wide else dtype for rule in rules}
 
 
-def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:
-    """The tensors in files of at most `most` bytes, or of one tensor, in the order of `shapes`."""
+def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int) -> list[File]:
+    """Distributes tensors, in the order of `shapes`, over files of at most `max_bytes` or of one tensor."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * dtypes[name].itemsize
-        if groups[-1] and used + size > most:
+        if groups[-1] and used + size > max_bytes:
             groups.append([])
             used = 0
         groups[-1].append(name)
@@ -162,22 +164,14 @@ def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.d
 
 
 def _file(
-    name: str, group: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    file_name: str, group: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> File:
-    """A file with the header of the safetensors library: the widest elements first, then by name."""
-    ordered = sorted(group, key=lambda each: (-dtypes[each].itemsize, each))
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for each in ordered:
-        size = math.prod(shapes[each]) * dtypes[each].itemsize
-        table[each] = {
-            "dtype": DTYPE_NAMES[dtypes[each]], "shape": list(shapes[each]), "data_offsets": [end, end + size],
-        }  # fmt: skip
-        offsets[each] = end
-        end += size
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return File(name, len(text).to_bytes(8, "little") + text, offsets, end)
+    """A file with the same header as the safetensors library's: the widest elements first, then by name."""
+    ordered = sorted(group, key=lambda name: (-dtypes[name].itemsize, name))
+    sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in ordered}
+    tensors = ((name, DTYPE_NAMES[dtypes[name]], shapes[name], size) for name, size in sizes.items())
+    *offsets, end = accumulate(sizes.values(), initial=0)
+    return File(file_name, header_of(tensors, {"format": "pt"}), dict(zip(sizes, offsets, strict=True)), end)
 
 
 def index_of(files: Sequence[File]) -> bytes:
@@ -187,14 +181,6 @@ def index_of(files: Sequence[File]) -> bytes:
         "weight_map": dict(sorted((name, file.name) for file in files for name in file.offsets)),
     }
     return (json.dumps(table, indent=2) + "\n").encode()
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _unwritable(target: Path, error: OSError) -> JobError:

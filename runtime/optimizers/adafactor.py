@@ -22,10 +22,10 @@ EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over a parameter's matrices, whole on every rank: kept dims have size 1.
+    """Sums over each of a parameter's whole matrices, equal on every rank; dims that are summed over have size 1.
 
-    `rows` are of squared gradients over columns, `columns` over rows, `squares` over both; `weights` of squared
-    weights; `factor` of the old row factor over rows.
+    `rows` sums squared gradients over columns, `columns` over rows, `squares` over both; `weights` sums squared
+    weights; `factor` sums the old row factor over rows.
     """
 
     squares: Tensor
@@ -36,10 +36,10 @@ class _Sums:
 
 
 class Adafactor(MatrixOptimizer):
-    """`torch.optim.Adafactor` of every matrix by itself: each expert's, and both halves of a gated `up`.
+    """`torch.optim.Adafactor` on every matrix separately: each expert's, and both halves of a gated `up`.
 
-    Heads and their width together are rows or columns. Where ranks share a matrix, its sums are reduced over them, so
-    that the update is that of the whole matrix. State: `step`; of matrices `row_var` and `col_var`, of vectors
+    Heads and their width together are rows or columns. If ranks share a matrix, its sums are reduced over them, so
+    that the update is that of the whole matrix. State: `step`; for matrices `row_var` and `col_var`, for vectors
     `variance`.
     """
 
@@ -77,7 +77,7 @@ class Adafactor(MatrixOptimizer):
 
     def _sums(self, masters: Sequence[Master], gradients: Sequence[Tensor | None]) -> list[_Sums]:
         """The sums of every parameter, in one reduction per group. A missing gradient counts as zeros."""
-        found, reduced = [], []
+        sums_of_masters, reduced = [], []
         for master, gradient in zip(masters, gradients, strict=True):
             whole = master.rows + master.columns
             sums = {"squares": _square_sum(master, gradient), "weights": _square_sum(master, master.local)}
@@ -90,10 +90,10 @@ class Adafactor(MatrixOptimizer):
                 sums["factor"] = local_part(state["row_var"]).sum(master.rows, keepdim=True)
                 groups["rows"] = master.groups(master.columns)
                 groups["columns"] = groups["factor"] = master.groups(master.rows)
-            found.append(_Sums(**sums))
+            sums_of_masters.append(_Sums(**sums))
             reduced += [(total, groups[name]) for name, total in sums.items()]
         _reduce(reduced)
-        return found
+        return sums_of_masters
 
     def _state(self, master: Master) -> dict[str, Any]:
         state: dict[str, Any] = self.state[master.parameter]

@@ -54,16 +54,16 @@ class HandedOver(Tensor):
         """Allows `zero_`, which `zero_grad(set_to_none=False)` calls; refuses everything else."""
         if func not in _ZEROS:
             raise _refused()
-        (given,) = args
-        for tensor in given if isinstance(given, list | tuple) else [given]:
+        (argument,) = args
+        for tensor in argument if isinstance(argument, list | tuple) else [argument]:
             if isinstance(tensor, HandedOver):
                 tensor.is_zero = True
             else:
                 tensor.zero_()
-        return given if isinstance(given, Tensor) else None
+        return argument if isinstance(argument, Tensor) else None
 
     def to_local(self) -> Tensor:
-        """As of a DTensor: refused."""
+        """Refused, as reading the placeholder of a plain tensor is."""
         raise _refused()
 
     def scaled(self) -> Tensor:
@@ -89,7 +89,7 @@ def _refused() -> JobError:
 
 
 def watch_steps(optimizer: Optimizer) -> bool:
-    """Makes the optimizer's steps take what is handed over. Returns whether they did so before."""
+    """Makes the optimizer's steps take gradients that are handed over. Returns whether they did so before."""
     if optimizer in _watched:
         return True
     _watched.add(optimizer)
@@ -101,8 +101,8 @@ def watch_steps(optimizer: Optimizer) -> bool:
 def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether the optimizer's next step can divide the gradients of all these parameters itself.
 
-    The fused kernels of Adam and AdamW can, on one device; Muon and Adafactor too. Not while a step runs, whose closure
-    calls this: a first call makes steps watched, and does not know whether one runs.
+    The fused kernels of Adam and AdamW can, on one device; so can Muon and Adafactor. False in the closure of a running
+    step; and in the first call, which begins to watch steps and does not know whether one is running.
     """
     fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
     if not fused and not isinstance(optimizer, MatrixOptimizer):
@@ -122,7 +122,7 @@ def hand_over(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
 
 
 def take_back(parameters: Iterable[nn.Parameter]) -> None:
-    """Clips gradients now that were handed over and whose step did not come."""
+    """Clips gradients that were handed over for a step that did not come."""
     for parameter in parameters:
         if isinstance(parameter.grad, HandedOver):
             parameter.grad = parameter.grad.scaled()
@@ -130,20 +130,20 @@ def take_back(parameters: Iterable[nn.Parameter]) -> None:
 
 _watched: WeakSet[Optimizer] = WeakSet()
 _HAD_SCALE = "_moec_had_grad_scale"
-"""While a step uses a scale of ours: whether the optimizer had the attribute `grad_scale` before, with None in it."""
+"""While a step uses our scale: whether the optimizer had an attribute `grad_scale`, which was None, before."""
 _IN_CLOSURE = "_moec_in_closure"
 """Whether the step that runs has a closure; stays True after an exception, until the next step."""
 
 
 def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Before a step: gives the optimizer its gradients and their scale, or clips them where it cannot take both."""
+    """Before a step: gives the optimizer its gradients and their scale, or clips them if it cannot take both."""
     _release(optimizer)
     closure = has_closure(arguments, named)
     setattr(optimizer, _IN_CLOSURE, closure)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     handed = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
     scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed}
-    # A closure computes other gradients, `GradScaler` has a scale of its own, and others are not scaled.
+    # A closure computes new gradients, `GradScaler` sets its own scale, and some gradients may not be handed over.
     foreign = getattr(optimizer, "grad_scale", None) is not None
     partly = len(handed) < sum(parameter.grad is not None for parameter in owned)
     zeroed = any(parameter.grad.is_zero for parameter in handed)
@@ -158,7 +158,7 @@ def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any
 
 
 def _release(optimizer: Optimizer, *_: Any) -> None:
-    """After a step, or before the next if one raised: the scale is for one step."""
+    """Removes the scale after its step; if that step raised, before the next one."""
     setattr(optimizer, _IN_CLOSURE, False)
     if _HAD_SCALE in vars(optimizer):
         had = vars(optimizer).pop(_HAD_SCALE)

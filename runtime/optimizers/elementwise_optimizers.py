@@ -27,9 +27,9 @@ from moec.runtime.weights.masters import Master, by_decay, chunks, local_part, l
 
 @contextmanager
 def widened(states: Sequence[dict[str, Any]], key: str, dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
-    """This rank's parts of `key` of several parameters, in fp32. What they are at the end is kept in `dtype`.
+    """This rank's parts of the state `key` of several parameters, in fp32; at the end they are rounded to `dtype`.
 
-    Without `dtype` the states themselves.
+    Without `dtype` they are the states themselves.
     """
     if dtype is None:
         yield [local_part(state[key]) for state in states]
@@ -51,7 +51,10 @@ def narrow(optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """This rank's parts of some parameters, of their gradients, and of each state; `kept` has all states of each."""
+    """This rank's parts of some parameters, of their gradients, and of each of their states.
+
+    `kept` are the parameters' state dicts in the optimizer.
+    """
 
     parts: list[Tensor]
     gradients: list[Tensor]
@@ -65,9 +68,9 @@ def widened_chunks(
     names: Sequence[str],
     dtype: torch.dtype | None,
 ) -> Iterator[Chunk]:
-    """The parameters that have gradients, whose states `names` are kept in `dtype`, by default the parameter's.
+    """The parameters that have gradients, in chunks. Their states `names` are kept in `dtype`, or else the parameter's.
 
-    States are zeros at first. The caller updates parts and states of a chunk before it takes the next.
+    States begin as zeros. The caller updates parts and states of a chunk before it takes the next.
     """
     for chunk in chunks(parameter for parameter in parameters if parameter.grad is not None):
         kept = [states[parameter] for parameter in chunk]
@@ -96,7 +99,7 @@ def update_by_adamw(chunk: Chunk, options: Mapping[str, Any]) -> None:
 
 
 class Elementwise(Optimizer):
-    """Updates by `update`. Its states `names` have `state_dtype` between steps, by default the parameter's."""
+    """Updates chunks by `update`. Its states `names` have `state_dtype` between steps, by default the parameter's."""
 
     names: ClassVar[tuple[str, ...]]
     state_dtype: ClassVar[torch.dtype | None] = None
@@ -112,13 +115,13 @@ class Elementwise(Optimizer):
 
     @abstractmethod
     def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
-        """Changes parts and states of a chunk, whose numbers are those of `group`."""
+        """Changes parts and states of a chunk with the options of `group`."""
 
 
 class NarrowAdamW(Elementwise, AdamW):
     """`torch.optim.AdamW`, fused, with moments in bf16 between steps.
 
-    As in torch's, `grad_scale` divides gradients and a `found_inf` of 1 leaves all as it is: `GradScaler` sets both.
+    As in torch's, `grad_scale` divides gradients, and a `found_inf` of 1 skips the update: `GradScaler` sets both.
     """
 
     kind = "torch.optim.AdamW with states in bf16"
@@ -164,7 +167,7 @@ class Lion(Elementwise):
 
 
 class NarrowLion(Lion):
-    """The same, with a momentum in bf16 between steps."""
+    """`Lion` with a momentum in bf16 between steps."""
 
     state_dtype = torch.bfloat16
 
@@ -187,6 +190,6 @@ def _lion(masters: Sequence[Master], spec: LionSpec, state_dtype: torch.dtype | 
 
 
 Maker = Callable[[Sequence[Master], Any, torch.dtype | None], Optimizer]
-"""Makes an optimizer of masters, the file's numbers, and the dtype of states if it is not the masters'."""
+"""Makes an optimizer of masters, the file's options, and the dtype of states if it is not the masters'."""
 
 MAKERS: Mapping[type[Node], Maker] = {AdamWSpec: _adamw, SgdSpec: _sgd, LionSpec: _lion}

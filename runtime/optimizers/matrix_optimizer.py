@@ -1,4 +1,4 @@
-"""What optimizers of whole matrices have in common: their own parameters, and steps that are collectives."""
+"""The base class of optimizers of whole matrices: fixed parameters, and steps that are collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from moec.runtime.weights.masters import Master, loss_of, require_known
 
-KEPT = ("_masters", "state_dtype")
+ATTRIBUTES_TO_COPY = ("_masters", "state_dtype")
 
 
 class MatrixOptimizer(Optimizer):
@@ -29,11 +29,14 @@ class MatrixOptimizer(Optimizer):
         super().__init__(groups, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Also what torch's own leaves out, for `copy.deepcopy`."""
-        return {**super().__getstate__(), **{name: value for name, value in vars(self).items() if name in KEPT}}
+        """The state of `Optimizer` and the attributes that it omits, for `copy.deepcopy`."""
+        return {
+            **super().__getstate__(),
+            **{name: value for name, value in vars(self).items() if name in ATTRIBUTES_TO_COPY},
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only its own groups: nothing says which matrices another parameter has."""
+        """Refuses parameters without a master: nothing states which matrices they have."""
         super().add_param_group(param_group)
         require_known(self.param_groups, self._masters)
 

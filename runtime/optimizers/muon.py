@@ -1,4 +1,4 @@
-"""Muon over sharded parameters, and AdamW for those that are no hidden matrices (Jordan et al. 2024)."""
+"""Muon over sharded hidden matrices, and AdamW for all other parameters (Jordan et al. 2024)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moec.grammar.spec.optimizers import Muon as MuonSpec
 from moec.runtime.optimizers.elementwise_optimizers import MOMENTS, update_by_adamw, widened, widened_chunks
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
 from moec.runtime.optimizers.newton_schulz import compute_dtype, orthogonalized
-from moec.runtime.optimizers.whole_matrices import Cut, of_whole
+from moec.runtime.optimizers.whole_matrices import Cut, apply_to_whole
 from moec.runtime.weights.masters import Master, by_decay, chunks, local_part
 
 
 class Muon(MatrixOptimizer):
-    """Updates hidden matrices by Muon, each expert's by itself, and all other parameters by fused AdamW.
+    """Updates hidden matrices by Muon, each expert's separately, and all other parameters by fused AdamW.
 
     The first parameter group has the hidden matrices. A sharded matrix is orthogonalised whole, by one of the ranks
-    that share it. Matrices that are whole on their rank need no collective. State: `momentum_buffer`; of AdamW `step`,
+    that share it. Matrices that are whole on their rank need no collective. State: `momentum_buffer`; for AdamW `step`,
     `exp_avg` and `exp_avg_sq`; all but `step` are kept in `state_dtype` between steps, by default the parameter's.
     The `momentum` of AdamW's groups is its beta1, so that a scheduler cycles both.
     """
@@ -47,12 +47,12 @@ class Muon(MatrixOptimizer):
             },
             *({**group, **options} for group in by_decay(others, second.weight_decay)),
         ]
-        super().__init__(masters, groups, {"momentum": spec.momentum})  # schedulers that cycle it look there
+        super().__init__(masters, groups, {"momentum": spec.momentum})  # schedulers that cycle momentum require it
 
     def update(self) -> None:
         """Updates hidden matrices by Muon, all others by AdamW."""
         hidden, *others = self.param_groups
-        for masters in _of_one_shape(self.taking_part(hidden["params"])):
+        for masters in _chunks_by_shape(self.taking_part(hidden["params"])):
             self._update_hidden(masters, hidden)
         for group in others:
             self._update_others(group)
@@ -69,7 +69,7 @@ class Muon(MatrixOptimizer):
         lengths, directions = [len(stack) for stack in stacks], torch.cat(stacks)
         del stacks
         site = f"Muon, the matrices of {len(masters)} parameters"
-        updates = of_whole(directions, cuts, partial(orthogonalized, steps=group["ns_steps"]), site)
+        updates = apply_to_whole(directions, cuts, partial(orthogonalized, steps=group["ns_steps"]), site)
         for master, update in zip(masters, torch.split(updates, lengths), strict=True):
             if master.parameter.grad is not None:
                 master.local.mul_(1 - group["lr"] * group["weight_decay"])
@@ -77,7 +77,7 @@ class Muon(MatrixOptimizer):
                 master.local.add_(update.reshape(master.local.shape), alpha=size)
 
     def _direction(self, master: Master, group: dict[str, Any]) -> Tensor:
-        """The momentum after this step's gradient, or one step ahead; zeros before the first gradient."""
+        """The momentum after this step's gradient (Nesterov's: one step ahead); zeros before the first gradient."""
         gradient, state = master.take_gradient(self.grad_scale), self.state[master.parameter]
         if gradient is None:
             return local_part(state["momentum_buffer"]) if state else torch.zeros_like(master.local)
@@ -95,7 +95,7 @@ class Muon(MatrixOptimizer):
             update_by_adamw(chunk, options)
 
 
-def _of_one_shape(masters: Sequence[Master]) -> Iterator[list[Master]]:
+def _chunks_by_shape(masters: Sequence[Master]) -> Iterator[list[Master]]:
     """Masters with matrices of one shape, cut in the same way, a chunk at a time; equal on every rank."""
     by_kind: dict[tuple[object, ...], list[Master]] = {}
     for master in masters:
@@ -105,7 +105,7 @@ def _of_one_shape(masters: Sequence[Master]) -> Iterator[list[Master]]:
 
 
 def _cuts(master: Master) -> list[Cut]:
-    """The cuts of its matrices, the innermost first. Cuts of the stack leave matrices whole."""
+    """The cuts of a parameter's matrices, innermost first. Cuts of the stack leave matrices whole."""
     inside = ((group, dim) for group, dim in reversed(master.cuts) if dim >= master.matrices.stack)
     return [Cut(group, 1 if dim in master.rows else 2) for group, dim in inside]
 
@@ -122,6 +122,6 @@ def _stacked(master: Master, values: Tensor) -> Tensor:
 
 
 def _factor(master: Master, adamw_size: bool) -> float:
-    """The factor on an update: of Jordan et al. 2024, or of Liu et al. 2025 (arXiv 2502.16982, section 2.2)."""
+    """The factor on an update by Jordan et al. 2024, or by Liu et al. 2025 (arXiv 2502.16982, section 2.2)."""
     rows, columns = master.size(master.rows), master.size(master.columns)
     return 0.2 * math.sqrt(max(rows, columns)) if adamw_size else math.sqrt(max(1.0, rows / columns))

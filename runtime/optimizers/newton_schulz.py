@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic, from Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon, "Tuning the coefficients")."""
+"""The quintic's, from Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon, "Tuning the coefficients")."""
 EPS = 1e-7
 """The least norm that a matrix is divided by."""
 

@@ -33,7 +33,7 @@ MAKERS: Mapping[type[Node], Maker] = {**ELEMENTWISE, words.Adafactor: Adafactor,
 
 
 def make_optimizer(update: Update, masters: Sequence[Master], model: nn.Module | None = None) -> Optimizer:
-    """The optimizer that a file says, over these masters. Its state is signed with this rank's parts of `model`."""
+    """The optimizer that a file states, over these masters. Its state is signed with this rank's parts of `model`."""
     state_dtype = None if update.state == "fp32" else DTYPES[update.state]
     optimizer = MAKERS[type(update.optimizer)](masters, update.optimizer, state_dtype)
     optimizer.register_step_post_hook(_count_change)
@@ -45,7 +45,7 @@ def make_optimizer(update: Update, masters: Sequence[Master], model: nn.Module |
 
 
 def _count_change(optimizer: Optimizer, *_: Any) -> None:
-    """Tells autograd of the step: fused optimizers, and foreach ones on DTensors, change parameters unnoticed."""
+    """Tells autograd of the step: it misses the changes of fused optimizers, and of foreach ones on DTensors."""
     note_action("update")
     updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     increment_version(updated)
@@ -62,7 +62,7 @@ def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for name, value in state["state"].get(index, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
-            # A factor of Adafactor has size 1 in the dims that it is a sum over.
+            # A factor of Adafactor has size 1 in the dims that it sums over.
             fits = all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=False))
             fits = fits and value.dim() == parameter.dim()
             if not fits or isinstance(value, DTensor) != isinstance(parameter, DTensor):

@@ -1,5 +1,4 @@
-"""Refuses optimizers that take all parameters for replicas, which they send between ranks or reduce over: each rank has
-other experts."""
+"""Refuses optimizers that broadcast or reduce all parameters over ranks as if they were replicas: experts are not."""
 
 from __future__ import annotations
 
@@ -24,15 +23,14 @@ OVERWRITTEN = "parameters over ranks, as if they were replicas: experts would be
 BESIDE = "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their own"
 ELEMENTWISE = f"{BESIDE} that works element by element, such as AdamW"
 SHARDED = f"{BESIDE}; a job's model has `zero = 1` in `parallel {{ … }}` and `job.optimizer`"
-"""What a user can do; the last for those who want an optimizer's state divided, or parameters sent."""
+"""Ways out; `SHARDED` is for those who want to divide an optimizer's state, or to send parameters."""
 
 _sharded = WeakSet[nn.Module]()
 """Modules over several ranks: models of jobs, and the experts of layers."""
 
 
 def refuse_replica_optimizers(module: nn.Module) -> None:
-    """From now on torch's optimizers that average, broadcast or reduce over parameters of `module` raise `JobError`
-    MOE0711."""
+    """From now on torch's optimizers that average, broadcast or reduce parameters of `module` raise MOE0711."""
     _install()
     _sharded.add(module)
 
@@ -56,7 +54,7 @@ def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _guarded(average: Any) -> Any:
-    """`average_parameters`, which torch's averagers call, that of `PostLocalSGDOptimizer` too: no hook is there."""
+    """A checked `average_parameters`. Torch's averagers call it, also in `PostLocalSGDOptimizer`, and have no hooks."""
 
     @functools.wraps(average)
     def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:

@@ -2,8 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`, which accelerate and the `Trainer` of
 transformers call too, see the gradients of this rank alone: each rank would scale by another factor, and replicas would
-drift apart. From the first layer over several ranks on they are right for its experts, and for
-gradients that are DTensors beside them. Gradients of others are computed by torch as before.
+drift apart. After the first layer over several ranks is made, they are right for its experts, and for DTensors beside
+them. Without experts they are torch's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def count_experts(experts: nn.Module, group: str) -> None:
     """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name.
 
-    Without a name no other rank has others: then it only takes them beside DTensors, which torch refuses.
+    An empty name means that every rank has all experts: then it only accepts them beside DTensors, which torch refuses.
     """
     _install()
     _sharded[experts] = group
@@ -86,16 +86,16 @@ def _clip_with_norm(inner: Callable[..., None]) -> Callable[..., None]:
 
 
 def _groups_of(gradients: Sequence[Tensor]) -> dict[int, str]:
-    """By the id of each gradient of experts, the group whose ranks have the others."""
-    given = set(map(id, gradients))
-    found = {
+    """The group whose ranks have the other experts, by the id of each gradient of experts."""
+    gradient_ids = set(map(id, gradients))
+    all_groups = {
         id(parameter.grad): group
         for experts, group in list(_sharded.items())
         for parameter in experts.parameters()
         if parameter.is_leaf and parameter.grad is not None
     }
-    found = {gradient: group for gradient, group in found.items() if gradient in given}
-    if not any(found.values()) and not any(isinstance(gradient, DTensor) for gradient in gradients):
+    all_groups = {gradient: group for gradient, group in all_groups.items() if gradient in gradient_ids}
+    if not any(all_groups.values()) and not any(isinstance(gradient, DTensor) for gradient in gradients):
         return {}
-    names = canonical(found.values())
-    return {gradient: names[group] for gradient, group in found.items()}
+    names = canonical(all_groups.values())
+    return {gradient: names[group] for gradient, group in all_groups.items()}

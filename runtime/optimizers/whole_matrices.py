@@ -24,8 +24,8 @@ class Cut:
     dim: int
 
 
-def of_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], Tensor], site: str) -> Tensor:
-    """This rank's part of `function(whole)`, where x `[matrices, rows, columns]` is its part of the whole matrices.
+def apply_to_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], Tensor], site: str) -> Tensor:
+    """This rank's part of `function(whole)`; x `[matrices, rows, columns]` is this rank's part of the whole matrices.
 
     `function` keeps shapes and commutes with permutations of rows and of columns: parts are joined in the order of
     ranks, which need not be the order of rows in the parameter. A collective over the groups of all cuts.
@@ -41,7 +41,7 @@ def of_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], Tensor
         dist.all_to_all_single(received, x.contiguous(), [local] * ranks, counts, group=peers)
     whole = torch.cat(received.view(ranks, local, rows, columns).unbind(), dim=cut.dim)
     del received
-    results = of_whole(whole, others, function, site)
+    results = apply_to_whole(whole, others, function, site)
     with collective("all_to_all", cut.group, site) as peers:
         returned = torch.empty_like(x, memory_format=torch.contiguous_format)
         parts = torch.cat(results.tensor_split(ranks, dim=cut.dim))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.emit import DTYPES
-from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.plan_kernels import PlanProducts
 from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Ways
 from moec.runtime.backends.triton import triton_tiles

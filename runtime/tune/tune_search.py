@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.plan_kernels import PlanProducts
 from moec.codegen.kernels.stored_tiles import Entry, Measured
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Way, Ways
 from moec.runtime.tune.tune_layer import TunedLayer

@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from moec.codegen.kernels.fitting import buffer_bytes
-from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.plan_kernels import PlanProducts
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Library, Tile, Way, Ways

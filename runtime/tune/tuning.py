@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.plan_kernels import products_of
 from moec.codegen.kernels.plan_ways import KNOWN
 from moec.codegen.kernels.stored_tiles import StoredTiles
 from moec.codegen.kernels.tile_rule import INTERPRETER

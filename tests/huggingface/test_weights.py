@@ -80,7 +80,7 @@ def test_files_may_be_links_as_in_a_downloads_cache(tmp_path: Path) -> None:
 
 def test_parameters_pass_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few rows each, so that a slab begins in the middle of a tensor's heads and experts."""
-    monkeypatch.setattr("moec.runtime.huggingface.slabs.SLAB_BYTES", 3000)
+    monkeypatch.setattr("moec.runtime.huggingface.row_blocks.ROW_BLOCK_BYTES", 3000)
     for model_type in ("deepseek_v3", "dbrx", "gpt_oss"):
         folder = folder_of(tmp_path / model_type, model_type)
         import_weights(folder, tmp_path / f"{model_type}.checkpoint", VERSION)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moec
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.plan_kernels import kernels_of
 from moec.codegen.kernels.shapes import RouteShape
 from moec.runtime import ops, unscored
 from moec.runtime.backends import BackendError, plain_torch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import moec
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.of_plan import kernels_of, products_of
+from moec.codegen.kernels.plan_kernels import kernels_of, products_of
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways

@@ -11,7 +11,7 @@ from support.combinations import some
 from torch import Tensor
 
 import moec
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.plan_kernels import kernels_of
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton import triton_backend
 from moec.runtime.backends.triton.triton_tiles import target_at

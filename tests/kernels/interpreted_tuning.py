@@ -20,7 +20,7 @@ from torch import Tensor
 import moec
 from moec.cli import app
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.plan_kernels import products_of
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways

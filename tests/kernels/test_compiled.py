@@ -105,7 +105,7 @@ def test_every_template_but_those_of_products_compiles() -> None:
     _, down = small_products("sm_90")
     for shape in (
         gate_of_deepseek_v3(experts=16),
-        gate_of_deepseek_v3(experts=16).of_backward,
+        gate_of_deepseek_v3(experts=16).backward_shape,
         GatedShape(hidden=256, activation="geglu", dtype="bf16"),
         QueuesShape(experts=8, k=2),
         PlacesShape(k=2, dim=256, dtype="bf16", weights="fp32"),
@@ -159,7 +159,7 @@ def test_gates_with_groups_of_any_size_compile(target: str) -> None:
         for dtype in ("fp32", "fp64"):
             for shape in (
                 gate_of_deepseek_v3(experts, groups, dtype),
-                gate_of_deepseek_v3(experts, groups).of_backward,
+                gate_of_deepseek_v3(experts, groups).backward_shape,
             ):
                 require_fits(shape, target)
 

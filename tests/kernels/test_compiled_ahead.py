@@ -16,7 +16,7 @@ import triton
 from triton.runtime import driver
 
 import moec
-from moec.codegen.kernels.of_plan import kernels_of, products_of
+from moec.codegen.kernels.plan_kernels import kernels_of, products_of
 from moec.codegen.kernels.plan_ways import ways_text
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import Tile, Ways

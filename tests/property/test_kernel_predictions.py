@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.layer_predictions import predict_layer
+from zipf_loads import zipf
 
 from moec.codegen.kernels.model.model_device import DEVICES
-from moec.codegen.kernels.model.model_layer import predict_layer
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer
 from moec.codegen.kernels.stored_tiles import choose
@@ -29,7 +30,7 @@ WIDTHS = st.integers(1, 8192)
     gated=st.booleans(),
     gathers=st.booleans(),
     dtype=st.sampled_from(("bf16", "fp16", "fp32", "fp64")),
-    zipf=st.booleans(),
+    is_zipf=st.booleans(),
     device=st.sampled_from(sorted(DEVICES)),
     library=st.booleans(),
     bulk=st.booleans(),
@@ -42,7 +43,7 @@ def test_times_are_finite_and_their_parts_add_up(
     gated: bool,
     gathers: bool,
     dtype: str,
-    zipf: bool,
+    is_zipf: bool,
     device: str,
     library: bool,
     bulk: bool,
@@ -51,7 +52,7 @@ def test_times_are_finite_and_their_parts_add_up(
     layer = ExpertLayer(
         experts=experts, dim=widths[0], hidden=widths[1], gated=gated, dtype=dtype, k=k if gathers else 0
     )
-    load = Load.zipf(tokens, experts, k) if zipf else Load.uniform(tokens, experts, k)
+    load = zipf(tokens, experts, k) if is_zipf else Load.uniform(tokens, experts, k)
     family = FAMILIES[model.target]
     ways = choose(dtype, max(1, tokens * k), experts, widths, gated, device="", family=family, tuned={}).ways
     if library:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moec.runtime.checkpoint.format.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
-from moec.runtime.checkpoint.format.shards import Piece, write_shard
+from moec.runtime.checkpoint.format.shards import HostTensor, write_shard
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
 COUNT = np.arange(3, dtype=np.int64)
@@ -26,8 +26,8 @@ class Draft:
     def __post_init__(self) -> None:
         self.folder.mkdir()
         halves = [np.ascontiguousarray(half) for half in np.split(WEIGHT, 2, axis=1)]
-        pieces = [[Piece("model/weight", "F32", (4, 3), halves[rank].data.cast("B"))] for rank in range(2)]
-        pieces[1].append(Piece("model/count", "I64", (3,), COUNT.data.cast("B")))
+        pieces = [[HostTensor("model/weight", "F32", (4, 3), halves[rank].data.cast("B"))] for rank in range(2)]
+        pieces[1].append(HostTensor("model/count", "I64", (3,), COUNT.data.cast("B")))
         written = [write_shard(self.folder / shard_name(rank), pieces[rank]) for rank in range(2)]
         digests = [each.digests["model/weight"] for each in written]
         self.index = {

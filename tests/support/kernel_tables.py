@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from moec.codegen.kernels.model.model import Prediction
+from support.layer_predictions import LayerPrediction, predict_layer, predict_schedules
+from zipf_loads import zipf
+
+from moec.codegen.kernels.model.model import Prediction, moving
 from moec.codegen.kernels.model.model_device import DEVICES
-from moec.codegen.kernels.model.model_layer import LayerPrediction, moving, predict_layer, predict_schedules
 from moec.codegen.kernels.model.model_libraries import LARGE
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
@@ -107,8 +109,8 @@ def aims() -> Iterator[str]:
 
 def _traffic_row(name: str, layer: ExpertLayer, tokens: int) -> str:
     ways, load = rule(layer, tokens), uniform(layer, tokens)
-    zipf = Load.zipf(tokens, layer.experts, layer.k)
-    useful = " / ".join(f"{each.padding_efficiency(ways.rows):.2f}" for each in (load, zipf))
+    skewed = zipf(tokens, layer.experts, layer.k)
+    useful = " / ".join(f"{each.padding_efficiency(ways.rows):.2f}" for each in (load, skewed))
     moved = _products(now(layer, load, tokens))
     cells = " | ".join(f"{moved[kernel].moved / 1e6:,.0f}" for kernel in KERNELS)
     return f"| {name} | {tokens:,} | {load.rows / layer.experts:,.0f} | {ways.rows} | {useful} | {cells} |"

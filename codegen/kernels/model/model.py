@@ -1,9 +1,9 @@
 """A model of the grouped products: predicted time, and what bounds it.
 
-A product's time is the larger of two: its tiles on the multiprocessors, in waves, and its traffic with memory. A tile
-takes its steps of depth, each as long as the slowest of matrix units, shared memory, L2 and latency, and before and
-after them a prologue and an epilogue that only other blocks of the same multiprocessor hide. The constants are those
-of a `DeviceModel`.
+A product's time is the larger of two: that of its tiles on the multiprocessors, in waves, and that of its traffic with
+memory. A tile takes a prologue, steps of depth and an epilogue. A step takes as long as the slowest of matrix units,
+shared memory, L2 and latency; only other blocks of the same multiprocessor hide a prologue or an epilogue. A
+`DeviceModel` has the constants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import ceil, inf
 from moec.codegen.kernels.model.model_device import DeviceModel
 from moec.codegen.kernels.model.model_libraries import passes_around, schedule_of_library
 from moec.codegen.kernels.model.model_loads import Load
-from moec.codegen.kernels.model.model_memory import of_rows, of_weights
+from moec.codegen.kernels.model.model_memory import row_product_traffic, weight_product_traffic
 from moec.codegen.kernels.model.model_tiles import (
     ExpertLayer,
     Schedule,
@@ -33,7 +33,7 @@ EMPTY_CLOCKS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One kernel's time. `parts` add up to `seconds`; `flops` are those of use, `multiplied` those that are done.
+    """One kernel's time. `parts` add up to `seconds`; `flops` are the useful ones, `multiplied` includes padding.
 
     `seconds` is infinite, and `bound` "does not fit", where the tile's buffers exceed a block's shared memory.
     """
@@ -49,7 +49,7 @@ class Prediction:
 
     @property
     def padding_efficiency(self) -> float:
-        """The part of the multiplications that is of use: rows, columns and depth are rounded up to tiles."""
+        """The useful part of the multiplications: rows, columns and depth are rounded up to tiles."""
         return self.flops / self.multiplied if self.multiplied else 1.0
 
     @property
@@ -105,7 +105,9 @@ def predict_schedule(
     """The time of a product that one kernel computes by this schedule."""
     blocks = estimated_blocks(kernel, schedule, layer, device) if blocks is None else blocks
     grid = _grid(kernel, schedule, layer, load)
-    traffic = (of_weights if grid.of_weights else of_rows)(kernel, schedule, layer, load, device, max(1, blocks))
+    traffic = (weight_product_traffic if grid.is_of_weights else row_product_traffic)(
+        kernel, schedule, layer, load, device, max(1, blocks)
+    )
     if not blocks:
         return Prediction(
             seconds=inf,
@@ -131,11 +133,25 @@ def predict_schedule(
     )
 
 
+def moving(moved: float, device: DeviceModel) -> Prediction:
+    """The time of a kernel that computes no product and moves `moved` bytes."""
+    seconds = moved / (device.memory_bandwidth * device.row_efficiency)
+    return Prediction(
+        seconds=seconds + device.launch,
+        bound="memory" if seconds > device.launch else "launch",
+        parts={"memory": seconds, "launch": device.launch},
+        flops=0,
+        multiplied=0,
+        moved=moved,
+        blocks=0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Expected tiles of a launch, steps of them all and of the longest one, and programs that find no tile."""
+    """Expected tiles of a launch, the steps of all tiles and of the longest one, and programs without a tile."""
 
-    of_weights: bool
+    is_of_weights: bool
     tiles: float
     steps: float
     longest: float
@@ -150,11 +166,11 @@ def _grid(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load) ->
     across = ceil(columns / schedule.columns)
     if depth is None:
         assert rows is not None
-        each = ceil(rows / schedule.rows) * across
-        steps = each * load.tiles(schedule.depth)
+        tiles_per_expert = ceil(rows / schedule.rows) * across
+        steps = tiles_per_expert * load.tiles(schedule.depth)
         longest = ceil(load.most_rows / schedule.depth)
         flops = 2 * load.rows * rows * columns
-        return _Grid(True, each * layer.experts, steps, longest, 0, flops, steps * per_step)
+        return _Grid(True, tiles_per_expert * layer.experts, steps, longest, 0, flops, steps * per_step)
     # A cluster takes as many tiles of one expert's rows as it has blocks.
     high = load.tiles(schedule.rows * schedule.shared_columns) * schedule.shared_columns
     along = ceil(depth / schedule.depth)
@@ -176,21 +192,25 @@ def _on_sms(
 ) -> _Times:
     if not grid.tiles:
         return _Times({"empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks) / device.clock}, "launch")
-    each = grid.tiles / device.sms
-    beside = min(blocks, ceil(each))
+    tiles_per_sm = grid.tiles / device.sms
+    beside = min(blocks, ceil(tiles_per_sm))
     step = step_of(schedule, layer, device, min(device.sms, grid.tiles), beside)
     gathers = layer.k > 0 and kernel in GATHERING_KERNELS and not schedule.by_library
     before = prologue(schedule, gathers, device) / beside
     after = epilogue(kernel, schedule, layer, device) / beside
     mean = grid.steps / grid.tiles * step.clocks + before + after
-    idle = max((ceil(each) - each) * mean, grid.longest * step.clocks + before + after - each * mean, 0.0)
+    idle = max(
+        (ceil(tiles_per_sm) - tiles_per_sm) * mean,
+        grid.longest * step.clocks + before + after - tiles_per_sm * mean,
+        0.0,
+    )
     useful = grid.flops / grid.multiplied if grid.multiplied else 1.0
     steps = grid.steps / device.sms
     clocks = {
         "padding": steps * step.matrix * (1 - useful),
         step.bound: steps * (step.clocks - step.matrix),
-        "prologue": each * before,
-        "epilogue": each * after,
+        "prologue": tiles_per_sm * before,
+        "epilogue": tiles_per_sm * after,
         "waves": idle,
         "empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks),
     }

@@ -1,222 +1,31 @@
-"""Fits the free constants of a `DeviceModel` to measured kernels, and stores them.
-
-Measurements are lines of JSON, one per timed kernel (`Measurement`); lines of other kinds are skipped. The fit is least
-squares of the logarithm of predicted over measured time. A weak pull towards the assumed values keeps constants that no
-measurement depends on where they were.
-"""
+"""The fitted constants of a `DeviceModel`, stored by device. `benchmarks/calibrate_kernels.py` fits them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from math import exp, isfinite, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from moec.codegen.data import Data
-from moec.codegen.kernels.model.model import predict
 from moec.codegen.kernels.model.model_device import DEVICES, FOLDER, FREE, DeviceModel
-from moec.codegen.kernels.model.model_loads import Load
-from moec.codegen.kernels.model.model_tiles import ExpertLayer
-from moec.codegen.kernels.tiles import WAY_PATTERN, Kernel, parse_way
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Numbers = NDArray[np.float64]
-
-PULL = 0.01
-"""Weight of a constant's distance (as a logarithm) from its assumed value, against 1 for a measurement."""
-
-MOST_STEPS = 60
-RANGE = log(8)
-"""A constant may move by this factor at most."""
-
-Extent = Annotated[int, Field(ge=1, le=2**31)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Measurement(Data):
-    """One kernel's time on a device. `k` 0: rows came in the experts' order. `tokens` are those before the choice."""
-
-    device: str
-    kernel: Kernel
-    way: Annotated[str, Field(pattern=WAY_PATTERN)]
-    bulk: bool = False
-    experts: Extent
-    dim: Extent
-    hidden: Extent
-    gated: bool
-    dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32|fp64)$")]
-    k: Annotated[int, Field(ge=0, le=4096)]
-    tokens: Extent
-    load: Literal["uniform", "zipf"] = "uniform"
-    ms: Positive
-
-    @property
-    def layer(self) -> ExpertLayer:
-        """The experts."""
-        return ExpertLayer(
-            experts=self.experts, dim=self.dim, hidden=self.hidden, gated=self.gated, dtype=self.dtype, k=self.k
-        )
-
-    @property
-    def rows_of_experts(self) -> Load:
-        """The rows of each expert, as drawn."""
-        draw = Load.zipf if self.load == "zipf" else Load.uniform
-        return draw(self.tokens, self.experts, max(1, self.k))
-
-    def predicted(self, device: DeviceModel) -> float:
-        """Milliseconds by the model."""
-        way = parse_way(self.way)
-        return 1e3 * predict(self.kernel, way, self.layer, self.rows_of_experts, device, bulk=self.bulk).seconds
-
-
-def read_measurements(text: str, device: str) -> tuple[Measurement, ...]:
-    """The timed kernels of a device among lines of JSON; a last line that was cut off is skipped."""
-    found = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-            given = {name: value for name, value in row.items() if name in Measurement.model_fields}
-            found.append(Measurement.model_validate(given))
-        except (ValueError, AttributeError, ValidationError):
-            continue
-    return tuple(each for each in found if each.device == device)
-
-
-def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> DeviceModel:
-    """The model with the constants that fit the measurements best; without measurements, the model as it is.
-
-    Levenberg and Marquardt's method on the constants' logarithms. Measurements of tiles that do not fit are left out.
-    """
-    import numpy as np
-
-    rows = [each for each in measurements if isfinite(each.predicted(model))]
-    if not rows:
-        return model
-    said = f"calibrated from {len(rows)} measurements on {model.name}"
-    start = np.array([log(getattr(model, name)) for name in FREE])
-    at, damping = start.copy(), 1e-2
-    errors = _errors(at, start, rows, model)
-    for _ in range(MOST_STEPS):
-        slopes = _slopes(at, start, rows, model, errors)
-        normal = slopes.T @ slopes
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ errors)
-        there = _within(at + step, start)
-        new = _errors(there, start, rows, model)
-        if new @ new < errors @ errors:
-            done = errors @ errors - new @ new < 1e-10
-            at, errors, damping = there, new, damping / 4
-            if done:
-                break
-        else:
-            damping *= 4
-            if damping > 1e9:
-                break
-    return model.with_constants(_constants(at), said)
-
-
-def _constants(logs: Numbers) -> dict[str, float]:
-    return {name: exp(value) for name, value in zip(FREE, logs, strict=True)}
-
-
-def _within(logs: Numbers, start: Numbers) -> Numbers:
-    """No constant leaves its range, and no efficiency passes 1."""
-    import numpy as np
-
-    most = [0.0 if name.endswith("_efficiency") else np.inf for name in FREE]
-    return np.minimum(np.clip(logs, start - RANGE, start + RANGE), most)
-
-
-def _errors(at: Numbers, start: Numbers, rows: Sequence[Measurement], model: DeviceModel) -> Numbers:
-    """Logarithms of predicted over measured times, then the constants' weighted distances from the start."""
-    import numpy as np
-
-    device = model.with_constants(_constants(at), "")
-    return np.concatenate([[log(row.predicted(device) / row.ms) for row in rows], PULL * (at - start)])
-
-
-def _slopes(
-    at: Numbers,
-    start: Numbers,
-    rows: Sequence[Measurement],
-    model: DeviceModel,
-    errors: Numbers,
-) -> Numbers:
-    """Derivatives of the errors by each constant's logarithm, by differences."""
-    import numpy as np
-
-    width = 1e-4
-    columns = []
-    for index in range(len(at)):
-        moved = at.copy()
-        moved[index] -= width
-        columns.append((errors - _errors(moved, start, rows, model)) / width)
-    return np.stack(columns, axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Residual:
-    """A measurement, and its predicted over its measured time."""
-
-    measurement: Measurement
-    ratio: float
-
-
-def residuals(model: DeviceModel, measurements: Iterable[Measurement]) -> tuple[Residual, ...]:
-    """How far the model is from each measurement, the furthest first."""
-    found = [Residual(each, each.predicted(model) / each.ms) for each in measurements]
-    return tuple(sorted((each for each in found if isfinite(each.ratio)), key=lambda each: -abs(log(each.ratio))))
-
-
-def report(model: DeviceModel, measurements: Sequence[Measurement], most: int = 10) -> Iterator[str]:
-    """The mean error, that of each kernel, the constants, and the measurements that the model misses by most."""
-    found = residuals(model, measurements)
-    yield f"{model.name}: {model.origin}"
-    if not found:
-        return
-    yield f"mean error {_mean_error(found):.1%} over {len(found)} measurements"
-    for kernel in dict.fromkeys(each.measurement.kernel for each in found):
-        own = [each for each in found if each.measurement.kernel == kernel]
-        yield f"  {kernel}: {_mean_error(own):.1%} over {len(own)}"
-    for name in FREE:
-        yield f"  {name} = {getattr(model, name):.4g}"
-    for each in found[:most]:
-        row = each.measurement
-        where = f"{row.kernel} {row.way} of {row.experts} x {row.dim} x {row.hidden}, {row.tokens} tokens"
-        yield f"  {each.ratio:.2f} x the measured {row.ms:.3f} ms: {where}"
-
-
-def _mean_error(found: Sequence[Residual]) -> float:
-    return sum(abs(each.ratio - 1) for each in found) / len(found)
 
 
 class StoredModel(Data):
     """The fitted constants of a device, as `tuned/<device>.model.json` has them."""
 
     device: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,100}$")]
-    measurements: Extent
+    measurements: Annotated[int, Field(ge=1, le=2**31)]
     mean_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    constants: Mapping[Literal[FREE], Positive]  # type: ignore[valid-type]
+    constants: Mapping[Literal[FREE], Annotated[float, Field(gt=0, allow_inf_nan=False)]]  # type: ignore[valid-type]
 
     @property
     def origin(self) -> str:
         """What `moec inspect` says of the constants."""
         error = f"mean error {self.mean_error:.0%}"
         return f"calibrated from {self.measurements} measurements on {self.device}, {error}"
-
-
-def stored(model: DeviceModel, measurements: Sequence[Measurement]) -> StoredModel:
-    """A calibrated model's constants, to be written as JSON."""
-    found = residuals(model, measurements)
-    constants = {name: getattr(model, name) for name in FREE}
-    return StoredModel(device=model.name, measurements=len(found), mean_error=_mean_error(found), constants=constants)
 
 
 def model_file(name: str) -> Path:

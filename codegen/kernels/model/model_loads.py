@@ -8,7 +8,7 @@ that, and is exact. NumPy is imported where it computes: plans are compiled and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log, sqrt
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 WINDOW = 12
-"""Standard deviations about the mean that are summed; what is beyond is below the rounding of a float64."""
+"""Standard deviations about the mean that are summed; the rest is below the rounding of a float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`trials` tokens, and of each expert the chance that one of them chooses it; a chance of 0 or 1 is no chance.
+    """`trials` tokens, and for each expert the probability that a token chooses it; or the known `counts` of rows.
 
-    `counts` instead are rows that are known.
+    A probability of 0 or 1 makes an expert's rows certain.
     """
 
     trials: int = 0
@@ -41,18 +41,13 @@ class Load:
         return cls(tokens, (k / experts,) * experts)
 
     @classmethod
-    def zipf(cls, tokens: int, experts: int, k: int, exponent: float = 1.1) -> Load:
-        """Each token draws `k` experts without replacement, in proportion to (i + 1) ** -exponent."""
-        return cls(tokens, inclusions(tuple((i + 1) ** -exponent for i in range(experts)), k))
-
-    @classmethod
-    def of_rank(cls, tokens: int, experts: int, k: int, ranks: int) -> Load:
+    def uniform_over_ranks(cls, tokens: int, experts: int, k: int, ranks: int) -> Load:
         """One of `ranks` ranks, each with `tokens` tokens and with `experts` experts: all choices equally likely."""
         return cls(tokens * ranks, (k / (experts * ranks),) * experts)
 
     @property
     def experts(self) -> int:
-        """The number of experts, also of those without rows."""
+        """The number of experts, including those without rows."""
         return len(self.counts) or len(self.chances)
 
     @property
@@ -65,16 +60,16 @@ class Load:
         """Expected rows of the expert with the most."""
         return float(max(self.counts)) if self.counts else self.trials * max(self.chances)
 
-    def expected(self, of: Callable[[Numbers], Numbers]) -> float:
-        """The expected sum over experts of a function of an expert's rows, which is given arrays of them."""
+    def expected(self, function: Callable[[Numbers], Numbers]) -> float:
+        """The expected sum over experts of `function` of an expert's rows; it takes arrays of numbers of rows."""
         import numpy as np
 
         if self.counts:
-            return float(of(np.array(self.counts, dtype=np.float64)).sum())
+            return float(function(np.array(self.counts, dtype=np.float64)).sum())
         total = 0.0
         for chance, experts in Counter(self.chances).items():
             counts, weights = _binomial(self.trials, chance)
-            total += experts * float((of(counts) * weights).sum())
+            total += experts * float((function(counts) * weights).sum())
         return total
 
     def tiles(self, height: int) -> float:
@@ -82,7 +77,7 @@ class Load:
         return _tiles(self, height)
 
     def padding_efficiency(self, height: int) -> float:
-        """Rows over rows of tiles: the part of the multiplications that is of use."""
+        """The useful part of the multiplications: rows over rows of tiles."""
         tiles = self.tiles(height)
         return self.rows / (tiles * height) if tiles else 1.0
 
@@ -120,47 +115,3 @@ def _binomial(trials: int, chance: float) -> tuple[Numbers, Numbers]:
     logs = np.concatenate([np.zeros(1), np.cumsum(ratios)])
     weights = np.exp(logs - logs.max())
     return counts, weights / weights.sum()
-
-
-@lru_cache(maxsize=64)
-def inclusions(shares: Sequence[float], k: int) -> tuple[float, ...]:
-    """The chance of each expert to be among `k` drawn without replacement in proportion to `shares`; they add up to k.
-
-    The draw is a race: expert e arrives at an exponential time of rate `shares[e]`, and the first k are chosen. So the
-    chance is the integral over e's arrival t of the chance that fewer than k others came before t.
-    """
-    import numpy as np
-
-    experts = len(shares)
-    if k >= experts:
-        return (1.0,) * experts
-    rates = np.array(shares) / sum(shares)
-    # The integrand is smooth and vanishes at both ends in log t, where the trapezoidal rule converges exponentially.
-    logs = np.linspace(log(1e-9), log(60 / rates.min()), 1200)
-    times, step = np.exp(logs), logs[1] - logs[0]
-    before, after = [_none_yet(len(times), k)], [_none_yet(len(times), k)]
-    for rate in rates[:-1]:
-        before.append(_one_more(before[-1], np.exp(-rate * times)))
-    for rate in rates[:0:-1]:
-        after.append(_one_more(after[-1], np.exp(-rate * times)))
-    chances = []
-    for rate, ahead, behind in zip(rates, before, reversed(after), strict=True):
-        fewer = (ahead * np.cumsum(behind, axis=1)[:, ::-1]).sum(axis=1)
-        chances.append(float((rate * times * np.exp(-rate * times) * fewer).sum() * step))
-    return tuple(min(1.0, chance) for chance in chances)
-
-
-def _none_yet(points: int, k: int) -> Numbers:
-    """Chances [points, k] of 0 to k − 1 arrivals among no experts."""
-    import numpy as np
-
-    chances = np.zeros((points, k))
-    chances[:, 0] = 1
-    return chances
-
-
-def _one_more(chances: Numbers, late: Numbers) -> Numbers:
-    """Chances [points, k] with one more expert, which has not arrived with chance `late` [points]."""
-    more = chances * late[:, None]
-    more[:, 1:] += chances[:, :-1] * (1 - late)[:, None]
-    return more

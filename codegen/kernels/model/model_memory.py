@@ -42,10 +42,10 @@ def gathered(layer: ExpertLayer, load: Load, device: DeviceModel) -> float:
     return tokens + (rows - tokens) * missed(tokens, device)
 
 
-def of_rows(
+def row_product_traffic(
     kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> Traffic:
-    """Of a product of rows with each expert's matrix. A library's reads one tensor of rows and writes another."""
+    """The traffic of a product of rows with each expert's matrix. A library reads one tensor and writes another."""
     hidden, activated, rows = _row_bytes(layer, load)
     if schedule.by_library:
         reads = {"up": rows, "down": activated, "down_backward": rows, "up_backward": hidden}[kernel]
@@ -59,30 +59,30 @@ def of_rows(
     columns = {"up": parts * layer.hidden, "down": layer.dim, "down_backward": layer.hidden, "up_backward": layer.dim}
     depth = {"up": layer.dim, "down": layer.hidden, "down_backward": layer.dim, "up_backward": parts * layer.hidden}
     matrix = parts * layer.hidden * layer.dim * layer.width
-    again = _visits(load, schedule) * matrix * missed(matrix, device)
-    reads += load.used_experts() * matrix + again
+    repeated = _visits(load, schedule) * matrix * missed(matrix, device)
+    reads += load.used_experts() * matrix + repeated
     reads += _rows_again(schedule, columns[kernel], depth[kernel], layer, load, device, blocks)
     return Traffic(reads, writes)
 
 
-def of_weights(
+def weight_product_traffic(
     kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> Traffic:
-    """Of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
+    """The traffic of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
     hidden, activated, rows = _row_bytes(layer, load)
     through = rows if schedule.by_library else gathered(layer, load, device)
-    of_up = kernel == "up_weights"
-    m, n = (layer.parts * layer.hidden, layer.dim) if of_up else (layer.dim, layer.hidden)
-    once = (hidden if of_up else activated) + through
+    is_up = kernel == "up_weights"
+    m, n = (layer.parts * layer.hidden, layer.dim) if is_up else (layer.dim, layer.hidden)
+    once = (hidden if is_up else activated) + through
     # Tiles run along n first: the programs that run together read some strips of m and, usually, all of n.
     across = ceil(n / schedule.columns)
     together = max(1, ceil(device.sms * blocks / across))
     strips = min(m, together * schedule.rows) + min(n, device.sms * blocks * schedule.columns)
     turns = max(1, ceil(m / (together * schedule.rows)))
-    each = load.rows / load.experts * layer.width
-    again = load.rows * n * layer.width * (turns - 1) * missed(strips * each, device)
+    bytes_of_row_column = load.rows / load.experts * layer.width
+    repeated = load.rows * n * layer.width * (turns - 1) * missed(strips * bytes_of_row_column, device)
     matrices = layer.experts * m * n * layer.width
-    return Traffic(once + again, matrices)
+    return Traffic(once + repeated, matrices)
 
 
 def _row_bytes(layer: ExpertLayer, load: Load) -> tuple[float, float, float]:

@@ -206,8 +206,8 @@ def epilogue(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: Dev
     """Clocks after a tile's last product: the epilogue's arithmetic, then its reads and writes through L2."""
     if schedule.hides_epilogue:
         return 0.0
-    each = Epilogue(4, 0, 1) if schedule.by_library else epilogue_of(kernel, layer)
+    work = Epilogue(4, 0, 1) if schedule.by_library else epilogue_of(kernel, layer)
     numbers = schedule.rows * schedule.columns / (layer.parts if kernel == "up" and not schedule.by_library else 1)
-    arithmetic = numbers * each.operations / (device.lanes * device.lane_efficiency)
-    traffic = numbers * (each.read + each.written) * layer.width / device.l2_port
-    return arithmetic + traffic + (device.load_latency if each.read else 0)
+    arithmetic = numbers * work.operations / (device.lanes * device.lane_efficiency)
+    traffic = numbers * (work.read + work.written) * layer.width / device.l2_port
+    return arithmetic + traffic + (device.load_latency if work.read else 0)

@@ -52,8 +52,8 @@ def blocks_per_sm(target: str, registers: int, shared: int, warps: int) -> int:
     limits = LIMITS[target]
     if shared > limits.block_shared:
         return 0
-    each = -(-max(registers, 1) // limits.register_unit) * limits.register_unit * limits.warp
-    resident = limits.registers // each * limits.schedulers
+    registers_of_warp = -(-max(registers, 1) // limits.register_unit) * limits.register_unit * limits.warp
+    resident = limits.registers // registers_of_warp * limits.schedulers
     return min(
         resident // warps,
         limits.shared // (shared + limits.reserved) if shared + limits.reserved else limits.blocks,

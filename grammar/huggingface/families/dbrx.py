@@ -59,7 +59,7 @@ def _dbrx(config: Config) -> Model:
 
 
 def _nothing(config: Config) -> Model:
-    """Stands for a model that cannot be made: its errors are in `config`."""
+    """A placeholder for a model that cannot be made: its errors are in `config`."""
     config.require_sound()
     raise AssertionError("a config without errors makes a model")
 

@@ -74,7 +74,7 @@ def _shared(config: Config) -> Model:
 
 
 def _hybrid(config: Config) -> Model:
-    """The layers of attention; those with states (Mamba) have no word."""
+    """The layers with attention; layers with states (Mamba) are refused."""
     depth = depth_of(config)
     kinds = config.words("layer_types", length=depth)
     if kinds is None:

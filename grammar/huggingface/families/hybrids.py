@@ -1,6 +1,6 @@
-"""Families whose other layers are no attention: Jamba (arXiv 2403.19887) and LFM2 (Liquid AI 2025).
+"""Families with layers other than attention: Jamba (arXiv 2403.19887) and LFM2 (Liquid AI 2025).
 
-Imported are models of their layers of attention alone; those of states and convolutions have no word.
+Only models that consist of attention layers are imported; moec has no words for states and convolutions.
 """
 
 from __future__ import annotations

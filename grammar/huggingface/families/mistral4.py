@@ -43,10 +43,10 @@ def _mistral4(config: Config) -> Model:
 
 def _mistral4_rope(config: Config) -> Rope:
     interleaved = config.flag("rope_interleave", default=True)
-    given, turning = parameters_in(config), config.count("qk_rope_head_dim")
-    given.raw("max_position_embeddings")
-    if given.word("rope_type", "type", default="default") != "yarn":
-        given.refuse("rope_type", "transformers computes this architecture with `yarn` alone")
+    rope, turning = parameters_in(config), config.count("qk_rope_head_dim")
+    rope.raw("max_position_embeddings")
+    if rope.word("rope_type", "type", default="default") != "yarn":
+        rope.refuse("rope_type", "transformers computes this architecture with `yarn` alone")
     width = turning + config.count("qk_nope_head_dim")
     config.only("head_dim", width, why="transformers computes positions of a part of this width")
     return rope_of(
@@ -58,9 +58,9 @@ def _mistral4_keys(model: Model) -> dict[str, Any]:
     attention = model.layers[0].attention
     if not isinstance(attention, Mla) or attention.rope is None:
         return {}
-    given = parameters_of(attention.rope, attention.rope_dim, model.context)
+    parameters = parameters_of(attention.rope, attention.rope_dim, model.context)
     part = attention.rope_dim / (attention.rope_dim + attention.nope_dim)
-    return {"rope_parameters": {**given, "partial_rotary_factor": part, "llama_4_scaling_beta": 0.0}}
+    return {"rope_parameters": {**parameters, "partial_rotary_factor": part, "llama_4_scaling_beta": 0.0}}
 
 
 YARN_OF_MISTRAL4 = {

@@ -124,7 +124,7 @@ def _flex_olmo(config: Config) -> Model:
 
 def _mellum_keys(model: Model) -> dict[str, Any]:
     """`rope_parameters` for both kinds of layers, also where the model has one kind."""
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     windows = [layer.attention.window for layer in model.layers]
     kinds = [FULL if window is None else SLIDING for window in windows]
     ropes = [layer.attention.rope for layer in model.layers]
@@ -133,13 +133,13 @@ def _mellum_keys(model: Model) -> dict[str, Any]:
     for layer, rope, kind in zip(model.layers, ropes, kinds, strict=True):
         if rope is not None:
             width = getattr(layer.attention, "head_dim", None) or model.dim // layer.attention.heads
-            found[kind] = parameters_of(rope, width, model.context)
-    if not found:
+            by_kind[kind] = parameters_of(rope, width, model.context)
+    if not by_kind:
         return {}
     return {
         "layer_types": kinds,
         "sliding_window": next(filter(None, windows), model.context),
-        "rope_parameters": {kind: found.get(kind, next(iter(found.values()))) for kind in (FULL, SLIDING)},
+        "rope_parameters": {kind: by_kind.get(kind, next(iter(by_kind.values()))) for kind in (FULL, SLIDING)},
     }
 
 

@@ -180,12 +180,12 @@ def _mimo_keys(model: Model) -> dict[str, Any]:
     kinds = [SLIDING if layer.attention.sinks else FULL for layer in model.layers]
     windows = [layer.attention.window for layer in model.layers]
     width = getattr(attention, "head_dim", None) or model.dim // attention.heads
-    found = {}
+    by_kind = {}
     for layer, kind in zip(model.layers, kinds, strict=True):
         if layer.attention.rope is not None:
             keys = parameters_of(layer.attention.rope, width, model.context)
-            found[kind] = {**keys, "partial_rotary_factor": layer.attention.rope.fraction}
-    either = next(iter(found.values()), None)
+            by_kind[kind] = {**keys, "partial_rotary_factor": layer.attention.rope.fraction}
+    either = next(iter(by_kind.values()), None)
     return {
         **_dense_width(model),
         "num_key_value_heads": kv_heads if kinds[0] == FULL else (kv_heads or 2) // 2,
@@ -193,7 +193,7 @@ def _mimo_keys(model: Model) -> dict[str, Any]:
         "sliding_window": next(filter(None, windows), model.context),
         "v_head_dim": width,
         "attention_value_scale": 1.0,
-        "rope_parameters": {kind: found.get(kind, either) for kind in (FULL, SLIDING)},
+        "rope_parameters": {kind: by_kind.get(kind, either) for kind in (FULL, SLIDING)},
     }
 
 

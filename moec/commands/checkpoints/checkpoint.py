@@ -32,9 +32,13 @@ NUMBERS = 3, 4
 
 def inspect(checkpoint: Path, style: str) -> None:
     """Prints what is in a checkpoint, or in a folder of checkpoints. Raises `DiagnosticError`."""
-    found = checkpoint_list.checkpoints_of(checkpoint)
-    if found:
-        emit(style, lambda: checkpoint_list.lines(checkpoint, found), lambda: CheckpointsDocument(checkpoints=found))
+    checkpoints = checkpoint_list.checkpoints_of(checkpoint)
+    if checkpoints:
+        emit(
+            style,
+            lambda: checkpoint_list.lines(checkpoint, checkpoints),
+            lambda: CheckpointsDocument(checkpoints=checkpoints),
+        )
     else:
         _require_checkpoint(checkpoint)
         opened = Checkpoint(checkpoint)
@@ -46,15 +50,15 @@ def verify(checkpoint: Path, style: str) -> int:
     _require_checkpoint(checkpoint)
     opened = Checkpoint(checkpoint)
     with progress("reading the checkpoint", sum(opened.head.shard_bytes), of_bytes=True) as bar:
-        found = list(damages(opened, bar.advance))
+        damage_lines = list(damages(opened, bar.advance))
     tensors, num_bytes = len(opened.index.tensors), sum(opened.head.shard_bytes)
     good = f"{checkpoint}: {count(tensors, 'tensor')}, {amount_of_bytes(num_bytes)}, every digest matches"
     emit(
         style,
-        lambda: [*found, f"{checkpoint}: damaged"] if found else [good],
-        lambda: DigestsDocument(ok=not found, tensors=tensors, damages=found),
+        lambda: [*damage_lines, f"{checkpoint}: damaged"] if damage_lines else [good],
+        lambda: DigestsDocument(ok=not damage_lines, tensors=tensors, damages=damage_lines),
     )
-    return 1 if found else 0
+    return 1 if damage_lines else 0
 
 
 def _require_checkpoint(folder: Path) -> None:

@@ -13,7 +13,7 @@ from moec.commands.console.table import table
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.runtime.checkpoint.folders import fault_of, heads_in
 from moec.runtime.checkpoint.format.index import HEAD
-from moec.runtime.checkpoint.runs import of_the_last_run
+from moec.runtime.checkpoint.runs import checkpoints_of_last_run
 
 COLUMNS = "checkpoint", "model", "step", "saved", "size", ""
 RUN_DIGITS = 8
@@ -25,17 +25,17 @@ def checkpoints_of(folder: Path) -> list[ListedCheckpoint]:
     """The checkpoints in `folder`, the last saved first; none if it is a checkpoint itself. Compares no digests."""
     if os.path.lexists(folder / HEAD):
         return []
-    found: list[ListedCheckpoint] = []
+    checkpoints: list[ListedCheckpoint] = []
     heads = heads_in(folder)
-    of_last_run = {path for path, _ in of_the_last_run(heads)}
+    of_last_run = {path for path, _ in checkpoints_of_last_run(heads)}
     for path, head in heads:
         fault, saved = fault_of(path, head), None
         model, step = (head.model, head.step) if head else (None, None)
         with suppress(OSError):
             saved = datetime.fromtimestamp((path / HEAD).stat().st_mtime).isoformat(" ", "seconds")
-        latest = fault is None and path in of_last_run and not any(other.latest for other in found)
+        latest = fault is None and path in of_last_run and not any(other.latest for other in checkpoints)
         words = None if fault is None else f"{fault.diagnostics[0].code}: {fault.diagnostics[0].message}"
-        found.append(
+        checkpoints.append(
             ListedCheckpoint(
                 name=path.name,
                 model=model,
@@ -47,7 +47,7 @@ def checkpoints_of(folder: Path) -> list[ListedCheckpoint]:
                 latest=latest,
             )
         )
-    return found
+    return checkpoints
 
 
 def _bytes_in(folder: Path) -> int:
@@ -57,17 +57,25 @@ def _bytes_in(folder: Path) -> int:
         return 0
 
 
-def lines(folder: Path, found: Sequence[ListedCheckpoint]) -> Iterator[str]:
+def lines(folder: Path, checkpoints: Sequence[ListedCheckpoint]) -> Iterator[str]:
     """The list as a table."""
-    yield f"{folder}: {count(len(found), 'checkpoint')}"
+    yield f"{folder}: {count(len(checkpoints), 'checkpoint')}"
     yield ""
-    several = len({each.run for each in found}) > 1
+    several = len({checkpoint.run for checkpoint in checkpoints}) > 1
     columns = (*COLUMNS[:-1], "run", "") if several else COLUMNS
-    yield from table([columns, *(_row(each, shows_run=several) for each in found)], NUMBERS)
+    yield from table([columns, *(_row(checkpoint, shows_run=several) for checkpoint in checkpoints)], NUMBERS)
 
 
-def _row(each: ListedCheckpoint, *, shows_run: bool) -> tuple[str, ...]:
-    state = each.fault or ("complete, latest" if each.latest else "complete")
-    step = "?" if each.step is None else f"{each.step:,}"
-    run = [(each.run or "?")[:RUN_DIGITS]] if shows_run else []
-    return each.name, each.model or "?", step, each.saved or "?", amount_of_bytes(each.bytes), *run, state
+def _row(checkpoint: ListedCheckpoint, *, shows_run: bool) -> tuple[str, ...]:
+    state = checkpoint.fault or ("complete, latest" if checkpoint.latest else "complete")
+    step = "?" if checkpoint.step is None else f"{checkpoint.step:,}"
+    run = [(checkpoint.run or "?")[:RUN_DIGITS]] if shows_run else []
+    return (
+        checkpoint.name,
+        checkpoint.model or "?",
+        step,
+        checkpoint.saved or "?",
+        amount_of_bytes(checkpoint.bytes),
+        *run,
+        state,
+    )

@@ -13,7 +13,7 @@ from moec.grammar.amounts import amount_of_bytes, count
 from moec.subject import require_plan_folder
 
 if TYPE_CHECKING:
-    from moec.runtime.huggingface.checkpoints import Moved
+    from moec.runtime.huggingface.checkpoints import Transferred
 
 
 def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> None:
@@ -60,7 +60,7 @@ def upcycle(
     _say(done, output, style)
 
 
-def _say(done: Moved, output: Path, style: str) -> None:
+def _say(done: Transferred, output: Path, style: str) -> None:
     """Says what was written, and which tensors the model does not use."""
     written = f"wrote {output}, {count(done.num_tensors, 'tensor')}, {amount_of_bytes(done.num_bytes)}"
     names = done.left_out

@@ -1,1 +1,1 @@
-"""What commands read from and show to whoever types them."""
+"""Input and output of commands: files, tables, documents, progress."""

@@ -11,8 +11,8 @@ from moec.stale import stale
 
 
 def given_plan(path: Path, style: str, *, trust_nothing: bool = False) -> Plan:
-    """Reads the plan as `moec.load` does, and warns on stderr where its file has changed since. Raises `PlanError`."""
+    """Reads the plan as `moec.load` does, and warns on stderr if its file has changed since. Raises `PlanError`."""
     plan = valid_plan(path, trust_nothing=trust_nothing)
-    if found := stale(path, plan):
-        show([found], style)
+    if warning := stale(path, plan):
+        show([warning], style)
     return plan

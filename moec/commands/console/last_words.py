@@ -1,8 +1,8 @@
 """How one rank's stderr ends: with a traceback, with a diagnostic, or with other text.
 
-Python ends with status 1 after an uncaught exception. A script that prints a traceback of an exception that it has
-caught goes on, and most often writes more. So a traceback is taken for the cause of an end only if nothing follows it,
-or if torch has marked its lines, as torch marks uncaught exceptions only.
+Python ends with status 1 after an uncaught exception. A script that prints the traceback of a caught exception goes on,
+and most often writes more. So a traceback counts as the cause of a rank's end only if no text follows it, or if torch
+has marked its lines, because torch marks uncaught exceptions only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are neither plans nor `.moe` files: what each is, and the command that takes it."""
+"""Recognises files that are neither plans nor `.moe` files, and names the command that takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEEPSPEED = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "ze
 
 
 def other_file(path: Path) -> tuple[str, str] | None:
-    """What a script or config is, and a help that names the command for it. None for any other file, and for none."""
+    """The kind of a script or config, and a help that names the command for it. None for others and missing files."""
     if path.suffix not in (".py", ".json") or not path.is_file():
         return None
     if path.suffix == ".py":
@@ -35,10 +35,10 @@ def _keys(path: Path) -> frozenset[str]:
 
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(LARGEST_CONFIG))
+            content = json.loads(file.read(LARGEST_CONFIG))
     except (OSError, ValueError, RecursionError):
         return frozenset()
-    return frozenset(found) if isinstance(found, dict) else frozenset()
+    return frozenset(content) if isinstance(content, dict) else frozenset()
 
 
 def plan_here() -> str:
@@ -53,27 +53,27 @@ def launch_of(script: Path | str, plan: str = "") -> str:
 
 
 def not_moe(path: Path, command: str) -> Diagnostic | None:
-    """The diagnostic of a file that `command` got in place of a `.moe` file; None if it may be one."""
-    found = other_file(path)
-    if found is None:
+    """The diagnostic if `command` got another kind of file than a `.moe` file; None if it may be one."""
+    known_file = other_file(path)
+    if known_file is None:
         return None
-    what, help = found
+    what, help = known_file
     message = f"this is {what}, and `{command}` wants a `.moe` file"
     return diagnose("MOE0751", Span(Source(path.name, ""), 0, 0), message, help=help)
 
 
 def require_moe_file(path: Path, command: str) -> None:
     """Raises `DiagnosticError` for a file that is known to be something else than a `.moe` file."""
-    if found := not_moe(path, command):
-        raise DiagnosticError([found])
+    if diagnostic := not_moe(path, command):
+        raise DiagnosticError([diagnostic])
 
 
 def require_plan(path: Path, command: str, then: str = "") -> None:
     """Raises `DiagnosticError` for anything but a plan's folder. `then`: the command to run on the plan, with `{}`."""
     from moec.subject import require_plan_folder
 
-    if found := other_file(path):
-        what, help = found
+    if known_file := other_file(path):
+        what, help = known_file
         if path.suffix == ".py":
             help = f"name the plan that the script loads: `{(then or f'{command} {{}}').format(plan_here())}`"
         message = f"`{path}` is {what}, and `{command}` wants a plan"

@@ -1,4 +1,4 @@
-"""The frame of every command's output: lines for people, or under `--format json` one JSON document; and diagnostics.
+"""The output of every command: lines for people, or under `--format json` one JSON document; and diagnostics.
 
 A document is a dataclass under `@document`, or a list of them; `moec.commands.schemas` lists them, and a test writes
 their JSON Schemas to docs/schemas.
@@ -60,10 +60,10 @@ def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
         print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)
 
 
-def _one_line(found: Diagnostic, color: bool) -> str:
+def _one_line(diagnostic: Diagnostic, color: bool) -> str:
     """`error[MOE0017]: what is wrong; what is meant`, in a narrow terminal folded."""
-    head = f"error[{found.code}]"
-    text = printable(f"{head}: {'; '.join(filter(None, (found.message, found.help)))}")
+    head = f"error[{diagnostic.code}]"
+    text = printable(f"{head}: {'; '.join(filter(None, (diagnostic.message, diagnostic.help)))}")
     width = known_columns(sys.stderr)
     if width is not None and len(text) > width:
         from textwrap import fill

@@ -1,5 +1,4 @@
-"""A line on stderr that says how far a command is, where that is a terminal. Nothing where it is not: logs stay as they
-are. The line is gone at the end."""
+"""A line on stderr with a command's progress, which is removed at the end; only if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ NARROW, WIDEST = 90, 100
 
 
 class Bar(Protocol):
-    """What a command tells of its progress."""
+    """Takes a command's progress."""
 
     def advance(self, amount: int) -> None:
-        """So much more is done: bytes, or steps."""
+        """Adds `amount` bytes or steps to what is done."""
 
     def at(self, what: str, done: int, total: int) -> None:
-        """What runs now, and how many of all steps are done."""
+        """Sets what runs now, the steps done and the steps in all."""
 
 
 class _NoBar:

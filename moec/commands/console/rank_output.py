@@ -1,4 +1,4 @@
-"""What ranks write to stderr: shown as it comes, but a traceback only once, with the number of its rank."""
+"""Shows what ranks write to stderr at once, but only one of several tracebacks, at the end, with its rank's number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TextIO
 from moec.commands.console.last_words import BEGINNING, MARK, TORCH_ERROR, Kind, LastWords, plain_text
 
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
-"""A line, or a state of a progress bar, which another follows in its place."""
+"""A line, or a state of a progress bar, which the next state replaces."""
 PATIENCE_SECONDS = 30.0
 """How long a traceback is held back while its rank runs on."""
 POLL_SECONDS = 0.05
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _Log:
-    """One rank's file: how far it is read, the start of a line, and the lines held back since a time."""
+    """One rank's file: up to where it is read, an unfinished line, and the lines held back since a time."""
 
     rank: int
     position: int = 0
@@ -43,7 +43,7 @@ class _Log:
 
 
 class RankOutput:
-    """Follows the files `RUN_…/attempt_N/RANK/stderr.log` below `folder` and writes what comes to `stream`.
+    """Follows the files `RUN_…/attempt_N/RANK/stderr.log` below `folder` and writes new text to `stream`.
 
     `run`: the id that torchrun was given. Other runs may write into the same folder.
     """
@@ -66,8 +66,8 @@ class RankOutput:
     ) -> bool:
         """Reads to the end, and shows why rank `failed` ended with `status`; returns whether that is now explained.
 
-        `failed` None: no rank failed, and what is held back is dropped; `succeeded`: it is shown, as the script caught
-        what it printed a traceback of. `raised`: all ranks that ended with status 1 by themselves.
+        `failed` None: no rank failed, and text that is held back is dropped, or shown if the job has `succeeded`: the
+        script has caught the exception of that traceback. `raised`: all ranks that ended with status 1 by themselves.
         """
         self._ends.set()
         self._thread.join()
@@ -93,8 +93,8 @@ class RankOutput:
 
     def logs(self) -> list[Path]:
         """Every rank's file of this run, those of a later start last."""
-        found = self._folder.glob(f"{self._run_id}_*/attempt_*/*/stderr.log")
-        return sorted(found, key=lambda path: (_attempt(path), path))
+        paths = self._folder.glob(f"{self._run_id}_*/attempt_*/*/stderr.log")
+        return sorted(paths, key=lambda path: (_attempt(path), path))
 
     def _run(self) -> None:
         while not self._ends.wait(POLL_SECONDS):
@@ -138,8 +138,8 @@ class RankOutput:
 
     def _take(self, log: _Log, line: str) -> None:
         """Takes a line. A traceback may begin behind a line without its end, such as a progress bar."""
-        found = BEGINNING.search(line)
-        before = line[: found.start()] if found else ""
+        match = BEGINNING.search(line)
+        before = line[: match.start()] if match else ""
         if MARK.sub("", before).strip("| +-"):  # else a traceback inside of an exception group
             self._add(log, before + "\n")
             line = line[len(before) :]
@@ -163,28 +163,30 @@ class RankOutput:
             self._write(line)
 
     def _explain(self, failed: int, status: int, raised: Collection[int]) -> bool:
-        """Shows why rank `failed` ended, if a rank has written it. With another status than 1 it did not end because of
-        another rank."""
-        of_failed = next((log for log in self._logs.values() if log.rank == failed), _Log(failed))
+        """Shows why rank `failed` ended, if a rank has written it.
+
+        Another status than 1 means that no other rank's end was the cause.
+        """
+        failed_log = next((log for log in self._logs.values() if log.rank == failed), _Log(failed))
         if status == 1:
-            if of_failed.words.raises:
-                self._show_exception(of_failed)
+            if failed_log.words.raises:
+                self._show_exception(failed_log)
                 return True
-            if of_failed.words.diagnoses:
-                self._write("".join(of_failed.held))
+            if failed_log.words.diagnoses:
+                self._write("".join(failed_log.held))
                 return True
-            if self._show_first_cause(raised) or self._is_diagnosed_elsewhere(of_failed):
+            if self._show_first_cause(raised) or self._is_diagnosed_elsewhere(failed_log):
                 return True
         else:
-            self._show_verdict(of_failed)
-        if of_failed.held:
-            self._write(f"rank {failed} wrote, before it ended:\n" + "".join(of_failed.held))
+            self._show_verdict(failed_log)
+        if failed_log.held:
+            self._write(f"rank {failed} wrote, before it ended:\n" + "".join(failed_log.held))
         return False
 
     def _show_first_cause(self, raised: Collection[int] | None = None) -> bool:
         """Shows the first uncaught exception of any rank, or else MOE0705; returns whether there is one.
 
-        `raised`: the only ranks whose tracebacks without torch's mark are taken for uncaught; None: all.
+        `raised`: the ranks whose tracebacks without torch's mark count as uncaught; None: all ranks.
         """
         causes = [log for log in self._logs.values() if log.words.raises]
         if raised is not None:
@@ -195,7 +197,7 @@ class RankOutput:
         return self._show_verdict()
 
     def _show_exception(self, chosen: _Log) -> None:
-        """Shows the exception with which a rank has ended, behind what the rank wrote before."""
+        """Shows what a rank wrote before the exception that ended it, then the exception."""
         raises = [log for log in self._logs.values() if log.words.raises]
         same = sorted(log.rank for log in raises if log.words.message == chosen.words.message)
         self._write("".join(chosen.held[: chosen.start]))
@@ -209,13 +211,13 @@ class RankOutput:
             self._write("".join(min(verdicts, key=lambda log: log.words.since).held))
         return bool(verdicts)
 
-    def _is_diagnosed_elsewhere(self, of_failed: _Log) -> bool:
+    def _is_diagnosed_elsewhere(self, failed_log: _Log) -> bool:
         """Whether another rank's text ends with a diagnostic, and rank `failed` has written nothing since.
 
         Ranks that raise the same diagnostic leave it to rank 0 to print it.
         """
-        found = [log.words for log in self._logs.values() if log.words.diagnoses]
-        return any(words.since + POLL_SECONDS > of_failed.words.newest for words in found)
+        diagnosed = [log.words for log in self._logs.values() if log.words.diagnoses]
+        return any(words.since + POLL_SECONDS > failed_log.words.newest for words in diagnosed)
 
     def _write(self, text: str) -> None:
         self._newest = next((line for part in reversed(text.splitlines()) if (line := plain_text(part))), self._newest)

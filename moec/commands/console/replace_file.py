@@ -1,4 +1,4 @@
-"""Replaces the text of a user's file: whole or not at all, and only the text that was read."""
+"""Replaces the text of a user's file atomically, and only if the file still has the text that was read."""
 
 from __future__ import annotations
 

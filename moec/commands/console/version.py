@@ -18,8 +18,8 @@ BACKENDS = {"torch": "torch", "triton": "triton", "quack": "quack-kernels"}
 
 def run(style: str) -> None:
     """Prints the versions."""
-    found = versions()
-    emit(style, lambda: [version_line(found)], lambda: found)
+    document = versions()
+    emit(style, lambda: [version_line(document)], lambda: document)
 
 
 def versions() -> VersionDocument:
@@ -34,13 +34,15 @@ def versions() -> VersionDocument:
     )
 
 
-def version_line(found: VersionDocument) -> str:
+def version_line(document: VersionDocument) -> str:
     """`moec 0.1.0 (Python 3.11.7, torch 2.13.0, no triton; backends: torch)`."""
     parts = [
         f"{name} {known}" if known else f"no {name}"
-        for name, known in zip(("Python", "torch", "triton"), (found.python, found.torch, found.triton), strict=True)
+        for name, known in zip(
+            ("Python", "torch", "triton"), (document.python, document.torch, document.triton), strict=True
+        )
     ]
-    return f"moec {found.moec} ({', '.join(parts)}; backends: {', '.join(found.backends) or 'none'})"
+    return f"moec {document.moec} ({', '.join(parts)}; backends: {', '.join(document.backends) or 'none'})"
 
 
 def installed(package: str) -> str | None:

@@ -20,7 +20,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec.base import Node
 
 _WIDEST = 60
-"""Columns of the values; the source of a longer one stands further right."""
+"""Columns of the values. The source of a wider value stands further right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class Line:
 
     text: str
     level: int
-    given: bool = True
-    repeats: bool = False
-    """Whether another line's text says it: the parts of `4 * swiglu(128)`."""
+    is_stated: bool = True
+    is_repeated: bool = False
+    """Whether another line's text has the value already, as for the parts of `4 * swiglu(128)`."""
     span: Span | None = None
     lets: tuple[str, ...] = ()
-    again: tuple[Span, ...] = ()
-    """Of layers that are equal: where the others are written."""
+    equal_spans: tuple[Span, ...] = ()
+    """Where equal layers are written."""
 
     @property
     def origin(self) -> str:
         """`a.moe:3, --let n=4`, `a.moe:3, equal at a.moe:9`, or `default`."""
-        if not self.given:
+        if not self.is_stated:
             return "default"
         if self.span is None:
             return ""
-        also = [f"equal at {', '.join(str(span) for span in self.again)}"] if self.again else []
+        also = [f"equal at {', '.join(str(span) for span in self.equal_spans)}"] if self.equal_spans else []
         return ", ".join([str(self.span), *(f"--let {text}" for text in self.lets), *also])
 
 
@@ -55,7 +55,7 @@ def run(file: Path, lets: Mapping[str, str], style: str = "full", *, all: bool =
     """
     loaded = read(file, **lets)
     lines = list(_Inspector(loaded).node(loaded.unwrap(), 0, ""))
-    shown = lines if all else [line for line in lines if line.given and not line.repeats]
+    shown = lines if all else [line for line in lines if line.is_stated and not line.is_repeated]
     emit(style, lambda: _layout(shown), lambda: [_document(line) for line in lines])
     return loaded.diagnostics
 
@@ -82,15 +82,15 @@ def _layout(lines: list[Line]) -> Iterator[str]:
 
 
 def _document(line: Line) -> InspectedValue:
-    span = line.span if line.given else None
+    span = line.span if line.is_stated else None
     return InspectedValue(
         text="  " * line.level + line.text,
-        origin="default" if not line.given else "file" if span else "unknown",
+        origin="default" if not line.is_stated else "file" if span else "unknown",
         file=span.source.name if span else None,
         line=span.line if span else None,
         column=span.column if span else None,
         lets=list(line.lets),
-        equal_at=[str(other) for other in line.again],
+        equal_at=[str(other) for other in line.equal_spans],
     )
 
 
@@ -100,8 +100,11 @@ class _Inspector:
     def __init__(self, loaded: Loaded) -> None:
         self.overridden = loaded.overridden
 
-    def node(self, node: Node, level: int, path: str, *, said: bool = False) -> Iterator[Line]:
-        """The fields of a block, or of a call under its dotted `path`; `said`: a product's line says them already."""
+    def node(self, node: Node, level: int, path: str, *, is_in_product: bool = False) -> Iterator[Line]:
+        """The fields of a block, or of a call under its dotted `path`.
+
+        `is_in_product`: the line of a product has their values already.
+        """
         for known in fields(type(node)).values():
             value = getattr(node, known.name)
             name = f"{path}{known.word}"
@@ -109,16 +112,18 @@ class _Inspector:
                 yield from self._blocks(value, level)
                 continue
             if value is None:
-                yield self._line(f"{name} is not given", level, node, known, said=said)
+                yield self._line(f"{name} is not given", level, node, known, is_in_product=is_in_product)
                 continue
             is_call = isinstance(value, Node) and value.form == "call"
             text = value.word if isinstance(value, Node) and is_call else written_value(known, value)
-            yield self._line(f"{name} = {text}", level, node, known, said=said)
+            yield self._line(f"{name} = {text}", level, node, known, is_in_product=is_in_product)
             if isinstance(value, Node):
                 if value.form == "block":  # the device of a cluster
                     yield from self.node(value, level + 1, "")
                 else:
-                    yield from self.node(value, level, f"{name}.", said=said or value.form == "product")
+                    yield from self.node(
+                        value, level, f"{name}.", is_in_product=is_in_product or value.form == "product"
+                    )
 
     def _blocks(self, value: object, level: int) -> Iterator[Line]:
         blocks = value if isinstance(value, tuple) else () if value is None else (value,)
@@ -135,19 +140,19 @@ class _Inspector:
             for number in numbers:
                 if span := blocks[number].span():
                     places.setdefault(str(span), span)
-            first, *again = places.values() or (None,)
-            others = tuple(span for span in again if span)
-            yield Line(f"{' '.join(head)}:", level, given=first is not None, span=first, again=others)
+            first, *equal_spans = places.values() or (None,)
+            others = tuple(span for span in equal_spans if span)
+            yield Line(f"{' '.join(head)}:", level, is_stated=first is not None, span=first, equal_spans=others)
             yield from self.node(block, level + 1, "")
 
-    def _line(self, text: str, level: int, node: Node, known: Field, *, said: bool) -> Line:
+    def _line(self, text: str, level: int, node: Node, known: Field, *, is_in_product: bool) -> Line:
         if not node.given(known.name):
-            return Line(text, level, given=False)
+            return Line(text, level, is_stated=False)
         span = node.span(known.name)
         here = [let for other, let in self.overridden if span and _within(other, span)]
         value = getattr(node, known.name)
-        repeats = said and (known.required or value != known.default)
-        return Line(text, level, repeats=repeats, span=span, lets=tuple(dict.fromkeys(here)))
+        is_repeated = is_in_product and (known.required or value != known.default)
+        return Line(text, level, is_repeated=is_repeated, span=span, lets=tuple(dict.fromkeys(here)))
 
 
 def _within(inner: Span, outer: Span) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moec.codegen.kernels.model.model import Prediction
 from moec.codegen.kernels.model.model_device import complaint
-from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
+from moec.codegen.kernels.plan_kernels import kernel_sources, kernels_of
 from moec.codegen.kernels.plan_ways import takes_tuned
 from moec.codegen.kernels.resources import Resources
 from moec.codegen.plan import Plan
@@ -22,7 +22,7 @@ from moec.commands.inspecting.inspect_documents import (
     KernelsDocument,
     KernelTime,
 )
-from moec.commands.inspecting.kernel_listing import Direction, ListedBlock, ListedKernel, Listing
+from moec.commands.inspecting.kernel_listing import Direction, KernelListing, ListedBlock, ListedKernel
 from moec.driver import load
 
 HEAD = (
@@ -40,7 +40,7 @@ HEAD = (
     "line",
 )
 SOURCES = {"tuned": "that `moec tune` measured", "shipped": "that moec ships for this device", "rule": "by a rule"}
-"""What decided how the products are computed, in words."""
+"""The source of the choice how products are computed, in words."""
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -70,7 +70,7 @@ def run(path: Path, style: str) -> None:
     plan = load(path)
     if kernels_of(plan):
         _require_triton()
-    listing = Listing(plan)
+    listing = KernelListing(plan)
     lines = (lambda: _lines(listing)) if kernels_of(plan) else (lambda: iter([_no_kernels(plan)]))
     emit(style, lines, lambda: _document(listing))
 
@@ -79,12 +79,12 @@ def _require_triton() -> None:
     from moec.runtime.backends import BackendError
     from moec.runtime.backends.triton.triton_support import TRITONS, triton_complaint
 
-    said = triton_complaint()
-    if said is not None:
-        raise BackendError(f"`moec inspect --kernels` compiles them, but {said}", f"install {TRITONS}")
+    reason = triton_complaint()
+    if reason is not None:
+        raise BackendError(f"`moec inspect --kernels` compiles them, but {reason}", f"install {TRITONS}")
 
 
-def _lines(listing: Listing) -> Iterator[str]:
+def _lines(listing: KernelListing) -> Iterator[str]:
     plan, device = listing.plan, listing.device
     yield f"{plan.name}: kernels of a rank, for {_tokens(listing)}, on {device.name} ({listing.target})"
     if plan.tiles is not None:
@@ -96,58 +96,58 @@ def _lines(listing: Listing) -> Iterator[str]:
         yield block.block
         if block.choice is not None:
             yield f"  tiles and libraries {SOURCES[block.choice.source]}: {block.choice.why}"
-        yield from table(without_empty_columns([HEAD, *(_cells(listing, block, each) for each in block.kernels)]))
+        yield from table(without_empty_columns([HEAD, *(_cells(listing, block, kernel) for kernel in block.kernels)]))
         yield from _totals(block)
 
 
-def _tokens(listing: Listing) -> str:
+def _tokens(listing: KernelListing) -> str:
     of_part = "of a micro-batch" if listing.plan.program.microbatches > 1 else ""
     return f"{listing.tokens:,} tokens {of_part}".rstrip()
 
 
-def _cells(listing: Listing, block: ListedBlock, each: ListedKernel) -> tuple[str, ...]:
+def _cells(listing: KernelListing, block: ListedBlock, kernel: ListedKernel) -> tuple[str, ...]:
     """One row of the table; a dash for what a kernel does not have."""
-    made, work, prediction = each.made, each.work, each.prediction
+    resources, work, prediction = kernel.resources, kernel.work, kernel.prediction
     bandwidth, peak = listing.device.bandwidth, _peak(listing, block)
     bound = prediction.bound if prediction else work.bound(peak, bandwidth) if work else "-"
     product = prediction is not None and prediction.flops > 0
     return (
-        each.kernel,
-        str(each.way or "-"),
-        str(made.registers) if made else "-",
-        f"{made.spilled} B" if made and made.spilled else "-",
-        f"{made.shared / 1024:.1f} KiB" if made and made.shared else "-",
-        str(made.blocks) if made else "-",
+        kernel.kernel,
+        str(kernel.way or "-"),
+        str(resources.registers) if resources else "-",
+        f"{resources.spilled} B" if resources and resources.spilled else "-",
+        f"{resources.shared / 1024:.1f} KiB" if resources and resources.shared else "-",
+        str(resources.blocks) if resources else "-",
         bound,
         _micro(work.seconds(peak, bandwidth)) if work else "-",
         _micro(prediction.seconds) if prediction else "-",
         f"{prediction.tflops:.0f}" if prediction and product else "-",
         f"{prediction.padding_efficiency:.0%}" if prediction and product else "-",
-        each.line or "",
+        kernel.line or "",
     )
 
 
-def _peak(listing: Listing, block: ListedBlock) -> float | None:
+def _peak(listing: KernelListing, block: ListedBlock) -> float | None:
     dtype = block.layer.dtype if block.layer is not None else "fp32"
     peak: float | None = getattr(listing.device.peak, dtype)
     return peak
 
 
 def _micro(seconds: float) -> str:
-    """Three digits, or all of those before the point: `0.083 µs`, `962 µs`, `31,116 µs`."""
+    """Microseconds with three digits, or with all digits before the point: `0.083 µs`, `962 µs`, `31,116 µs`."""
     micros = seconds * 1e6
     return f"{micros:,.0f} µs" if micros >= 100 else f"{micros:.3g} µs"
 
 
 def _totals(block: ListedBlock) -> Iterator[str]:
-    """Time and rate of the layer, by the convention that its FLOPs are 6 · T · k · D · F, and 12 backward."""
+    """Time and rate of the layer if its FLOPs are 6 · T · k · D · F forward and 12 · T · k · D · F backward."""
     for direction in DIRECTIONS:
         seconds, flops = block.predicted(direction), block.flops(direction)
         if seconds is not None and flops:
             yield f"  {direction}: {seconds * 1e3:,.3g} ms predicted, {flops / seconds / 1e12:,.3g} TFLOP/s"
 
 
-def _document(listing: Listing) -> KernelsDocument:
+def _document(listing: KernelListing) -> KernelsDocument:
     has_kernels = bool(kernels_of(listing.plan))
     return KernelsDocument(
         plan=listing.plan.name,
@@ -169,7 +169,7 @@ def _block(block: ListedBlock) -> BlockKernels:
         rows=block.rows,
         forward=_direction(block, "forward"),
         backward=_direction(block, "backward"),
-        kernels=[_kernel(each) for each in block.kernels],
+        kernels=[_kernel(kernel) for kernel in block.kernels],
     )
 
 
@@ -177,20 +177,22 @@ def _direction(block: ListedBlock, direction: Direction) -> DirectionTime:
     return DirectionTime(seconds=block.predicted(direction), flops=block.flops(direction))
 
 
-def _kernel(each: ListedKernel) -> KernelEntry:
+def _kernel(kernel: ListedKernel) -> KernelEntry:
     return KernelEntry(
-        kernel=each.kernel,
-        direction=each.direction,
-        line=each.line,
-        way=str(each.way) if each.way else None,
-        compiled=_compiled(each.made) if each.made else None,
-        least=KernelBound(flops=each.work.flops, bytes=each.work.moved) if each.work else None,
-        predicted=_time(each.prediction) if each.prediction else None,
+        kernel=kernel.kernel,
+        direction=kernel.direction,
+        line=kernel.line,
+        way=str(kernel.way) if kernel.way else None,
+        compiled=_compiled(kernel.resources) if kernel.resources else None,
+        least=KernelBound(flops=kernel.work.flops, bytes=kernel.work.moved) if kernel.work else None,
+        predicted=_time(kernel.prediction) if kernel.prediction else None,
     )
 
 
-def _compiled(made: Resources) -> CompiledKernel:
-    return CompiledKernel(registers=made.registers, spilled=made.spilled, shared=made.shared, blocks=made.blocks)
+def _compiled(resources: Resources) -> CompiledKernel:
+    return CompiledKernel(
+        registers=resources.registers, spilled=resources.spilled, shared=resources.shared, blocks=resources.blocks
+    )
 
 
 def _time(prediction: Prediction) -> KernelTime:

@@ -41,12 +41,12 @@ def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
     ranks = count(choose_degrees(spec).ranks, "rank")
     yield f"{spec.subject.name}: {counts.notation}, on {ranks} ({spec.cluster.name})"
     yield ""
-    rows = [HEAD, *(_row(name, elements) for name, elements in counts.outside.items())]
+    rows = [HEAD, *(_row(title, elements) for title, elements in counts.outside.items())]
     for layer in counts.layers:
         several = len(layer.layers) > 1
-        name = f"layer{'s' * several} {selector(list(layer.layers))}"
-        rows.append(_row(name + f", each of {len(layer.layers)}" * several, layer.one_layer))
-        rows += [_row(f"  {name}", elements) for name, elements in layer.parts.items()]
+        title = f"layer{'s' * several} {selector(list(layer.layers))}"
+        rows.append(_row(title + f", each of {len(layer.layers)}" * several, layer.one_layer))
+        rows += [_row(f"  {title}", elements) for title, elements in layer.parts.items()]
     rows.append(_row("all", counts.whole))
     yield from table(rows, numbers=(1, 2, 3))
 

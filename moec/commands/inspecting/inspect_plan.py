@@ -20,19 +20,19 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.ir.work.workload import Workload
 
 HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
-MOST_COMMUNICATORS = 4
-"""Communicators of a group that the text shows; the document has all."""
+MAX_COMMUNICATORS = 4
+"""The most communicators of a group that the text shows; the document has all."""
 
 
 def run(path: Path, rank: int | None, style: str) -> None:
     """Prints the plan, or one rank of it. Raises `DiagnosticError` for a rank that the plan does not have."""
     plan = given_plan(path, style)
     if rank is None:
-        found = plan_document(plan)
-        emit(style, lambda: plan_lines(found), lambda: found)
+        document = plan_document(plan)
+        emit(style, lambda: plan_lines(document), lambda: document)
     else:
-        of_rank = rank_document(plan, rank)
-        emit(style, lambda: rank_lines(of_rank), lambda: of_rank)
+        rank_view = rank_document(plan, rank)
+        emit(style, lambda: rank_lines(rank_view), lambda: rank_view)
 
 
 def plan_document(plan: Plan) -> PlanDocument:
@@ -42,7 +42,7 @@ def plan_document(plan: Plan) -> PlanDocument:
     blocks = []
     for block in program.blocks:
         cost = BlockCost.of(program, block, workload)
-        collectives = [*_conversions(cost, program.microbatches), *_of_parameters(cost, program.microbatches)]
+        collectives = [*_conversions(cost, program.microbatches), *_parameter_collectives(cost, program.microbatches)]
         blocks.append(
             PlanBlock(
                 name=block.name,
@@ -66,8 +66,8 @@ def plan_document(plan: Plan) -> PlanDocument:
 
 def _conversions(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
     """The conversions of a block; `cost` is that of a micro-batch."""
-    for op, of_op in cost.costs:
-        for sent in of_op.sent:
+    for op, op_cost in cost.costs:
+        for sent in op_cost.sent:
             yield BlockCollective(
                 of=f"%{op.results[0].name}",
                 group=group_name(sent.axis, cost.block.experts),
@@ -80,12 +80,12 @@ def _conversions(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective
             )
 
 
-def _of_parameters(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
+def _parameter_collectives(cost: BlockCost, microbatches: int) -> Iterator[BlockCollective]:
     """The gathers of weights and the sums of gradients, by collective and group."""
     sent: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for each in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
-        forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
-        sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
+    for sending in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
+        forward, backward = sent.get((sending.of, sending.collective, sending.axis), (0.0, 0.0))
+        sent[sending.of, sending.collective, sending.axis] = forward + sending.forward, backward + sending.backward
     for (of, collective, axis), (forward, backward) in sent.items():
         yield BlockCollective(
             of=of,
@@ -99,21 +99,21 @@ def _of_parameters(cost: BlockCost, microbatches: int) -> Iterator[BlockCollecti
         )
 
 
-def plan_lines(found: PlanDocument) -> Iterator[str]:
-    """The document for people: of many communicators the first, of a block's ops the largest."""
-    of_them = f", {found.frozen} of them frozen" if found.frozen else ""
-    yield f"{found.plan}: {count(found.ranks, 'rank')}, {count(found.parameters, 'parameter')}{of_them}"
+def plan_lines(document: PlanDocument) -> Iterator[str]:
+    """The document for people: the first communicators of a group, and the largest ops of a block."""
+    of_them = f", {document.frozen} of them frozen" if document.frozen else ""
+    yield f"{document.plan}: {count(document.ranks, 'rank')}, {count(document.parameters, 'parameter')}{of_them}"
     yield ""
-    for mesh in found.meshes:
+    for mesh in document.meshes:
         yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes.items())}"
-    for name, lists in found.groups.items():
-        shown = ", ".join(shortened(ranks) for ranks in lists[:MOST_COMMUNICATORS])
-        more = ", …" if len(lists) > MOST_COMMUNICATORS else ""
+    for name, lists in document.groups.items():
+        shown = ", ".join(shortened(ranks) for ranks in lists[:MAX_COMMUNICATORS])
+        more = ", …" if len(lists) > MAX_COMMUNICATORS else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    parts = found.microbatches
+    parts = document.microbatches
     of_parts = f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
     yield f"  Below: one rank's step{of_parts}; equal layers are shown once."
-    for block in found.blocks:
+    for block in document.blocks:
         runs = f", {count(len(block.layers), 'layer')}" if block.layers else ""
         yield ""
         yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"

@@ -26,7 +26,7 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
         data_rank=plan.data_rank(rank),
         data_size=plan.data_size,
         coordinates={mesh.name: {axis: mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for mesh in meshes},
-        groups={name: list(next(each for each in lists if rank in each)) for name, lists in plan.groups.items()},
+        groups={name: list(next(peers for peers in lists if rank in peers)) for name, lists in plan.groups.items()},
         held_elements=sum(_local_elements(plan, p) for p in plan.parameters.values()),
         elements=sum(math.prod(p.shape) for p in plan.parameters.values()),
         blocks=[_block(plan, block, rank) for block in plan.program.blocks if block.parameters],
@@ -59,17 +59,17 @@ def _parameter(plan: Plan, parameter: PlanParameter, rank: int) -> RankParameter
     )
 
 
-def rank_lines(found: RankDocument) -> Iterator[str]:
+def rank_lines(document: RankDocument) -> Iterator[str]:
     """The document for people."""
-    part = f"its sequences are part {found.data_rank} of {found.data_size} of a batch (from 0)"
-    yield f"{found.plan}, rank {found.rank} of {found.ranks}: {part}"
+    part = f"its sequences are part {document.data_rank} of {document.data_size} of a batch (from 0)"
+    yield f"{document.plan}, rank {document.rank} of {document.ranks}: {part}"
     yield ""
-    for mesh, coordinates in found.coordinates.items():
+    for mesh, coordinates in document.coordinates.items():
         yield f"  mesh {mesh}: {', '.join(f'{axis} {index}' for axis, index in coordinates.items())}"
-    for name, ranks in found.groups.items():
-        yield f"  group {name} with {shortened([peer for peer in ranks if peer != found.rank])}"
-    yield f"  holds {found.held_elements:,} of {found.elements:,} elements"
-    for block in found.blocks:
+    for name, ranks in document.groups.items():
+        yield f"  group {name} with {shortened([peer for peer in ranks if peer != document.rank])}"
+    yield f"  holds {document.held_elements:,} of {document.elements:,} elements"
+    for block in document.blocks:
         yield ""
         yield block.name
         width = max(len(parameter.name) for parameter in block.parameters)

@@ -1,4 +1,4 @@
-"""FLOPs, saved activations and bytes sent by a rank, per op: a table of `moec inspect PLAN`."""
+"""FLOPs, saved activations and sent bytes of a rank by op: a table of `moec inspect PLAN`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir import Op
 from moec.passes.ir.work.cost import Cost
 
-MOST = 4
-"""Ops with a separate line: so many by FLOPs, and as many by saved bytes."""
+MAX_LARGEST = 4
+"""The most ops with separate lines: this many with the most FLOPs, and this many with the most saved bytes."""
 
 HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "line")
 
@@ -20,7 +20,7 @@ HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "l
 def work_of(cost: BlockCost, microbatches: int) -> list[OpWork]:
     """The work of each op of a block in a step; `cost` is that of a micro-batch."""
     saved = [names for _, names in cost.newly_saved()]
-    return [_work(op, of_op, names, microbatches) for (op, of_op), names in zip(cost.costs, saved, strict=True)]
+    return [_work(op, op_cost, names, microbatches) for (op, op_cost), names in zip(cost.costs, saved, strict=True)]
 
 
 def _work(op: Op, cost: Cost, saved: dict[str, float], microbatches: int) -> OpWork:
@@ -29,7 +29,7 @@ def _work(op: Op, cost: Cost, saved: dict[str, float], microbatches: int) -> OpW
         forward_flops=microbatches * cost.work.forward.flops,
         backward_flops=microbatches * cost.work.backward.flops,
         kept_bytes=sum(saved.values()),
-        sent_bytes=microbatches * sum(each.bytes for each in cost.sent),
+        sent_bytes=microbatches * sum(sent.bytes for sent in cost.sent),
         line=str(op.span) if op.span else None,
     )
 
@@ -53,7 +53,7 @@ def _largest(ops: list[OpWork]) -> set[int]:
     largest: set[int] = set()
     for sizes in ([op.forward_flops for op in ops], [op.kept_bytes for op in ops]):
         ordered = sorted(((size, -index) for index, size in enumerate(sizes) if size), reverse=True)
-        largest.update(-index for _, index in ordered[:MOST])
+        largest.update(-index for _, index in ordered[:MAX_LARGEST])
     return largest
 
 

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import Literal
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.model.model import Prediction, predict
+from moec.codegen.kernels.model.model import Prediction, moving, predict
 from moec.codegen.kernels.model.model_calibration import device_model
 from moec.codegen.kernels.model.model_device import DeviceModel
-from moec.codegen.kernels.model.model_layer import moving
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.plan_kernels import PlanKernel, kernels_of
 from moec.codegen.kernels.plan_ways import Experts, rows_per_rank, tokens_per_rank, ways_of
 from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.resources import Resources
@@ -46,20 +45,20 @@ TARGETS: Mapping[str, str] = {
 Direction = Literal["forward", "backward"]
 
 BACKWARD = ("add_parts", "mark", "through", "scatter")
-"""Kernels of backward whose names do not say so."""
+"""Kernels of backward that have no ending of backward in their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedKernel:
-    """One kernel. `made` is None for a library's product, `work` for small kernels, `prediction` without a model.
+    """One kernel. `resources` is None for a library's product, `work` for small kernels, `prediction` without a model.
 
-    The prediction of a library's product includes the passes around it, which have none of their own.
+    The prediction of a library's product includes the passes around it, which have no predictions of their own.
     """
 
     kernel: str
     direction: Direction
     way: Way | None
-    made: Resources | None
+    resources: Resources | None
     work: KernelWork | None
     prediction: Prediction | None
     line: str | None
@@ -67,7 +66,7 @@ class ListedKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedBlock:
-    """The kernels of a block; with experts also the choice of their products' ways, their layer and its rows."""
+    """The kernels of a block. If it has experts: how their products are computed (`choice`), their layer, its rows."""
 
     block: str
     kernels: tuple[ListedKernel, ...]
@@ -77,8 +76,8 @@ class ListedBlock:
 
     def predicted(self, direction: Direction) -> float | None:
         """Seconds of all kernels one after another; None without a model."""
-        own = [each.prediction for each in self.kernels if each.direction == direction]
-        return sum(each.seconds for each in own if each) if any(own) else None
+        predictions = [prediction.prediction for prediction in self.kernels if prediction.direction == direction]
+        return sum(prediction.seconds for prediction in predictions if prediction) if any(predictions) else None
 
     def flops(self, direction: Direction) -> float:
         """By convention: 6 · rows · dim · hidden forward if gated (4 if not), twice as much backward."""
@@ -88,8 +87,8 @@ class ListedBlock:
         return forward if direction == "forward" else 2 * forward
 
 
-class Listing:
-    """The kernels of one rank, block by block. Compiles each when it is asked for, which takes some seconds."""
+class KernelListing:
+    """The kernels of one rank, block by block. Compiles them on the first use of `blocks`, which takes some seconds."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -98,7 +97,7 @@ class Listing:
 
     @cached_property
     def target(self) -> str:
-        """What the kernels are compiled for; the device is no processor."""
+        """The compile target of the plan's device, which is not a CPU."""
         return TARGETS.get(self.device.name) or TARGETS[self.device.kind]
 
     @cached_property
@@ -108,7 +107,7 @@ class Listing:
 
     @cached_property
     def blocks(self) -> tuple[ListedBlock, ...]:
-        """The blocks that launch kernels."""
+        """The blocks that launch kernels, with their kernels."""
         by_block: dict[str, list[PlanKernel]] = {}
         for kernel in kernels_of(self.plan):
             by_block.setdefault(kernel.block, []).append(kernel)
@@ -121,15 +120,15 @@ class Listing:
         layer = _layer(products) if products is not None else None
         choice = self._choice(products) if products is not None else None
         listed = [
-            self._compiled(kernel, made, work, choice)
+            self._compiled(kernel, resources, work, choice)
             for kernel in kernels
             for op, work in costs
             if op is kernel.op
-            for made in self._compile(kernel)
+            for resources in self._compile(kernel)
         ]
         if products is not None and choice is not None:
-            of_op = next(work for op, work in costs if op is products.op)
-            listed += self._of_libraries(products, of_op, choice)
+            op_work = next(work for op, work in costs if op is products.op)
+            listed += self._library_kernels(products, op_work, choice)
         rows = rows_per_rank(self.plan, products.k) if products is not None else 0
         return ListedBlock(block=name, kernels=tuple(listed), choice=choice, layer=layer, rows=rows)
 
@@ -142,18 +141,18 @@ class Listing:
         assert isinstance(kernel.op, Experts)
         return ways_of(self.plan, self.plan.program.block(kernel.block), kernel.op)
 
-    def _compiled(self, kernel: PlanKernel, made: Resources, of_op: Work, choice: Choice | None) -> ListedKernel:
+    def _compiled(self, kernel: PlanKernel, resources: Resources, op_work: Work, choice: Choice | None) -> ListedKernel:
         rows = rows_per_rank(self.plan, kernel.k)
-        work = work_of(kernel.shape, made.kernel, of_op, self.tokens, rows)
-        product = next((name for name in KERNELS if name == made.kernel), None)
+        work = work_of(kernel.shape, resources.kernel, op_work, self.tokens, rows)
+        product = next((name for name in KERNELS if name == resources.kernel), None)
         way = choice.ways.of(product) if choice is not None and product is not None else None
         return ListedKernel(
-            kernel=made.kernel,
-            direction=direction_of(kernel.op, made.kernel),
+            kernel=resources.kernel,
+            direction=direction_of(kernel.op, resources.kernel),
             way=way,
-            made=made,
+            resources=resources,
             work=work,
-            prediction=self._predicted(kernel, product, choice, made.blocks, work),
+            prediction=self._predicted(kernel, product, choice, resources.blocks, work),
             line=kernel.span,
         )
 
@@ -182,14 +181,14 @@ class Listing:
         )
 
     def _load(self, kernel: PlanKernel) -> Load:
-        """All choices equally likely, over the experts of all ranks."""
+        """The load if all experts of all ranks are chosen with equal probability."""
         shape = kernel.shape
         assert isinstance(shape, ProductShape)
         mesh = self.plan.meshes[self.plan.program.block(kernel.block).experts or "dense"]
-        return Load.of_rank(self.tokens, shape.experts, kernel.k, dict(mesh.axes).get("ep", 1))
+        return Load.uniform_over_ranks(self.tokens, shape.experts, kernel.k, dict(mesh.axes).get("ep", 1))
 
-    def _of_libraries(self, kernel: PlanKernel, of_op: Work, choice: Choice) -> Iterator[ListedKernel]:
-        """The products that a library computes: nothing is compiled for them."""
+    def _library_kernels(self, kernel: PlanKernel, op_work: Work, choice: Choice) -> Iterator[ListedKernel]:
+        """The products that a library computes; they are not compiled."""
         rows = rows_per_rank(self.plan, kernel.k)
         for product in KERNELS:
             way = choice.ways.of(product)
@@ -198,8 +197,8 @@ class Listing:
                     kernel=product,
                     direction=direction_of(kernel.op, product),
                     way=way,
-                    made=None,
-                    work=work_of(kernel.shape, product, of_op, self.tokens, rows),
+                    resources=None,
+                    work=work_of(kernel.shape, product, op_work, self.tokens, rows),
                     prediction=self._predicted(kernel, product, choice, None, None),
                     line=kernel.span,
                 )

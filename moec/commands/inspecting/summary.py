@@ -29,8 +29,8 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
     what = "image" if spec.has_model and spec.model.length is not None else "sequence"
-    of_rank = counts.sequences // degrees.dp
-    at_once = count(max(1, of_rank // program.microbatches), what)
+    rank_sequences = counts.sequences // degrees.dp
+    at_once = count(max(1, rank_sequences // program.microbatches), what)
     recomputed = any(block.recompute != "none" for block in program.blocks)
     kept = _activations(counts, program.microbatches) + (", before `recompute`" if recomputed else "")
     lines = [
@@ -44,7 +44,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {kept}",
         *_memory(plan, program),
         f"  a step    {count(counts.sequences, what)}, {si(counts.tokens)} tokens, "
-        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, of_rank, what)}",
+        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, rank_sequences, what)}",
         f"  its order {program.orders[0]}",
         *_recomputed(program),
     ]
@@ -65,7 +65,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
 
 
 def _frozen(plan: Plan) -> list[str]:
-    """How many parameters train, where some do not."""
+    """How many parameters train, if some do not."""
     parts = plan.spec.train.frozen if plan.spec.train else ()
     if not parts:
         return []
@@ -74,7 +74,7 @@ def _frozen(plan: Plan) -> list[str]:
 
 
 def _zero(spec: Spec) -> list[str]:
-    """What ZeRO cuts, and that `offload`, which compiles on CPUs only, does nothing here."""
+    """What ZeRO cuts, and that `offload`, which needs CPUs as devices, has no effect."""
     zero, offload = zero_of(spec), spec.parallel.offload
     lines = [f"  zero      {zero}: cut over dp, of experts over edp, are {_CUT[zero]}"] if zero else []
     return lines + ([f"  offload   {offload}: changes nothing, the devices are CPUs"] if offload != "none" else [])
@@ -89,8 +89,8 @@ _CUT = {
 
 def _activations(counts: Tally, microbatches: int) -> str:
     """`1.2 MB` of a micro-batch, and the busiest rank's if it has more."""
-    of_batch = counts.activation_bytes, counts.most_activation_bytes
-    mean, most = (amount_of_bytes(size / microbatches) for size in of_batch)
+    bytes_of_step = counts.activation_bytes, counts.most_activation_bytes
+    mean, most = (amount_of_bytes(size / microbatches) for size in bytes_of_step)
     return mean if mean == most else f"{mean}, {most} on the busiest rank"
 
 

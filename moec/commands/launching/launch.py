@@ -95,10 +95,10 @@ def make_launch(
 
 def _hosts(plan: Plan, nodes: int | None, per_node: int | None) -> Hosts:
     """The nodes that are stated, checked against the plan's ranks; else those of its cluster."""
-    ranks, found = plan.world_size, hosts_of(plan.spec.cluster)
+    ranks, cluster_hosts = plan.world_size, hosts_of(plan.spec.cluster)
     if nodes is None and per_node is None:
-        if found.is_stated:
-            return found
+        if cluster_hosts.is_stated:
+            return cluster_hosts
         level = plan.spec.cluster.levels[0].name
         raise _refused(
             f"the innermost level of cluster {plan.spec.cluster.name} is {level!r}, and nothing says how many of its "
@@ -113,8 +113,12 @@ def _hosts(plan: Plan, nodes: int | None, per_node: int | None) -> Hosts:
         message = f"the plan is for {count(ranks, 'rank')}, not for {' × '.join([*of_nodes, *of_ranks])}"
         fits = max(size for size in range(1, min(stated, ranks) + 1) if ranks % size == 0)
         option = f"--nodes {fits}" if nodes is not None else f"--per-node {fits}"
-        without = f"without the option it is {found.nodes} × {found.processes_per_node}; " if found.is_stated else ""
-        help = f"{without}`{option}` alone fits" + " too" * found.is_stated
+        without = (
+            f"without the option it is {cluster_hosts.nodes} × {cluster_hosts.processes_per_node}; "
+            if cluster_hosts.is_stated
+            else ""
+        )
+        help = f"{without}`{option}` alone fits" + " too" * cluster_hosts.is_stated
         raise _refused(message, help)
     number = nodes if nodes is not None else ranks // stated
     return Hosts(number, ranks // number)

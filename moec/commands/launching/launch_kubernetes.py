@@ -98,4 +98,4 @@ def _scalar(value: str | int) -> str:
 
 def _quoted(text: str) -> str:
     """A string in double quotes. Characters beyond 16 bits stay as they are, as YAML has no surrogate pairs."""
-    return UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+    return UNPRINTED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels.kernel_shape import MOST_EXPERTS, KernelShape
+from moec.codegen.kernels.kernel_shape import MAX_EXPERTS, KernelShape
 from moec.runtime.backends import BackendError
 from moec.runtime.backends.triton.triton_modules import module_of
 from moec.runtime.script import warn_first
@@ -105,10 +105,10 @@ def present(given: Tensor | None) -> tuple[Tensor, ...]:
 @cache
 def too_many(num_experts: int) -> bool:
     """Whether there are too many experts for the kernels, so that plain torch must run; warns once."""
-    if num_experts <= MOST_EXPERTS:
+    if num_experts <= MAX_EXPERTS:
         return False
     warn_first(
-        f"moec's kernels take at most {MOST_EXPERTS} experts; a layer of {num_experts} runs in plain torch", "RANK"
+        f"moec's kernels take at most {MAX_EXPERTS} experts; a layer of {num_experts} runs in plain torch", "RANK"
     )
     return True
 

@@ -16,7 +16,7 @@ import torch
 from triton.runtime.jit import MockTensor
 
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.plan_kernels import PlanKernel, kernels_of
 from moec.codegen.plan import Plan
 from moec.passes.ir import ops as o
 from moec.runtime.backends.triton.triton_blocks import described_as

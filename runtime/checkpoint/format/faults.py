@@ -29,8 +29,8 @@ def missing(path: Path, error: OSError) -> JobError:
             "give the folder that has `checkpoint.json`; `moec checkpoint convert FILE -o FOLDER --plan PLAN` makes "
             "one from a safetensors file",
         )
-    if path.name == CHECKPOINT and is_of_torch(path.parent):
-        return of_torch(path.parent)
+    if path.name == CHECKPOINT and is_torch_folder(path.parent):
+        return torch_folder(path.parent)
     folder = path.parent
     if (kind := kind_of(folder)) is not None and kind != "checkpoint":
         return JobError("MOE0800", f"{folder} is {in_words(kind)}", "give the folder of a checkpoint")
@@ -49,13 +49,13 @@ def _checkpoints_in(folder: Path) -> str:
     return ", ".join([*names[:5], *(["…"] if len(names) > 5 else [])])
 
 
-def is_of_torch(folder: Path) -> bool:
+def is_torch_folder(folder: Path) -> bool:
     """Whether `folder` is one that `torch.distributed.checkpoint` wrote."""
     return os.path.lexists(folder / TORCH_METADATA) and not os.path.lexists(folder / CHECKPOINT)
 
 
-def of_torch(folder: Path) -> JobError:
-    """The error for such a folder in place of a checkpoint."""
+def torch_folder(folder: Path) -> JobError:
+    """The error for a folder of `torch.distributed.checkpoint` where a checkpoint is expected."""
     return JobError(
         "MOE0800",
         f"{folder} is a folder of torch.distributed.checkpoint, which moec does not read: its metadata is a pickle",
@@ -64,11 +64,11 @@ def of_torch(folder: Path) -> JobError:
     )
 
 
-def unexpected(error: Exception, place: str = "") -> JobError:
-    """The error for what is neither the disk's nor the user's fault, such as one of CUDA. `place` is a prefix."""
+def unexpected(error: Exception, prefix: str = "") -> JobError:
+    """The error for a failure that neither the disk nor the user caused. `prefix` begins its message."""
     is_memory = isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
     return JobError(
         "MOE0812",
-        f"{place}{type(error).__name__}: {str(error)[:300] or 'no message'}",
+        f"{prefix}{type(error).__name__}: {str(error)[:300] or 'no message'}",
         "free memory on this rank, or save less on it" if is_memory else "report this if it is an error of moec",
     )

@@ -1,4 +1,4 @@
-"""Names and files of checkpoints: what is there already, what cannot be written, what is durable. Needs no torch."""
+"""Writes the files of checkpoints durably, and refuses names that exist or cannot be written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def no_name(path: Path, code: str) -> JobError:
     return JobError(code, f"{str(path)!r} is no name of a file", "give another name")
 
 
-def sync_folder(path: Path) -> None:
-    """Makes new names in a folder durable."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes the content of a file durable, or new names in a folder."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
@@ -61,7 +61,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def give_name(fresh: Path, target: Path) -> None:
-    """Gives the file `fresh` the name `target`; the name `fresh` may stay. Raises `OSError`.
+    """Gives the file `fresh` the name `target`; the name `fresh` may remain. Raises `OSError`.
 
     Raises `JobError` MOE0803 if `target` exists, and on a file system with hard links even if it is made meanwhile.
     """
@@ -77,7 +77,7 @@ def give_name(fresh: Path, target: Path) -> None:
 def sync_name(target: Path) -> None:
     """Makes the name of a file or folder durable. Raises `JobError` MOE0804, which says that it is written."""
     try:
-        sync_folder(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise written_but(
             target,

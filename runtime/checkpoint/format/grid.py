@@ -1,4 +1,4 @@
-"""Boxes of tensors: the cells of an even grid, and the boxes that a run of elements consists of.
+"""Boxes of tensors: the chunks of an even grid, and the boxes that together hold a range of elements.
 
 A box is the range `(start, stop)` of every dim; `()` is the only box of a 0-d tensor.
 """
@@ -12,64 +12,64 @@ from itertools import product
 Box = tuple[tuple[int, int], ...]
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
     return tuple((0, dim) for dim in shape)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
     """The elements in both boxes, or None."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
 
 
-def moved(box: Box, origin: Box) -> Box:
+def relative_to(box: Box, origin: Box) -> Box:
     """`box` counted from the first element of `origin`."""
     return tuple((start - zero, stop - zero) for (start, stop), (zero, _) in zip(box, origin, strict=True))
 
 
-def cell_box(shape: Sequence[int], cuts: Sequence[int], cell: Sequence[int]) -> Box:
-    """The box of `cell` in a tensor that `cuts[dim]` cuts into equal parts."""
+def chunk_box(shape: Sequence[int], cuts: Sequence[int], chunk: Sequence[int]) -> Box:
+    """The box of `chunk` in a tensor that `cuts[dim]` cuts into equal parts."""
     steps = [dim // cut for dim, cut in zip(shape, cuts, strict=True)]
-    return tuple((step * place, step * (place + 1)) for step, place in zip(steps, cell, strict=True))
+    return tuple((step * index, step * (index + 1)) for step, index in zip(steps, chunk, strict=True))
 
 
-def cell_number(cuts: Sequence[int], cell: Sequence[int]) -> int:
-    """The number of a cell, the last dim's counting fastest."""
+def chunk_number(cuts: Sequence[int], chunk: Sequence[int]) -> int:
+    """The number of a chunk, the last dim's counting fastest."""
     number = 0
-    for cut, place in zip(cuts, cell, strict=True):
-        number = number * cut + place
+    for cut, index in zip(cuts, chunk, strict=True):
+        number = number * cut + index
     return number
 
 
-def cell_of(cuts: Sequence[int], number: int) -> tuple[int, ...]:
-    """The cell with this number."""
-    places = []
+def chunk_at(cuts: Sequence[int], number: int) -> tuple[int, ...]:
+    """The indices of the chunk with this number."""
+    indices = []
     for cut in reversed(cuts):
-        number, place = divmod(number, cut)
-        places.append(place)
-    return tuple(reversed(places))
+        number, index = divmod(number, cut)
+        indices.append(index)
+    return tuple(reversed(indices))
 
 
-def cells_over(shape: Sequence[int], cuts: Sequence[int], box: Box) -> Iterator[tuple[int, Box, Box]]:
-    """The cells that `box` overlaps: their numbers, their boxes, and the overlaps. Looks at no other cell."""
+def chunks_overlapping(shape: Sequence[int], cuts: Sequence[int], box: Box) -> Iterator[tuple[int, Box, Box]]:
+    """The number and the box of every chunk that `box` overlaps, and the overlap. Visits no other chunk."""
     if any(start >= stop for start, stop in box):
         return
     ranges = []
     for dim, cut, (start, stop) in zip(shape, cuts, box, strict=True):
         step = dim // cut
         ranges.append(range(start // step, -(-stop // step)))
-    for cell in product(*ranges):
-        whole_cell = cell_box(shape, cuts, cell)
-        both = overlap(whole_cell, box)
-        assert both is not None
-        yield cell_number(cuts, cell), whole_cell, both
+    for chunk in product(*ranges):
+        whole_chunk = chunk_box(shape, cuts, chunk)
+        common = overlap(whole_chunk, box)
+        assert common is not None
+        yield chunk_number(cuts, chunk), whole_chunk, common
 
 
 def boxes_of_run(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, Box]]:
-    """The elements `first` to `last` (exclusive) of a C-ordered tensor as boxes, each contiguous in it.
+    """The elements `first` to `last` (exclusive) of a C-ordered tensor as at most `2 * len(shape)` contiguous boxes.
 
-    Each comes with the number of its first element. At most `2 * len(shape)` boxes.
+    Each box comes with the number of its first element.
     """
     if first >= last:
         return
@@ -83,7 +83,7 @@ def boxes_of_run(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[
         return
     yield from _in_row(shape, head - 1, first, head * row)
     if head < tail:
-        yield head * row, ((head, tail), *whole(shape[1:]))
+        yield head * row, ((head, tail), *full_box(shape[1:]))
     yield from _in_row(shape, tail, tail * row, last)
 
 

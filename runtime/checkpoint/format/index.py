@@ -2,10 +2,10 @@
 
 checkpoints/100/
   checkpoint.json            what it is: format, model, step, ranks, the size of every shard, the digest of index.json
-  index.json                 every tensor: dtype, shape, its grid, the shard of each cell and the digests of its blocks
-  rank-00003.safetensors     the cells that rank 3 wrote
+  index.json                 every tensor: dtype, shape, grid; of each chunk its shard and the digests of its blocks
+  rank-00003.safetensors     the chunks that rank 3 wrote
 
-A tensor is cut into an even grid, so that no cell can overlap another or be missing. No file states a file's name.
+A tensor is cut into an even grid, so that no chunk can overlap another or be missing. No file states a file's name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from moec.codegen.data import Data, first_fault, strict_json
 from moec.grammar.folder_kinds import CHECKPOINT
 from moec.runtime.checkpoint.format.faults import damaged
 from moec.runtime.errors import JobError
@@ -30,10 +31,10 @@ MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
 FORMAT, READ_FORMATS = 2, (1, 2)
 """Raised whenever a checkpoint would be misread, or refused as damaged, by an older moec."""
 BLOCK_BYTES = 8 << 20
-"""Bytes of a cell that share one digest: a reader of a part reads and checks only the blocks that it needs."""
+"""Bytes of a chunk that have one digest: a reader of a part reads and checks only the blocks that it needs."""
 MAX_HEAD_BYTES, MAX_INDEX_BYTES = 4 << 20, 128 << 20
 """Larger files are refused unread. 61 layers with 256 experts on 64 ranks have an index of 4 MB."""
-MAX_TENSORS, MAX_PIECES, MAX_RANKS = 100_000, 2_000_000, 100_000
+MAX_TENSORS, MAX_CHUNKS, MAX_RANKS = 100_000, 2_000_000, 100_000
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -52,17 +53,11 @@ Tree = Any
 DataT = TypeVar("DataT", bound="Data")
 
 
-class Data(BaseModel):
-    """Frozen and strict; undeclared fields are refused."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
-
-
 class Head(Data):
-    """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: of each mesh.
+    """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: those of each mesh.
 
-    `run`, `ancestors`: as `Run` has them; `saved`: when, in ns since 1970, later than any other in its folder. Format 1
-    has none of the three.
+    `run` and `ancestors` are those of `Run`; `saved` is the time in ns since 1970, later than that of any other
+    checkpoint in the folder. Format 1 lacks these three.
     """
 
     format: int
@@ -83,9 +78,9 @@ class Head(Data):
 
 
 class Entry(Data):
-    """A tensor. `files[i]` is the rank whose shard has cell i, `digests[i]` its blocks' digests, end to end.
+    """A tensor. `files[i]` is the rank whose shard has chunk i, `digests[i]` its blocks' digests, joined.
 
-    `cuts[dim]` is the number of equal parts of a dim; cells count the last dim fastest.
+    `cuts[dim]` is the number of equal parts of a dim. Numbers of chunks count the last dim fastest.
     """
 
     dtype: Text
@@ -105,14 +100,14 @@ class Entry(Data):
         return math.prod(self.shape) * self.item_bytes
 
     @cached_property
-    def cell_shape(self) -> tuple[int, ...]:
-        """The shape of every cell."""
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of every chunk."""
         return tuple(dim // cut for dim, cut in zip(self.shape, self.cuts, strict=True))
 
     @property
-    def cell_bytes(self) -> int:
-        """Bytes of every cell."""
-        return math.prod(self.cell_shape) * self.item_bytes
+    def chunk_bytes(self) -> int:
+        """Bytes of every chunk."""
+        return math.prod(self.chunk_shape) * self.item_bytes
 
 
 class Group(Data):
@@ -123,7 +118,7 @@ class Group(Data):
 
 
 class OptimizerEntry(Data):
-    """`kind`: the class; `made`: its defaults, as plain data. `numbers`: states that are no tensors, by parameter."""
+    """The optimizer. `kind`: its class; `made`: its defaults. `numbers`: states that are no tensors, by parameter."""
 
     kind: Text
     made: Tree = None
@@ -132,7 +127,7 @@ class OptimizerEntry(Data):
 
 
 class ModelFields(Data):
-    """What a model computes (`mathematics.py`): fields of `model` and of each distinct layer, as the file's text.
+    """What a model computes (`model_fields.py`): the fields of `model` and of each distinct layer as canonical text.
 
     `kinds[i]` is the number of layer i in `layers`.
     """
@@ -150,9 +145,9 @@ class Extra(Data):
 
 
 class Index(Data):
-    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks.
+    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: the sum over all ranks.
 
-    `data_ranks`: that of each rank; none in format 1 and in a converted file.
+    `data_ranks[rank]` is the rank's data rank; empty in format 1 and in a converted file.
     """
 
     model: ModelFields
@@ -165,11 +160,16 @@ class Index(Data):
     optimizer: OptimizerEntry | None
     extras: dict[Text, Extra]
 
+    @property
+    def model_tensors(self) -> dict[str, Entry]:
+        """Parameters and states by their names in the plan."""
+        return {name.removeprefix(MODEL): entry for name, entry in self.tensors.items() if name.startswith(MODEL)}
+
 
 def empty_entry(dtype: str, shape: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:
-    """An `Entry` as plain data, none of whose cells has a shard and a digest so far."""
-    cells = math.prod(cuts)
-    return {"dtype": dtype, "shape": shape, "cuts": cuts, "files": [None] * cells, "digests": [""] * cells}
+    """An `Entry` as plain data. Its chunks have neither shards nor digests yet."""
+    chunks = math.prod(cuts)
+    return {"dtype": dtype, "shape": shape, "cuts": cuts, "files": [None] * chunks, "digests": [""] * chunks}
 
 
 def shard_name(rank: int) -> str:
@@ -189,7 +189,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def head_bytes(fields: Mapping[str, Any]) -> bytes:
-    """The content of `checkpoint.json`: `fields` of a `Head` but for the digest of all."""
+    """The content of `checkpoint.json`: `fields` are those of a `Head` without `format` and `digest`."""
     content = {"format": FORMAT, **fields}
     return canonical(content | {"digest": digest(canonical(content))})
 
@@ -232,7 +232,7 @@ def parse_index(path: Path, content: bytes, head: Head) -> Index:
     """Raises `JobError` unless it is the index of `head`, within the limits, with a valid grid for every tensor."""
     if digest(content) != head.index:
         raise damaged(path, f"its digest does not match {HEAD}")
-    tensors = content.count(b'"dtype":')  # of every `Entry`, before a million of them are made
+    tensors = content.count(b'"dtype":')  # every `Entry` has one; counted before a million of them are made
     if tensors > MAX_TENSORS:
         raise damaged(path, f"it has {tensors} tensors; the limit is {MAX_TENSORS}")
     index = _validated(Index, path, content)
@@ -240,17 +240,17 @@ def parse_index(path: Path, content: bytes, head: Head) -> Index:
         raise damaged(path, f"it has {len(index.headers)} headers, but {head.world_size} ranks")
     if any(kind >= len(index.model.layers) for kind in index.model.kinds):
         raise damaged(path, "model: a layer has a kind that is not there")
-    pieces = sum(len(entry.files) for entry in index.tensors.values())
-    if pieces > MAX_PIECES:
-        raise damaged(path, f"it has {pieces} pieces; the limit is {MAX_PIECES}")
-    stated = [0] * head.world_size
+    chunks = sum(len(entry.files) for entry in index.tensors.values())
+    if chunks > MAX_CHUNKS:
+        raise damaged(path, f"it has {chunks} chunks; the limit is {MAX_CHUNKS}")
+    bytes_by_rank = [0] * head.world_size
     for name, entry in index.tensors.items():
         complaint = _complaint_about(entry, head.world_size)
         if complaint:
             raise damaged(path, f"{name}: {complaint}")
         for rank in entry.files:
-            stated[rank] += entry.cell_bytes
-            if stated[rank] > head.shard_bytes[rank]:
+            bytes_by_rank[rank] += entry.chunk_bytes
+            if bytes_by_rank[rank] > head.shard_bytes[rank]:
                 raise damaged(path, f"{name}: {shard_name(rank)} has fewer bytes than the index says")
     return index
 
@@ -263,24 +263,21 @@ def _complaint_about(entry: Entry, world_size: int) -> str:
         return f"shape {list(entry.shape)} and cuts {list(entry.cuts)} differ in length"
     if any(dim % cut for dim, cut in zip(entry.shape, entry.cuts, strict=True)):
         return f"cuts {list(entry.cuts)} do not divide shape {list(entry.shape)}"
-    cells = math.prod(entry.cuts)
-    if not cells == len(entry.files) == len(entry.digests):
-        return f"it has {len(entry.files)} pieces and digests of {len(entry.digests)}, but {cells} cells"
+    chunks = math.prod(entry.cuts)
+    if not chunks == len(entry.files) == len(entry.digests):
+        return f"it has {chunks} chunks, but ranks of {len(entry.files)} and digests of {len(entry.digests)}"
     if any(rank >= world_size for rank in entry.files):
-        return f"a piece is of rank {max(entry.files)}, but there are {world_size} ranks"
-    wanted = 64 * -(-entry.cell_bytes // BLOCK_BYTES)
+        return f"a chunk is of rank {max(entry.files)}, but there are {world_size} ranks"
+    wanted = 64 * -(-entry.chunk_bytes // BLOCK_BYTES)
     if any(len(digests) != wanted for digests in entry.digests):
         return "the number of its digests does not match its size"
     return ""
 
 
 def _json_object(path: Path, content: bytes) -> dict[str, Any]:
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number")
-
     try:
-        data = json.loads(content.decode(), parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        data = strict_json(content)
+    except ValueError as error:
         raise damaged(path, f"it is not JSON ({str(error)[:100]})") from error
     if not isinstance(data, dict):
         raise damaged(path, "it is not a JSON object")
@@ -291,6 +288,4 @@ def _validated(model: type[DataT], path: Path, content: bytes) -> DataT:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise damaged(path, f"{where}: {first['msg']}") from error
+        raise damaged(path, first_fault(error)) from error

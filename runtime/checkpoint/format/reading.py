@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moec.runtime.checkpoint.format.faults import damaged, missing
-from moec.runtime.checkpoint.format.grid import Box, boxes_of_run, cell_box, cell_of, cells_over, moved, overlap, whole
+from moec.runtime.checkpoint.format.grid import (
+    Box,
+    boxes_of_run,
+    chunk_at,
+    chunk_box,
+    chunks_overlapping,
+    full_box,
+    overlap,
+    relative_to,
+)
 from moec.runtime.checkpoint.format.index import (
     BLOCK_BYTES,
     HEAD,
@@ -26,7 +35,7 @@ from moec.runtime.checkpoint.format.index import (
     parse_index,
     shard_name,
 )  # fmt: skip
-from moec.runtime.checkpoint.format.shards import Place, ShardFile, open_file
+from moec.runtime.checkpoint.format.shards import ShardFile, StoredTensor, open_file
 from moec.runtime.errors import JobError
 
 OPEN_SHARDS = 64
@@ -35,9 +44,9 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD
 
 
 class Copy(NamedTuple):
-    """Elements of a block to copy: they begin at element `first` of the block, as a box of shape `shape`.
+    """A copy from a block, whose elements from number `first` on are a box of shape `shape`.
 
-    `source` cuts that box; `target` says where it goes, counted from the first element of the wanted part.
+    The slices `source` of that box go to the slices `target` of the reader's part.
     """
 
     first: int
@@ -48,14 +57,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of the cell of tensor `name` that is in the shard of `rank`. `copies`: what a reader wants of it.
+    """A block of a chunk of tensor `name`, in the shard of `rank`; it begins at byte `first_byte` of the chunk.
 
-    It begins at byte `first` of the cell.
+    `copies` bring the elements that the reader wants into its part.
     """
 
     rank: int
     name: str
-    first: int
+    first_byte: int
     num_bytes: int
     digest: str
     copies: tuple[Copy, ...]
@@ -87,15 +96,15 @@ class Checkpoint:
             return self._shards[rank]
 
     def blocks(self, name: str, box: Box | None = None) -> Iterator[Block]:
-        """The blocks with elements of `box`, a part of tensor `name`, or of all of it."""
+        """The blocks that have elements of `box`, a part of tensor `name`; None is the whole tensor."""
         entry = self.index.tensors[name]
-        box = whole(entry.shape) if box is None else box
-        for number, cell, both in cells_over(entry.shape, entry.cuts, box):
-            wanted, origin = moved(both, cell), moved(box, cell)
-            for block, first in enumerate(range(0, entry.cell_bytes, BLOCK_BYTES)):
-                last = min(first + BLOCK_BYTES, entry.cell_bytes)
+        box = full_box(entry.shape) if box is None else box
+        for number, chunk, common in chunks_overlapping(entry.shape, entry.cuts, box):
+            wanted, origin = relative_to(common, chunk), relative_to(box, chunk)
+            for block, first in enumerate(range(0, entry.chunk_bytes, BLOCK_BYTES)):
+                last = min(first + BLOCK_BYTES, entry.chunk_bytes)
                 run = first // entry.item_bytes, last // entry.item_bytes
-                copies = tuple(_copies(entry.cell_shape, run, wanted, origin))
+                copies = tuple(_copies(entry.chunk_shape, run, wanted, origin))
                 if copies:
                     stated = entry.digests[number][64 * block : 64 * (block + 1)]
                     yield Block(entry.files[number], name, first, last - first, stated, copies)
@@ -134,34 +143,37 @@ class Checkpoint:
 
     def _read(self, block: Block, buffer: memoryview, check: bool) -> memoryview:
         shard = self.shard(block.rank)
-        content = shard.read(self._place(shard, block.name).offset + block.first, buffer)
+        content = shard.read(self._place(shard, block.name).offset + block.first_byte, buffer)
         if check and digest(content) != block.digest:
             raise damaged(shard.path, f"{block.name}: a digest does not match its content")
         return content
 
-    def _place(self, shard: ShardFile, name: str) -> Place:
-        """Where a shard has its cell of a tensor; dtype and shape must be those of the index."""
-        place, entry = shard.places.get(name), self.index.tensors[name]
-        if place is None:
+    def _place(self, shard: ShardFile, name: str) -> StoredTensor:
+        """The chunk of a tensor in a shard's header; dtype and shape must be those of the index."""
+        tensor, entry = shard.tensors.get(name), self.index.tensors[name]
+        if tensor is None:
             raise damaged(shard.path, f"{name} is missing")
-        if (place.dtype, place.shape) != (entry.dtype, entry.cell_shape):
+        if (tensor.dtype, tensor.shape) != (entry.dtype, entry.chunk_shape):
             raise damaged(
                 shard.path,
-                f"{name} is {place.dtype} {list(place.shape)}, but in {INDEX} {entry.dtype} {list(entry.cell_shape)}",
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, but in {INDEX} "
+                f"{entry.dtype} {list(entry.chunk_shape)}",
             )
-        return place
+        return tensor
 
 
 def _copies(shape: tuple[int, ...], run: tuple[int, int], wanted: Box, origin: Box) -> Iterator[Copy]:
-    """The copies from elements `run` of a cell of `shape` to a reader's part.
+    """The copies to a reader's part from the elements `run` (first, last) of a chunk of `shape`.
 
-    `wanted`: the box of the cell that the reader wants. `origin`: the box of the reader's whole part. Both count from
-    the cell's first element.
+    `wanted` is the box of the chunk that the reader wants, `origin` the box of its part. Both count from the chunk's
+    first element.
     """
     for first, box in boxes_of_run(shape, *run):
-        both = overlap(box, wanted)
-        if both is not None:
-            source, target = (tuple(slice(*ends) for ends in moved(both, zero)) for zero in (box, origin))
+        common = overlap(box, wanted)
+        if common is not None:
+            source, target = (
+                tuple(slice(*ends) for ends in relative_to(common, start_box)) for start_box in (box, origin)
+            )
             yield Copy(first - run[0], tuple(stop - start for start, stop in box), source, target)
 
 
@@ -183,36 +195,31 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def damages(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> Iterator[str]:
-    """A line for every damaged shard and tensor; reads all of a checkpoint. `progress` gets numbers of bytes."""
-    cells_of_rank: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in range(checkpoint.head.world_size)}
+    """Reads a whole checkpoint; gives a line for every damaged shard and tensor. `progress` gets numbers of bytes."""
+    first_damage: dict[str, str] = {}
+
+    def complain(block: Block, error: JobError) -> None:
+        first_damage.setdefault(block.name, error.diagnostics[0].message)
+
+    chunks_of_rank: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in range(checkpoint.head.world_size)}
     for name, entry in checkpoint.index.tensors.items():
         for number, rank in enumerate(entry.files):
-            cells_of_rank[rank].append((name, cell_box(entry.shape, entry.cuts, cell_of(entry.cuts, number))))
-    for rank, cells in cells_of_rank.items():
+            chunks_of_rank[rank].append((name, chunk_box(entry.shape, entry.cuts, chunk_at(entry.cuts, number))))
+    for rank, chunks in chunks_of_rank.items():
         try:
             shard = checkpoint.shard(rank)
         except JobError as error:
-            named = ", ".join(name for name, _ in cells[:3]) + (", …" if len(cells) > 3 else "")
-            yield f"{error.diagnostics[0].message}; it has parts of {len(cells)} tensors ({named})"
+            named = ", ".join(name for name, _ in chunks[:3]) + (", …" if len(chunks) > 3 else "")
+            yield f"{error.diagnostics[0].message}; it has parts of {len(chunks)} tensors ({named})"
             continue
-        foreign = sorted(shard.places.keys() - {name for name, _ in cells})
+        foreign = sorted(shard.tensors.keys() - {name for name, _ in chunks})
         if foreign:
             yield f"{shard.path}: {foreign[0]} is not in {INDEX}"
-        found = _Found({})
         checkpoint.read(
-            (block for cell in cells for block in checkpoint.blocks(*cell)),
+            (block for chunk in chunks for block in checkpoint.blocks(*chunk)),
             lambda block, _: progress(block.num_bytes),
             check=True,
-            complain=found.add,
+            complain=complain,
         )
-        yield from (found.by_name[name] for name in sorted(found.by_name))  # threads find them in any order
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The first damage of each tensor."""
-
-    by_name: dict[str, str]
-
-    def add(self, block: Block, error: JobError) -> None:
-        self.by_name.setdefault(block.name, error.diagnostics[0].message)
+        yield from (first_damage[name] for name in sorted(first_damage))  # threads complain in any order
+        first_damage.clear()

@@ -1,7 +1,7 @@
-"""A rank's shard: one safetensors file, written and read in blocks that have a digest each. Needs no torch.
+"""A rank's shard: a safetensors file that is written and read in blocks, each with a digest. Needs no torch.
 
-The safetensors library reads these files too. It neither checks digests nor reads in bounded memory, so that moec
-reads the format itself: 8 bytes with the length of a JSON header, the header, the tensors' bytes.
+The safetensors library reads these files too, but it neither checks digests nor reads in bounded memory. So moec reads
+the format itself: 8 bytes with the length of a JSON header, the header, the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 
-class Piece(NamedTuple):
-    """A tensor of a shard: `content` are its bytes, C-ordered."""
+class HostTensor(NamedTuple):
+    """A C-ordered tensor in host memory that a shard will have: `content` are its bytes."""
 
     name: str
     dtype: str
@@ -37,18 +37,21 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A written shard: its size, its header's digest, and the digests of every piece's blocks, end to end."""
+class WrittenShard:
+    """A written shard: its size, its header's digest, and the digests of every tensor's blocks, joined."""
 
     num_bytes: int
     header: str
     digests: Mapping[str, str]
 
 
-def header_of(pieces: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The header for (name, dtype, shape, bytes) in this order, with its length, padded to 8 bytes."""
-    table, offset = {}, 0
-    for name, dtype, shape, num_bytes in pieces:
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """A safetensors header of (name, dtype, shape, bytes) in this order: its length, then JSON padded to 8 bytes."""
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, dtype, shape, num_bytes in tensors:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
         offset += num_bytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
@@ -56,44 +59,44 @@ def header_of(pieces: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def in_order(pieces: Iterable[Piece]) -> list[Piece]:
+def widest_first(tensors: Iterable[HostTensor]) -> list[HostTensor]:
     """Widest elements first, so that every tensor is aligned."""
-    return sorted(pieces, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.name))
+    return sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
 
 
-def write_shard(path: Path, pieces: Iterable[Piece]) -> Written:
-    """Writes and syncs a shard while a thread hashes its blocks. Raises `OSError`.
+def write_shard(path: Path, tensors: Iterable[HostTensor]) -> WrittenShard:
+    """Writes and syncs a shard while a daemon thread hashes its blocks. Raises `OSError`.
 
-    The interpreter's exit waits for no thread of it: a job that ends with an error need not wait for a long shard.
+    The interpreter does not wait for a daemon thread: a job that ends with an error need not wait for a long shard.
     """
-    ordered = in_order(pieces)
+    ordered = widest_first(tensors)
     header = header_of((p.name, p.dtype, p.shape, len(p.content)) for p in ordered)
     hashes, is_unwanted = Future[dict[str, str]](), threading.Event()
     with path.open("xb", buffering=0) as stream:
         # No executor: at exit the interpreter waits for its threads, which first do all that is queued.
         threading.Thread(target=_hash, args=(ordered, hashes, is_unwanted), daemon=True).start()
         try:
-            for content in (memoryview(header), *(piece.content for piece in ordered)):
+            for content in (memoryview(header), *(tensor.content for tensor in ordered)):
                 _write_all(stream, content)
             os.fsync(stream.fileno())
         except BaseException:
             is_unwanted.set()
             raise
-    size = len(header) + sum(len(piece.content) for piece in ordered)
-    return Written(size, digest(header), hashes.result())
+    size = len(header) + sum(len(tensor.content) for tensor in ordered)
+    return WrittenShard(size, digest(header), hashes.result())
 
 
-def _hash(pieces: Iterable[Piece], hashes: Future[dict[str, str]], is_unwanted: threading.Event) -> None:
-    """Gives `hashes` the digests of every piece's blocks, end to end; gives up when they `is_unwanted`."""
+def _hash(tensors: Iterable[HostTensor], hashes: Future[dict[str, str]], is_unwanted: threading.Event) -> None:
+    """Puts the digests of every tensor's blocks, joined, into `hashes`. Stops early once `is_unwanted` is set."""
     digests = {}
     try:
-        for piece in pieces:
-            found = []
-            for block in _blocks(piece.content):
+        for tensor in tensors:
+            block_digests = []
+            for block in _blocks(tensor.content):
                 if is_unwanted.is_set():
                     return
-                found.append(digest(block))
-            digests[piece.name] = "".join(found)
+                block_digests.append(digest(block))
+            digests[tensor.name] = "".join(block_digests)
     except Exception as error:  # noqa: BLE001 - raised by `hashes.result`
         hashes.set_exception(error)
     else:
@@ -106,13 +109,13 @@ def _blocks(content: memoryview) -> Iterator[memoryview]:
 
 
 def _write_all(stream: Any, content: memoryview) -> None:
-    """A raw file may write less than it is given."""
+    """Writes all of `content`: one call of a raw file's `write` may write less."""
     while content:
         content = content[stream.write(content[:BLOCK_BYTES]) :]
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a safetensors file: `offset` from the beginning of the file."""
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file: its bytes begin `offset` bytes from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -123,8 +126,8 @@ class Place(NamedTuple):
 class ShardFile:
     """A safetensors file that is open for reading. Its header is checked, its tensors are not.
 
-    Raises `JobError` for a link, a file of another size than `num_bytes`, a header with another digest than `header`,
-    and a header that is no description of exactly the bytes that follow.
+    Raises `JobError` for a link, a file whose size is not `num_bytes`, a header whose digest is not `header`, and a
+    header that does not describe exactly the bytes that follow.
     """
 
     def __init__(self, path: Path, num_bytes: int | None = None, header: str | None = None) -> None:
@@ -136,7 +139,7 @@ class ShardFile:
         self.header = self._read_header()
         if header is not None and digest(self.header) != header:
             raise damaged(path, "the digest of its header does not match")
-        self.places = places_of(path, self.header, self.num_bytes)
+        self.tensors = parse_header(path, self.header, self.num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> memoryview:
         """Fills `buffer` from `offset` on. Raises `JobError`. Threads may call it at the same time."""
@@ -173,20 +176,20 @@ def open_file(path: Path) -> tuple[int, int]:
         raise missing(path, error) from error
     except ValueError as error:  # a NUL in its name
         raise no_name(path, "MOE0800") from error
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
         raise damaged(path, "it is no file")
-    return file, found.st_size
+    return file, status.st_size
 
 
-def places_of(path: Path | str, header: bytes, num_bytes: int | None = None) -> dict[str, Place]:
+def parse_header(path: Path | str, header: bytes, num_bytes: int | None = None) -> dict[str, StoredTensor]:
     """The tensors of a header, which must fill the file of `num_bytes` without a gap; None for a file of any size.
 
     Raises `JobError` MOE0801; `path` is named in it.
     """
     path = Path(path)
-    places, end = {}, len(header)
+    tensors, end = {}, len(header)
     try:
         table = json.loads(header[LENGTH_BYTES:])
         named = [(name, value) for name, value in table.items() if name != "__metadata__"]
@@ -198,10 +201,10 @@ def places_of(path: Path | str, header: bytes, num_bytes: int | None = None) -> 
             size = math.prod(shape) * ITEM_BYTES[value["dtype"]]
             if len(header) + first != end or last - first != size:
                 raise ValueError(f"{name} does not begin where the tensor before it ends, or has another size")
-            places[name] = Place(value["dtype"], shape, end, size)
+            tensors[name] = StoredTensor(value["dtype"], shape, end, size)
             end += size
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(path, f"its header is not that of a safetensors file ({str(error)[:200]})") from error
     if num_bytes is not None and end != num_bytes:
         raise damaged(path, f"its tensors end at byte {end}, the file at {num_bytes}")
-    return places
+    return tensors

@@ -1,4 +1,4 @@
-"""The temporary folder of a checkpoint that is being written, and those that killed runs have left. Needs no torch.
+"""Temporary folders: of a checkpoint that is being written, and of saves that were killed. Needs no torch.
 
 A temporary folder lies beside the checkpoint's name and is locked. One whose lock is free is left over.
 """
@@ -42,7 +42,7 @@ class Temporary:
             raise no_name(target, "MOE0804") from error
 
     def _make(self) -> bool:
-        """Makes and locks a folder; returns whether it is there. Unlike `tempfile` it leaves the mode to the umask."""
+        """Makes and locks a folder; returns whether it still exists. Unlike `tempfile` it respects the umask."""
         self.path = self.target.with_name(f".{self.target.name}{MARK}{secrets.token_hex(8)}")
         self.path.mkdir()
         try:
@@ -82,7 +82,7 @@ class Temporary:
 
 
 def sweep_left_over(target: Path) -> None:
-    """Removes what killed saves to `target` have left."""
+    """Removes the temporary folders that killed saves to `target` have left."""
     for path in target.parent.glob(f".{glob.escape(target.name)}{MARK}*"):
         remove_left_over(path)
 

@@ -1,4 +1,4 @@
-"""Boxes and cells against numpy's own indexing."""
+"""Boxes and chunks against numpy's own indexing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.runtime.checkpoint.format.grid import boxes_of_run, cell_box, cell_number, cell_of, cells_over
+from moec.runtime.checkpoint.format.grid import boxes_of_run, chunk_at, chunk_box, chunk_number, chunks_overlapping
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -38,9 +38,9 @@ def test_cells_over_a_box_cover_it_once_and_no_other_is_touched(
     shape = tuple(cut * step for cut, step in dims)
     box = tuple(tuple(sorted((data.draw(st.integers(0, d)), data.draw(st.integers(0, d))))) for d in shape)
     seen = np.zeros(shape, dtype=int)
-    for number, cell, both in cells_over(shape, cuts, box):  # type: ignore[arg-type]
-        assert cell == cell_box(shape, cuts, cell_of(cuts, number))
-        assert cell_number(cuts, cell_of(cuts, number)) == number
+    for number, chunk, both in chunks_overlapping(shape, cuts, box):  # type: ignore[arg-type]
+        assert chunk == chunk_box(shape, cuts, chunk_at(cuts, number))
+        assert chunk_number(cuts, chunk_at(cuts, number)) == number
         assert all(start < stop for start, stop in both)
         seen[tuple(slice(*ends) for ends in both)] += 1
     wanted = np.zeros(shape, dtype=int)

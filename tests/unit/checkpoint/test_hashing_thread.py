@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moec.runtime.checkpoint.format import shards
-from moec.runtime.checkpoint.format.shards import Piece, write_shard
+from moec.runtime.checkpoint.format.shards import HostTensor, write_shard
 
 EXITS = """
 import _thread, sys, threading
@@ -26,7 +26,7 @@ def endless(block):
     threading.Event().wait()
 
 shards.digest = endless
-piece = shards.Piece("a", "U8", (4,), memoryview(bytes(4)))
+piece = shards.HostTensor("a", "U8", (4,), memoryview(bytes(4)))
 _thread.start_new_thread(shards.write_shard, (Path(sys.argv[1]), [piece]))
 assert begun.wait(60)
 """
@@ -53,7 +53,7 @@ def test_it_stops_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", full)
     before = set(threading.enumerate())
     with pytest.raises(OSError, match="No space left"):
-        write_shard(tmp_path / "shard", [Piece("a", "U8", (400,), memoryview(bytes(400)))])
+        write_shard(tmp_path / "shard", [HostTensor("a", "U8", (400,), memoryview(bytes(400)))])
     failed.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(60)

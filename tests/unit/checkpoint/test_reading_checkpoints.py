@@ -73,7 +73,7 @@ def test_only_blocks_of_the_part_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "BLOCK_BYTES", 12)  # a row of a half
     checkpoint = Checkpoint(Draft(tmp_path / "100").write())
     blocks = list(checkpoint.blocks("model/weight", ((1, 2), (0, 6))))
-    assert [(block.rank, block.first, block.num_bytes) for block in blocks] == [(0, 12, 12), (1, 12, 12)]
+    assert [(block.rank, block.first_byte, block.num_bytes) for block in blocks] == [(0, 12, 12), (1, 12, 12)]
 
 
 def test_shards_are_safetensors_files(draft: Draft) -> None:
@@ -143,12 +143,12 @@ def change(**fields: Any) -> Callable[[Draft], Any]:
 
 
 HOSTILE: dict[str, tuple[Callable[[Draft], Any], str]] = {
-    "a cell is missing": (change(files=[0]), "1 pieces .* 2 cells"),
-    "a cell too many": (change(files=[0, 1, 1]), "3 pieces .* 2 cells"),
+    "a chunk is missing": (change(files=[0]), "2 chunks, but ranks of 1"),
+    "a chunk too many": (change(files=[0, 1, 1]), "2 chunks, but ranks of 3"),
     "cuts that do not divide": (change(cuts=[3, 2]), r"cuts \[3, 2\] do not divide"),
     "cuts of other dims": (change(cuts=[2]), "differ in length"),
     "no cut at all": (change(cuts=[1, 0]), "greater than or equal to 1"),
-    "a rank that there is not": (change(files=[0, 2]), "a piece is of rank 2, but there are 2 ranks"),
+    "a rank that there is not": (change(files=[0, 2]), "a chunk is of rank 2, but there are 2 ranks"),
     "a negative rank": (change(files=[0, -1]), "greater than or equal to 0"),
     "a rank as a path": (change(files=["../../etc/passwd", 1]), "valid integer"),
     "a file's name": (change(file="../../etc/passwd"), "not permitted"),

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from pydantic import TypeAdapter
+from support.layer_predictions import predict_layer
 from support.plans import moe_plan
 
 from moec.cli import app
 from moec.codegen.kernels.model.model_device import DEVICES
-from moec.codegen.kernels.model.model_layer import predict_layer
 from moec.codegen.kernels.model.model_loads import Load
-from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.plan_kernels import products_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
@@ -25,7 +25,7 @@ from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of
 from moec.commands.inspecting.inspect_documents import KernelsDocument
 from moec.commands.inspecting.inspect_kernels import HEAD, run
-from moec.commands.inspecting.kernel_listing import Listing
+from moec.commands.inspecting.kernel_listing import KernelListing
 from moec.driver import compile as compile_source
 from moec.passes.ir import Value
 from moec.passes.ir.work.formulas import experts_work
@@ -205,7 +205,7 @@ def test_times_are_predicted_on_a_device_with_a_model(tmp_path: Path) -> None:
 def test_a_library_s_products_are_listed_and_not_compiled(tmp_path: Path) -> None:
     text = SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16")
     plan = compile_source(text)
-    by_rule = next(block.choice.ways for block in Listing(plan).blocks if block.choice)
+    by_rule = next(block.choice.ways for block in KernelListing(plan).blocks if block.choice)
     ways = by_rule.with_way("up", "grouped_mm").with_way("up_weights", "grouped_mm")
     entries = tuple(Entry.of(product.key, ways, None) for product in products_of(plan))
     stored = StoredTiles(device="h200", triton="3.6.0", entries=entries)
@@ -223,7 +223,7 @@ def test_two_products_of_a_library_that_read_one_copy_of_the_gradient_gather_it_
     plan = compile_source(SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16"))
     ways = Ways(*["grouped_mm"] * 6)
     entries = tuple(Entry.of(product.key, ways, None) for product in products_of(plan))
-    listing = Listing(replace(plan, tiles=StoredTiles(device="h200", triton="3.6.0", entries=entries)))
+    listing = KernelListing(replace(plan, tiles=StoredTiles(device="h200", triton="3.6.0", entries=entries)))
     (block,) = (block for block in listing.blocks if block.layer is not None)
     assert block.layer is not None
     load = Load.uniform(listing.tokens, block.layer.experts, block.layer.k)

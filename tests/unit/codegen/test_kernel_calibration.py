@@ -12,19 +12,11 @@ from pathlib import Path
 import calibrate_kernels
 import numpy as np
 import pytest
+from kernel_fit import Measurement, calibrate, read_measurements, report, residuals, stored
 from pydantic import ValidationError
 
 from moec.codegen.kernels.model import model_calibration
-from moec.codegen.kernels.model.model_calibration import (
-    Measurement,
-    StoredModel,
-    calibrate,
-    device_model,
-    read_measurements,
-    report,
-    residuals,
-    stored,
-)
+from moec.codegen.kernels.model.model_calibration import StoredModel, device_model
 from moec.codegen.kernels.model.model_device import DEVICES, FREE, DeviceModel
 from moec.codegen.kernels.tiles import KERNELS
 

@@ -8,8 +8,9 @@ from math import ceil, comb
 import numpy as np
 import pytest
 from support.tables import each_row
+from zipf_loads import inclusions, zipf
 
-from moec.codegen.kernels.model.model_loads import Load, inclusions
+from moec.codegen.kernels.model.model_loads import Load
 
 
 def test_expected_tiles_of_uniform_routing_are_those_of_the_binomial() -> None:
@@ -47,14 +48,14 @@ def test_chances_of_draws_without_replacement_are_those_of_enumeration() -> None
 
 @each_row(("experts", "k"), [(8, 2), (128, 8), (256, 8), (64, 1)])
 def test_chances_of_zipf_add_up_to_the_choices(experts: int, k: int) -> None:
-    chances = Load.zipf(1000, experts, k).chances
+    chances = zipf(1000, experts, k).chances
     assert sum(chances) == pytest.approx(k, rel=1e-6)
     assert list(chances) == sorted(chances, reverse=True)
 
 
 def test_every_token_chooses_every_expert_when_there_are_as_many_choices() -> None:
     assert inclusions((0.7, 0.2, 0.1), 3) == (1, 1, 1)
-    assert Load.zipf(100, 3, 3).tiles(64) == 6
+    assert zipf(100, 3, 3).tiles(64) == 6
 
 
 def test_known_counts_are_used_as_they_are() -> None:
@@ -69,7 +70,7 @@ def test_no_tokens_have_no_tiles() -> None:
 
 
 def test_a_rank_s_experts_get_as_many_rows_from_the_tokens_of_all_ranks() -> None:
-    alone, of_rank = Load.uniform(2, 2, 2), Load.of_rank(2, 2, 2, ranks=2)
+    alone, of_rank = Load.uniform(2, 2, 2), Load.uniform_over_ranks(2, 2, 2, ranks=2)
     assert of_rank.rows == alone.rows == 4
     # Alone both experts are always chosen; each of 4 tokens chooses 2 of the 4 experts of both ranks.
     assert (alone.used_experts(), of_rank.used_experts()) == (2, pytest.approx(2 * (1 - 0.5**4)))

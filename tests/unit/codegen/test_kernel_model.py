@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from math import inf
 
 import pytest
+from support.layer_predictions import predict_layer
 from support.tables import each_row
 
 from moec.codegen.kernels.model.model import predict, predict_schedule
 from moec.codegen.kernels.model.model_choice import best_way
 from moec.codegen.kernels.model.model_device import DEVICES, SOURCES, DeviceModel, complaint
-from moec.codegen.kernels.model.model_layer import predict_layer
 from moec.codegen.kernels.model.model_libraries import LARGE, MEDIUM, SMALL, schedule_of_library
 from moec.codegen.kernels.model.model_loads import Load
 from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule, estimated_blocks, step_of

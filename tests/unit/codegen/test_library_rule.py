@@ -6,7 +6,7 @@ from support.tables import each_row
 
 import moec
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.plan_kernels import kernels_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.stored_tiles import Choice, choose
 from moec.codegen.kernels.tiles import KERNELS, Tile

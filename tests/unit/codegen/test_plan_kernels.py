@@ -13,8 +13,8 @@ from support.tables import each_row
 
 from moec.codegen.folder import plan_files
 from moec.codegen.kernels import shapes as kernels
-from moec.codegen.kernels.kernel_shape import MOST_EXPERTS, complaint, render
-from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
+from moec.codegen.kernels.kernel_shape import MAX_EXPERTS, complaint, render
+from moec.codegen.kernels.plan_kernels import kernel_sources, kernels_of
 from moec.codegen.kernels.shapes import GatedShape, RouteShape
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
@@ -101,7 +101,7 @@ def test_reading_a_plan_with_kernels_imports_neither_torch_nor_triton(plan: Plan
 
 
 def test_shapes_without_kernels_say_why() -> None:
-    shape = RouteShape(experts=MOST_EXPERTS + 1, k=2, score="softmax", after=False, normalize=True, dtype="fp32")
+    shape = RouteShape(experts=MAX_EXPERTS + 1, k=2, score="softmax", after=False, normalize=True, dtype="fp32")
     assert complaint(shape) == "kernels are for at most 2048 experts, not 2049"
     with pytest.raises(ValueError, match="at most 2048 experts"):
         render(shape)

@@ -14,7 +14,7 @@ from support.tables import each_row
 from moec.codegen.folder import PlanError, canonical, digest
 from moec.codegen.kernels import stored_tiles
 from moec.codegen.kernels.fitting import buffer_bytes, fitted
-from moec.codegen.kernels.of_plan import kernel_sources, products_of
+from moec.codegen.kernels.plan_kernels import kernel_sources, products_of
 from moec.codegen.kernels.stored_tiles import Entry, Measured, StoredTiles, TileKey, choose, key_of, shipped
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tile_rule import HALF, extents, tiles_for

@@ -119,7 +119,7 @@ def failing_copy() -> Sequence[Diagnostic]:
     from moec.runtime.checkpoint import content
 
     failing = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
-    with job_and_model() as (job, model), mock.patch.object(content, "host_pieces", failing):
+    with job_and_model() as (job, model), mock.patch.object(content, "host_copies", failing):
         saving = job.save(CHECKPOINT, model)
         return raised(saving.wait)
 

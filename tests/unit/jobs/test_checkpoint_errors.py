@@ -28,7 +28,7 @@ def failing(error: Exception) -> Any:
 def test_a_copy_that_fails_is_the_cause_of_the_saves_error(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(content, "host_pieces", failing(error))
+    monkeypatch.setattr(content, "host_copies", failing(error))
     saving = job.save(tmp_path / "1", job.build())
     with pytest.raises(JobError, match=r"MOE0812.*a copy to host memory failed") as raised:
         saving.wait()

@@ -17,7 +17,7 @@ from moec.grammar.spec.base import Node
 from moec.passes.ir.texts.text import print_program
 from moec.passes.lower.lower_model import lower
 from moec.runtime.checkpoint.format.index import ModelFields
-from moec.runtime.checkpoint.mathematics import differences, fields_of
+from moec.runtime.checkpoint.model_fields import differences, fields_of
 
 ROPE = "rope(scaling = {})"
 MOE = "moe {{ experts = {}; gate = {}; {} }}"

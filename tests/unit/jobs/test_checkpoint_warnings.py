@@ -13,7 +13,7 @@ from support.plans import moe_plan
 
 import moec
 from moec.runtime.checkpoint.format.index import ModelFields
-from moec.runtime.checkpoint.mathematics import differences, fields_of
+from moec.runtime.checkpoint.model_fields import differences, fields_of
 
 TEXT = """
 model "m" {

@@ -10,7 +10,7 @@ from support.verified import require_equal
 from support.wrong_plans import change_op, change_sums, op_giving
 
 import moec
-from moec.codegen.kernels.of_plan import kernel_sources
+from moec.codegen.kernels.plan_kernels import kernel_sources
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.passes.ir.ir_error import IrError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moec
 from moec.codegen.emit import emit_function
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.plan_kernels import kernels_of
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moec
-from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.plan_kernels import kernels_of
 from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moec.codegen.kernels.library_rule import MOST_EXPERTS
+from moec.codegen.kernels.library_rule import MAX_EXPERTS
 from moec.passes.ir.value import DTYPE_BYTES
 
 CAPABILITIES = (9, 10)
@@ -28,8 +28,8 @@ def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int,
     unfit = _device_complaint(device, dtype) if device.type == "cuda" else None
     if unfit is not None:
         return f"torch's grouped_mm is a loop that waits for the host {unfit}"
-    if experts > MOST_EXPERTS:
-        return f"torch's grouped_mm takes at most {MOST_EXPERTS} experts, not {experts}"
+    if experts > MAX_EXPERTS:
+        return f"torch's grouped_mm takes at most {MAX_EXPERTS} experts, not {experts}"
     return odd_width(dtype, widths, "torch's grouped_mm")
 
 

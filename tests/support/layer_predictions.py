@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.model.model import Prediction, predict, predict_schedule
+from moec.codegen.kernels.model.model import Prediction, moving, predict, predict_schedule
 from moec.codegen.kernels.model.model_device import DeviceModel
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
@@ -29,20 +29,6 @@ class LayerKernel:
     prediction: Prediction
 
 
-def moving(moved: float, device: DeviceModel) -> Prediction:
-    """The time of a kernel that computes no product and moves `moved` bytes."""
-    seconds = moved / (device.memory_bandwidth * device.row_efficiency)
-    return Prediction(
-        seconds=seconds + device.launch,
-        bound="memory" if seconds > device.launch else "launch",
-        parts={"memory": seconds, "launch": device.launch},
-        flops=0,
-        multiplied=0,
-        moved=moved,
-        blocks=0,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LayerPrediction:
     """The kernels of a layer over `rows` rows, in order. Times are seconds."""
@@ -54,9 +40,9 @@ class LayerPrediction:
 
     def seconds(self, direction: Direction, graph: bool = True) -> float:
         """All kernels one after another; without a graph, no faster than the host launches them."""
-        own = [each.prediction for each in self.kernels if each.direction == direction]
-        device = sum(each.seconds for each in own)
-        return device if graph else max(device, self.host_launch * sum(each.launches for each in own))
+        predictions = [kernel.prediction for kernel in self.kernels if kernel.direction == direction]
+        device = sum(kernel.seconds for kernel in predictions)
+        return device if graph else max(device, self.host_launch * sum(kernel.launches for kernel in predictions))
 
     def flops(self, direction: Direction) -> float:
         """By convention: 6 · T · k · D · F forward if gated (4 if not), and twice as much backward."""
@@ -79,7 +65,7 @@ def predict_layer(
 def predict_schedules(
     schedules: dict[Kernel, Schedule], layer: ExpertLayer, load: Load, device: DeviceModel
 ) -> LayerPrediction:
-    """The same layer with a schedule for each product."""
+    """A local layer with a softmax router and a schedule for each product."""
     products = {
         kernel: predict_schedule(kernel, schedule, layer, load, device) for kernel, schedule in schedules.items()
     }

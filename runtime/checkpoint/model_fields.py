@@ -1,8 +1,7 @@
-"""What a model computes, as the text of its `.moe` file, and how two models of equal shapes differ. Needs no torch.
+"""What a model computes, as text of its `.moe` file, and how two models of equal shapes differ. Needs no torch.
 
-A checkpoint stores the fields of `model`, and of the layers that its experts are, that are not at their defaults, in
-canonical text. Sizes are left out, which the tensors' shapes state; how a model is trained and on which ranks are left
-out, which may change from run to run.
+A checkpoint stores those fields of `model` and of its layers that differ from their defaults. It omits sizes, which the
+tensors' shapes state, and how and on which ranks a model is trained, which may change from run to run.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from moec.grammar.spec.base import Node
 from moec.runtime.checkpoint.format.index import ModelFields
 
 WITHOUT = frozenset(("name", "vocab", "dim", "depth", "context", "layers"))
-"""Fields of a model that are shapes, or bounds of them, or are stored by layer."""
+"""Fields of a model that are not stored with it: shapes, their bounds, and `layers`, which are stored one by one."""
 
 
 def fields_of(spec: Spec) -> dict[str, Any]:
-    """A `ModelFields` as plain data: the text of every field, once for each distinct layer."""
+    """A `ModelFields` as plain data. Equal layers are stored once."""
     distinct = dict[Node, int]()
     kinds = [distinct.setdefault(layer, len(distinct)) for layer in spec.model.layers]
     inner = spec.subject.inner
@@ -48,38 +47,38 @@ def _texts(node: Node, inner: Mapping[str, Moe], prefix: str = "") -> Iterator[t
 
 
 def _context(spec: Spec) -> dict[str, str]:
-    """The context, where frequencies of rotary positions depend on it (`passes/lower/rotary.py`)."""
+    """The context, if frequencies of rotary positions depend on it (`passes/lower/rotary.py`)."""
     context = spec.model.context or spec.sequence
     ropes = (layer.attention.rope for layer in spec.model.layers)
     scalings = (rope.scaling for rope in ropes if rope is not None)
-    originals = [each.original for each in scalings if isinstance(each, LongRope | Ntk) and each.original]
+    originals = [scaling.original for scaling in scalings if isinstance(scaling, LongRope | Ntk) and scaling.original]
     return {"context": str(context)} if context and any(context > original for original in originals) else {}
 
 
 def differences(stored: ModelFields, spec: Spec) -> list[str]:
     """A phrase for each field that differs between a checkpoint's model and that of `spec`, with both values."""
     here = ModelFields(**fields_of(spec))
-    found = list(_between(stored.model, here.model))
+    phrases_of_all = list(_between(stored.model, here.model))
     layers = dict[str, list[int]]()
-    phrases = dict[tuple[int, int], list[str]]()
+    phrases_of_pair = dict[tuple[int, int], list[str]]()
     for number, pair in enumerate(zip(stored.kinds, here.kinds, strict=False)):
-        if pair not in phrases:
-            phrases[pair] = list(_between(stored.layers[pair[0]], here.layers[pair[1]]))
-        for phrase in phrases[pair]:
+        if pair not in phrases_of_pair:
+            phrases_of_pair[pair] = list(_between(stored.layers[pair[0]], here.layers[pair[1]]))
+        for phrase in phrases_of_pair[pair]:
             layers.setdefault(phrase, []).append(number)
     depth = len(here.kinds)
     for phrase, numbers in layers.items():
         where = "" if len(numbers) == depth else f" of layers {selector(numbers)}"
         name, _, rest = phrase.partition(" is ")
-        found.append(f"{name}{where} is {rest}")
-    return found
+        phrases_of_all.append(f"{name}{where} is {rest}")
+    return phrases_of_all
 
 
 def other_biases(stored: ModelFields, spec: Spec) -> str:
-    """How the gate's bias of the first layer where they differ is made in a checkpoint and in `spec`; else nothing.
+    """A phrase for the first layer whose gate has a learned bias on one side and an online one on the other; or empty.
 
-    A learned bias and that of `online` have one name and shape, and mean different things: the first is added to logits
-    and has a gradient, the second only chooses and follows loads.
+    The two have one name and shape but different meanings: a learned bias is added to logits and has a gradient; an
+    online one only takes part in the choice of experts, and follows their loads.
     """
     here = ModelFields(**fields_of(spec))
     for number, (there, now) in enumerate(zip(stored.kinds, here.kinds, strict=False)):
@@ -90,19 +89,19 @@ def other_biases(stored: ModelFields, spec: Spec) -> str:
 
 
 def _bias_of(layer: Mapping[str, str]) -> str:
-    found = re.search(r"\bbias = (learned|online)\b", layer.get("moe.gate", ""))
-    return found[1] if found else ""
+    match = re.search(r"\bbias = (learned|online)\b", layer.get("moe.gate", ""))
+    return match[1] if match else ""
 
 
 def _between(stored: dict[str, str], here: dict[str, str]) -> Iterator[str]:
     for name in [*stored, *(name for name in here if name not in stored)]:
-        there, now = (given.get(name) or _not_given(name) for given in (stored, here))
+        there, now = stored.get(name) or _not_given(name), here.get(name) or _not_given(name)
         if there != now:
             yield f"{name} is {there} in the checkpoint, {now} here"
 
 
 def _not_given(name: str) -> str:
-    """`not given (bf16)`, where a field of a model, a layer or a mixture has a default."""
+    """`not given`, with the default in parentheses if the field has one: `not given (bf16)`."""
     word = name.rpartition(".")[2]
     known = next((known for kind in (Model, Layer, Moe) for known in fields(kind).values() if known.word == word), None)
     has_default = known is not None and not known.required and known.default is not None

@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face folder or of a state dict: their names, shapes and dtypes, and their values on demand.
 
-A file of a folder is mapped into memory: of a tensor that is copied in part only that part is read. Nothing is
+A file of a folder is mapped into memory, so that only the parts of tensors that are copied are read. Nothing is
 executed, and no pickle is opened.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.grammar.huggingface.read import GGUF, NO_GGUF
 from moec.runtime.checkpoint.format.parts import DTYPES
-from moec.runtime.checkpoint.format.shards import Place, ShardFile
+from moec.runtime.checkpoint.format.shards import ShardFile, StoredTensor
 from moec.runtime.errors import JobError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -33,8 +33,8 @@ CONVERT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor: `place` says where for messages, `view` gives its values, which share memory with the file."""
+class SourceTensor:
+    """A tensor. `place` names its file in messages; `view` gives its values, which share memory with the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,19 +42,18 @@ class Stored:
     view: Callable[[], Tensor]
 
 
-def stored_in(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of a folder with safetensors files, of one such file, or of a state dict; of a model of images and
-    text those of its decoder.
+def source_tensors(source: str | Path | Mapping[str, Any]) -> dict[str, SourceTensor]:
+    """The tensors of a folder with safetensors files, of one such file, or of a state dict.
 
-    Raises `JobError` MOE0905 for files that are missing, damaged, outside of the folder or pickles, and for values of a
-    state dict that are no whole tensors.
+    Of a model of images and text they are the decoder's. Raises `JobError` MOE0905 for files that are missing, damaged,
+    outside of the folder or pickles, and for values of a state dict that are no whole tensors.
     """
-    return of_decoder(_whole(source))
+    return decoder_tensors(_whole(source))
 
 
-def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
+def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, SourceTensor]:
     if isinstance(source, Mapping):
-        return {name: _of_value(name, value) for name, value in source.items()}
+        return {name: _state_dict_tensor(name, value) for name, value in source.items()}
     folder = Path(source)
     if folder.suffix == ".json":
         raise JobError("MOE0905", f"{folder} is a config, not a file of weights", "give the folder that it is in")
@@ -63,11 +62,11 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
             raise _pickled(folder.parent, folder.name)
         if folder.suffix == ".gguf":
             raise JobError("MOE0905", f"{folder}: {GGUF}", NO_GGUF)
-        return _of_file(folder, folder.name)
-    if (folder / SINGLE).is_file():  # with an index beside it too, as transformers chooses
-        return _of_file(folder / SINGLE, SINGLE)
+        return _file_tensors(folder, folder.name)
+    if (folder / SINGLE).is_file():  # even with an index beside it: transformers chooses it too
+        return _file_tensors(folder / SINGLE, SINGLE)
     if (folder / INDEX).is_file():
-        return _by_index(folder)
+        return _indexed_tensors(folder)
     if not folder.is_dir():
         raise JobError("MOE0905", f"{folder}: there is no such folder", "give a model's folder, with safetensors files")
     pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -85,52 +84,54 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
 DECODER = re.compile(r"(?:model\.language_model|language_model\.model)\.(?P<inside>.*)")
 HEAD = re.compile(r"(?:language_model\.)?(?P<inside>lm_head\..*)")
 UP, DOWN, QWEN = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
-"""Experts in one tensor, and the router beside them in Qwen3-VL (Aria's is called otherwise)."""
+"""Experts in one tensor each, and the router in Qwen3-VL (Aria's has another name)."""
 
 
-def of_decoder(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Of a model of images and text the tensors of its decoder, by the names that these have alone, and with experts
-    as [experts, out, in], which Qwen3-VL stores transposed; of others the tensors as they are."""
+def decoder_tensors(tensors: dict[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors of the decoder of a model of images and text, by a pure decoder's names; of others all as they are.
+
+    Experts are [experts, out, in]; Qwen3-VL stores them transposed.
+    """
     if not any(DECODER.fullmatch(name) for name in tensors):
         return tensors
-    found = {}
+    decoder = {}
     for name, tensor in tensors.items():
         if inside := DECODER.fullmatch(name):
-            found[f"model.{inside['inside']}"] = tensor
+            decoder[f"model.{inside['inside']}"] = tensor
         elif inside := HEAD.fullmatch(name):
-            found[inside["inside"]] = tensor
-    for up in [name for name in found if name.endswith(UP)]:
+            decoder[inside["inside"]] = tensor
+    for up in [name for name in decoder if name.endswith(UP)]:
         mixture = up.removesuffix(UP)
-        if f"{mixture}{QWEN}" in found and _is_transposed(found[up], found.get(f"{mixture}{DOWN}")):
-            found |= {name: _transposed(found[name]) for name in (up, f"{mixture}{DOWN}")}
-    return found
+        if f"{mixture}{QWEN}" in decoder and _is_transposed(decoder[up], decoder.get(f"{mixture}{DOWN}")):
+            decoder |= {name: _transposed(decoder[name]) for name in (up, f"{mixture}{DOWN}")}
+    return decoder
 
 
-def _is_transposed(up: Stored, down: Stored | None) -> bool:
-    """Whether these are [experts, in, 2 out] and [experts, out, in]."""
+def _is_transposed(up: SourceTensor, down: SourceTensor | None) -> bool:
+    """Whether `up` is [experts, in, 2 out] and `down` [experts, out, in]."""
     if down is None or not len(up.shape) == len(down.shape) == 3:
         return False
     return up.shape[1:] == (down.shape[2], 2 * down.shape[1])
 
 
-def _transposed(tensor: Stored) -> Stored:
+def _transposed(tensor: SourceTensor) -> SourceTensor:
     experts, rows, columns = tensor.shape
     return replace(tensor, shape=(experts, columns, rows), view=lambda: tensor.view().transpose(1, 2))
 
 
 SAMPLED = 16
-"""Elements of each tensor that `digest_of` looks at."""
+"""Elements of each tensor that `digest_of` hashes."""
 
 
-def digest_of(stored: Mapping[str, Stored]) -> int:
-    """A number that is equal for the same tensors: of their names, shapes, dtypes and some of their elements."""
-    found = hashlib.sha256()
+def digest_of(stored: Mapping[str, SourceTensor]) -> int:
+    """A hash of the names, shapes, dtypes and some elements of tensors."""
+    digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
-        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
         flat = tensor.view().reshape(-1)
         some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
-        found.update(some.view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(found.digest()[:7], "little")
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:7], "little")
 
 
 def _pickled(folder: Path, name: str) -> JobError:
@@ -141,8 +142,8 @@ def _pickled(folder: Path, name: str) -> JobError:
     )
 
 
-def _by_index(folder: Path) -> dict[str, Stored]:
-    """The tensors of the index, each from the file that it names."""
+def _indexed_tensors(folder: Path) -> dict[str, SourceTensor]:
+    """The tensors of an index, from the files that it names."""
     path = folder / INDEX
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
@@ -153,13 +154,13 @@ def _by_index(folder: Path) -> dict[str, Stored]:
         raise JobError(
             "MOE0905", f"{path} is not an index of safetensors files", "download the folder again"
         ) from error
-    files: dict[str, dict[str, Stored]] = {}
+    files: dict[str, dict[str, SourceTensor]] = {}
     for file in dict.fromkeys(named.values()):
         if PurePath(file).name != file or file in ("", ".", "..") or not file.isprintable():
             raise JobError(
                 "MOE0905", f"{path} names {file!r}, which is not a file of the folder", "do not trust this folder"
             )
-        files[file] = _of_file(folder / file, file)
+        files[file] = _file_tensors(folder / file, file)
     for name, file in named.items():
         if name not in files[file]:
             raise JobError("MOE0905", f"{folder / file} has no tensor {name}, which {INDEX} says is there")
@@ -170,8 +171,8 @@ def _by_index(folder: Path) -> dict[str, Stored]:
     return {name: files[file][name] for name, file in named.items()}
 
 
-def _of_file(path: Path, shown: str) -> dict[str, Stored]:
-    """The tensors of one safetensors file; links are followed, as in a download's cache."""
+def _file_tensors(path: Path, shown: str) -> dict[str, SourceTensor]:
+    """The tensors of one safetensors file. Links are followed: a download's cache consists of them."""
     try:
         file = ShardFile(path.resolve(strict=True))
     except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: links in a circle
@@ -182,13 +183,13 @@ def _of_file(path: Path, shown: str) -> dict[str, Stored]:
         raise JobError("MOE0905", f"{path} is damaged: {message}", "download this file again") from error
     mapped = _Mapped(path)
     return {
-        name: Stored(place.shape, DTYPES[place.dtype], shown, _viewer(mapped, place))
-        for name, place in file.places.items()
+        name: SourceTensor(stored.shape, DTYPES[stored.dtype], shown, _viewer(mapped, stored))
+        for name, stored in file.tensors.items()
     }
 
 
 class _Mapped:
-    """A file's bytes, mapped when they are first asked for; writing to them changes no file."""
+    """A file's bytes, mapped on first use. Writing to them does not change the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -201,21 +202,21 @@ class _Mapped:
         return self._map
 
 
-def _viewer(mapped: _Mapped, place: Place) -> Callable[[], Tensor]:
+def _viewer(mapped: _Mapped, stored: StoredTensor) -> Callable[[], Tensor]:
     def view() -> Tensor:
-        dtype = DTYPES[place.dtype]
-        if not place.num_bytes:
-            return torch.empty(place.shape, dtype=dtype)
-        count = place.num_bytes // dtype.itemsize
-        if place.offset % dtype.itemsize:
-            copied = bytearray(mapped()[place.offset : place.offset + place.num_bytes])
-            return torch.frombuffer(copied, dtype=dtype).view(place.shape)
-        return torch.frombuffer(mapped(), dtype=dtype, count=count, offset=place.offset).view(place.shape)
+        dtype = DTYPES[stored.dtype]
+        if not stored.num_bytes:
+            return torch.empty(stored.shape, dtype=dtype)
+        count = stored.num_bytes // dtype.itemsize
+        if stored.offset % dtype.itemsize:
+            copied = bytearray(mapped()[stored.offset : stored.offset + stored.num_bytes])
+            return torch.frombuffer(copied, dtype=dtype).view(stored.shape)
+        return torch.frombuffer(mapped(), dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
 
     return view
 
 
-def _of_value(name: object, value: object) -> Stored:
+def _state_dict_tensor(name: object, value: object) -> SourceTensor:
     if not isinstance(name, str) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         kind = type(value).__name__
         raise JobError(
@@ -224,4 +225,4 @@ def _of_value(name: object, value: object) -> Stored:
             "give `model.state_dict()` of a transformers model on one process, or a folder",
         )
     detached = value.detach()
-    return Stored(tuple(detached.shape), detached.dtype, "the state dict", lambda: detached)
+    return SourceTensor(tuple(detached.shape), detached.dtype, "the state dict", lambda: detached)

@@ -29,9 +29,9 @@ Heads = o.ChosenHeads | o.MixHeads
 
 @dataclass(frozen=True, slots=True)
 class PlanKernel:
-    """A kernel shape, the block and op that need it, the choices per token, and which of its kernels are launched.
+    """A kernel shape, the block and op that need it, and the choices per token (`k`).
 
-    If `only` is empty, all of them are launched.
+    `only`: the shape's kernels that are launched; if it is empty, all are.
     """
 
     shape: KernelShape
@@ -71,12 +71,12 @@ def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
     return tuple(
         kernel
         for block in plan.program.blocks
-        for kernel in (*_of_mixture(plan, block, on), *_of_dense(plan, block))
+        for kernel in (*_mixture_kernels(plan, block, on), *_dense_kernels(plan, block))
         if complaint(kernel.shape) is None
     )
 
 
-def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKernel]:
+def _mixture_kernels(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKernel]:
     if choices_of(block) is None and not any(isinstance(op, Heads | Experts) for op in block.ops):
         return  # experts of slots, as `soft` has them, serve no choices
     k = choices_per_token(block)
@@ -84,12 +84,12 @@ def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKer
     def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:
         return PlanKernel(shape, block.name, k, op, only)
 
-    asked: dict[KernelShape, tuple[Op, list[str]]] = {}
+    launched_by_shape: dict[KernelShape, tuple[Op, list[str]]] = {}
     for op in block.ops:
-        of_op = _of_heads(plan, block, op) if isinstance(op, Heads) else _of_rows(op, block, k)
-        for shape, names in of_op:
-            asked.setdefault(shape, (op, []))[1].extend(names)
-    for shape, (op, launched) in asked.items():
+        op_kernels = _head_kernels(plan, block, op) if isinstance(op, Heads) else _row_kernels(op, block, k)
+        for shape, names in op_kernels:
+            launched_by_shape.setdefault(shape, (op, []))[1].extend(names)
+    for shape, (op, launched) in launched_by_shape.items():
         yield kernel(shape, op, *dict.fromkeys(launched))
     sources = sources_of(plan.program, block)
     tables: set[KernelShape] = set()
@@ -107,7 +107,7 @@ def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKer
                 yield kernel(around, experts, *passes)
 
 
-def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
     """The kernels that an op and its backward launch to choose experts, count choices and move rows."""
     experts = _experts_of(op, block)
     own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
@@ -118,9 +118,9 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
     match op:
         case o.Route():
             shape = _route_shape(op, experts)
-            yield shape, () if shape == shape.of_backward else ("route",)
-            if shape != shape.of_backward:
-                yield shape.of_backward, ("route_backward",)
+            yield shape, () if shape == shape.backward_shape else ("route",)
+            if shape != shape.backward_shape:
+                yield shape.backward_shape, ("route_backward",)
         case o.NestedRoute():
             yield _plain_route_shape(op.outer, op.k, op.score, op.order, op.normalize), ()
             yield _plain_route_shape(op.inner, op.inner_k, op.inner_score, op.inner_order, op.inner_normalize), ()
@@ -155,25 +155,25 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
             yield every, counting
 
 
-def _of_heads(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
-    """The kernels that sort a rank's choices by group of heads, and move rows from tokens and back.
+def _head_kernels(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+    """The kernels that sort a rank's choices by groups of heads, and move rows from tokens and back.
 
-    Between attention and its output a row is a choice of its own, with the rank's heads of the group.
+    Between attention and its output each choice is a row, with the rank's heads of the chosen group.
     """
-    given, inside = op.named(op.operands), 1 if isinstance(op, o.ChosenHeads) else 2
-    groups, *sizes = shape_on_rank(plan.program, block, given["weight"])
+    operands, inside = op.named(op.operands), 1 if isinstance(op, o.ChosenHeads) else 2
+    groups, *sizes = shape_on_rank(plan.program, block, operands["weight"])
     width, dim = sizes[inside - 1] * sizes[inside], sizes[2 if inside == 1 else 0]
-    k, dtype = block.scope[given["experts"]].shape[-1], block.scope[given["weight"]].dtype
+    k, dtype = block.scope[operands["experts"]].shape[-1], block.scope[operands["weight"]].dtype
     assert isinstance(k, int)
-    of_tokens, of_choices = (
+    token_places, choice_places = (
         PlacesShape(k=choices, dim=row, dtype=dtype, weights="fp32") for choices, row in ((k, dim), (1, width))
     )
     yield QueuesShape(experts=groups, k=1), ("count", "scan", "rank")
-    yield of_choices, ("fill", "add_rows")
+    yield choice_places, ("fill", "add_rows")
     if isinstance(op, o.ChosenHeads):
-        yield of_tokens, ("fill", "add_rows")
+        yield token_places, ("fill", "add_rows")
     else:
-        yield of_tokens, ("combine", "combine_backward")
+        yield token_places, ("combine", "combine_backward")
 
 
 def _plain_route_shape(experts: int, k: int, score: str, order: str, normalize: bool) -> RouteShape:
@@ -193,26 +193,26 @@ def _route_shape(op: o.Route, experts: int) -> RouteShape:
 
 
 def _experts_of(op: Op, block: Block) -> int:
-    """The experts that an op of a gate or a permutation tells apart; 1 for other ops."""
-    given = op.named(block.operands(op))
+    """The number of experts of a gate's or a permutation's op; 1 for other ops."""
+    operands = op.named(block.operands(op))
     match op:
         case o.Permute() | o.PermuteDynamic() | o.CountQueues() | o.LargestLoad():
             return op.num_experts
         case o.MixtureMlp():
-            experts = given["up"].shape[0]
+            experts = operands["up"].shape[0]
         case o.Route() | o.SampleExperts():
-            experts = given["logits"].shape[-1]
+            experts = operands["logits"].shape[-1]
         case o.QueueStarts():
-            experts = given["counts"].shape[-1]
+            experts = operands["counts"].shape[-1]
         case o.PermutePadded() | o.KeepChoices():
-            experts = given["starts"].shape[-1]
+            experts = operands["starts"].shape[-1]
         case _:
             experts = 1
     assert isinstance(experts, int)
     return experts
 
 
-def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
+def _dense_kernels(plan: Plan, block: Block) -> Iterator[PlanKernel]:
     """The gated activations between two dense projections, at their width on one rank."""
     for op in block.ops:
         if isinstance(op, o.Activation) and ACTIVATIONS[op.kind].gated:
@@ -227,12 +227,12 @@ def _products(
     plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target | None
 ) -> tuple[UpShape, DownShape, frozenset[Kernel]]:
     """Both projections' shapes, and the products that a library computes."""
-    given = op.named(op.operands)
-    dtype = block.scope[given["up"]].dtype
-    experts, _, hidden, dim = shape_on_rank(plan.program, block, given["up"])
-    of_tokens = k if isinstance(op, o.MixtureMlp) else 0
+    operands = op.named(op.operands)
+    dtype = block.scope[operands["up"]].dtype
+    experts, _, hidden, dim = shape_on_rank(plan.program, block, operands["up"])
+    choices = k if isinstance(op, o.MixtureMlp) else 0
     ways = ways_of(plan, block, op, on).ways
-    known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
+    known = (experts, dim, hidden, op.activation, dtype, sources > 1, choices, "up_bias" in operands)
     device = on or target_of(plan)
     bulk = in_bulk(dtype, (dim, hidden), device.family, device.name)
     numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha, "bulk": bulk}
@@ -253,17 +253,17 @@ class PlanProducts:
 
 
 def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
-    """The products that tiles can be stored for, one per key."""
+    """The products whose tiles can be stored, one for each key."""
     kernels = kernels_of(plan)
     ups = [(kernel, kernel.shape) for kernel in kernels if isinstance(kernel.shape, UpShape)]
     downs = [kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape)]
-    found: dict[TileKey, PlanProducts] = {}
+    products: dict[TileKey, PlanProducts] = {}
     for (kernel, up), down in zip(ups, downs, strict=True):
         rows = rows_per_rank(plan, kernel.k)
         key = key_of(up.dtype, rows, up.experts, (up.dim, up.hidden), ACTIVATIONS[up.activation].gated)
         mesh = plan.meshes[plan.program.block(kernel.block).experts or "dense"]
-        found.setdefault(key, PlanProducts(key, up, down, rows, dict(mesh.axes).get("ep", 1)))
-    return tuple(found.values())
+        products.setdefault(key, PlanProducts(key, up, down, rows, dict(mesh.axes).get("ep", 1)))
+    return tuple(products.values())
 
 
 def sources_of(program: Program, block: Block) -> int:
