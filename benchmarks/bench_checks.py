@@ -57,12 +57,12 @@ def rank_main(ranks: int, steps: int, result: Path) -> None:
         model = job.build()
         torch.manual_seed(job.data_rank)
         shape = (2, train.batch // job.data_size, train.sequence)
-        home, own, unchecked = model._home, job._checks, Unchecked()
+        home, own, unchecked = model._home, job.checks, Unchecked()
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for step in range(steps + 4):
             tokens, labels = torch.randint(job.plan.spec.model.vocab, shape)
             for checked in (True, False) if step % 2 else (False, True):
-                home.checks = job._checks = own if checked else unchecked
+                home.checks = job.checks = own if checked else unchecked
                 dist.barrier()
                 started = time.perf_counter()
                 job.step(model, tokens, labels)
@@ -70,7 +70,7 @@ def rank_main(ranks: int, steps: int, result: Path) -> None:
                 if step >= 4:
                     seconds[checked].append(time.perf_counter() - started)
                 model.zero_grad()
-        home.checks = job._checks = own
+        home.checks = job.checks = own
     if job.rank == 0:
         result.write_text(json.dumps([seconds[True], seconds[False]]))
 

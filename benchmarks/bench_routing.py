@@ -25,6 +25,7 @@ from moec.grammar.schema import fields
 from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Gate, Smear, Soft, TopK
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Output, Value
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
@@ -93,10 +94,11 @@ def spec_of(gate: str, dim: int) -> Spec | None:
 
 def routing(spec: Spec, dim: int) -> Run:
     """Runs the gate's ops once, forward and backward; returns seconds of processor time."""
-    layer = with_places(spec).model.layers[0]
+    degrees = choose_degrees(spec)
+    layer = with_places(spec, degrees.tp, degrees.ep_of).model.layers[0]
     assert layer.moe is not None
     gate: Node = layer.moe.gate
-    program = lower(spec)
+    program = lower(spec, degrees.tp, degrees.ep_of)
     block = program.block(next(iter(program.layer_blocks)))
     shape = (1, TOKENS)
     given = {
