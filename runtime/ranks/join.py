@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ class _Made:
 
 
 _made: list[_Made] = []
+_begun: tuple[ReferenceType[ProcessGroup], int] | None = None
+"""The process group of all ranks that the last job began with, and how many had begun with it before."""
 _prefixed = set[int]()
 """The rank in this process's `sys.excepthook`, once a process group was made."""
 
@@ -218,10 +221,15 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
     return by_name
 
 
-def await_groups(job: str, world_size: int) -> None:
+def await_groups(world_size: int) -> None:
     """Waits until every rank has made its groups: one that raised and ended sooner would break a slow rank's
     connections, whose error would then stand for its own. Raises `JobError` after the groups' timeout."""
-    store = PrefixStore(f"groups_of_{job}", distributed_c10d._get_default_store())
+    global _begun
+    world = dist.group.WORLD
+    assert world is not None
+    jobs = _begun[1] + 1 if _begun is not None and _begun[0]() is world else 0
+    _begun = ref(world), jobs
+    store = PrefixStore(f"groups_of_job_{jobs}", distributed_c10d._get_default_store())
     if store.add("made", 1) == world_size:
         store.set("all", "")
     try:

@@ -90,7 +90,7 @@ class RunningJob:
             if self.world_size > 1:
                 seconds = self._timeout.total_seconds()
                 self._watch = stack.enter_context(watch(new_connection(), self.rank, self.world_size, seconds))
-                await_groups(self.number, self.world_size)
+                await_groups(self.world_size)
             stack.enter_context(groups.opened(self.number, named, self._watch))
             self._enter_more(stack)
             self._stack, self._has_begun = stack.pop_all(), True
