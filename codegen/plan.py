@@ -14,6 +14,7 @@ from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
 from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State, Stored
 from moec.passes.ir.interface import forwards
+from moec.passes.ir.layout import local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
@@ -57,6 +58,13 @@ class PlanParameter(Stored):
     def master(self) -> Layout:
         """The layout of the module's `nn.Parameter`, fp32 unless it is frozen: that of the optimizer state."""
         return self.optimizer_state
+
+    def cells(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+        """The index, in the whole parameter, of the cells of the master that a rank of its mesh has.
+
+        Row i of a whole parameter of experts is expert i, on whichever rank its cells are.
+        """
+        return local_slices(self.shape, self.master, mesh, rank)
 
     @property
     def zero_cut(self) -> ZeroCut | None:
