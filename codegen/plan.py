@@ -13,7 +13,8 @@ from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
 from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State, Stored
-from moec.passes.ir.interface import forwards, layer_calls, layers_by_block
+from moec.passes.ir.interface import forwards
+from moec.passes.ir.layout import local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
@@ -57,6 +58,13 @@ class PlanParameter(Stored):
     def master(self) -> Layout:
         """The layout of the module's `nn.Parameter`, fp32 unless it is frozen: that of the optimizer state."""
         return self.optimizer_state
+
+    def cells(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+        """The index, in the whole parameter, of the cells of the master that a rank of its mesh has.
+
+        Row i of a whole parameter of experts is expert i, on whichever rank its cells are.
+        """
+        return local_slices(self.shape, self.master, mesh, rank)
 
     @property
     def zero_cut(self) -> ZeroCut | None:
@@ -128,7 +136,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @cached_property
     def expert_meshes(self) -> Mapping[int, Mesh]:
         """The mesh of each layer's experts; dense layers have none."""
-        mesh_names = ((call.layer, self.program.block(call.block).experts) for call in layer_calls(self.program))
+        mesh_names = ((layer.number, self.program.body(layer).experts) for layer in self.program.layers)
         return {layer: self.meshes[mesh] for layer, mesh in mesh_names if mesh}
 
     @property
@@ -155,10 +163,10 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """Every parameter by its full name, `layers.3.attention.q.weight`; identical layers share the entries."""
         return parameters_of(self.program)
 
-    @cached_property
+    @property
     def states(self) -> Mapping[str, State]:
         """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
-        return states_of(self.program)
+        return self.program.states
 
     def data_rank(self, rank: int) -> int:
         """The index of the part of the batch that `rank` reads, of `data_size` parts."""
@@ -220,18 +228,12 @@ def groups_of(meshes: tuple[Mesh, ...], stages: int = 1) -> Groups:
 
 def parameters_of(program: Program) -> dict[str, PlanParameter]:
     """Every parameter of a Program by its full name."""
-    layers, parameters = layers_by_block(program), dict[str, PlanParameter]()
+    parameters = dict[str, PlanParameter]()
     for block in program.blocks:
-        prefixes = [f"layers.{number}." for number in layers[block.name]] or [""]
+        prefixes = program.prefixes(block)
         for parameter in parameters_of_block(block):
             parameters.update({f"{prefix}{parameter.name}": parameter for prefix in prefixes})
     return parameters
-
-
-def states_of(program: Program) -> dict[str, State]:
-    """Every state of a Program by its full name."""
-    blocks = ((call.layer, program.block(call.block)) for call in layer_calls(program))
-    return {f"layers.{layer}.{state.name}": state for layer, block in blocks for state in block.states}
 
 
 def parameters_of_block(block: Block) -> tuple[PlanParameter, ...]:

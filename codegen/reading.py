@@ -8,11 +8,11 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canonical, digest, plan_files
-from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of, states_of
+from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import IrError, Program
-from moec.passes.ir.interface import FORWARD, layer_calls, result_role
+from moec.passes.ir.interface import FORWARD, result_role
 from moec.passes.ir.ops import Capacity
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.verifier import check_program
@@ -130,11 +130,11 @@ def _declared(program: Program) -> dict[str, tuple[object, ...]]:
         f"parameter {n}": (p.shape, p.dtype, p.init, p.decays, p.frozen, p.matrices)
         for n, p in parameters_of(program).items()
     }
-    states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in states_of(program).items()}
+    states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in program.states.items()}
     stated: dict[str, tuple[object, ...]] = {}
     for where, block in [
         ("forward", program.block(FORWARD)),
-        *((f"layer {call.layer}", program.block(call.block)) for call in layer_calls(program)),
+        *((f"layer {layer.number}", program.body(layer)) for layer in program.layers),
     ]:
         stated[f"order of the parameters of {where}"] = tuple(p.name for p in block.parameters)
         capacities = {tuple(op.capacity().items()) for op in block.ops if isinstance(op, Capacity)}

@@ -23,7 +23,6 @@ from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Program, Recompute
-from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.work.workload import Workload
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
@@ -217,7 +216,7 @@ class _Search:
         assert program is not None
         words = {
             name: {degrees.recompute[number] for number in numbers}
-            for name, numbers in layers_by_block(program).items()
+            for name, numbers in program.layers_by_block.items()
             if numbers
         }
         if any(len(of) > 1 for of in words.values()):

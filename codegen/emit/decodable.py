@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moec.codegen.emit.emitter import site_of
 from moec.passes.ir import Block, Op, Program
 from moec.passes.ir import ops as o
-from moec.passes.ir.interface import FORWARD, layer_calls, taken_role
+from moec.passes.ir.interface import FORWARD, taken_role
 
 
 class Refusal(NamedTuple):
@@ -37,7 +37,7 @@ def refusal(program: Program) -> Refusal | None:
     forward = program.block(FORWARD)
     if taken_role(program) != "tokens":
         return Refusal("a model of images", str(forward.span or program.name))
-    first = {call.block: call.layer for call in reversed(layer_calls(program))}
+    first = {layer.body: layer.number for layer in reversed(program.layers)}
     for block in (*(program.block(name) for name in sorted(first, key=first.__getitem__)), forward):
         for op in live_ops(block):
             if what := op.other_tokens(block.operands(op)):

@@ -20,7 +20,7 @@ from moec.codegen.emit.emitter import INFO, Emitter, NodeInfo, info_of, target_n
 from moec.codegen.emit.functions import EMISSIONS, NOTING
 from moec.passes.ir import Block, Op, Program, Shard
 from moec.passes.ir import ops as o
-from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.operator_schema import given_attributes
 
@@ -30,7 +30,7 @@ moec = torch.ops.moec
 
 def emit_decoding(program: Program, *, groups: str = "", float64: bool = False) -> Decoding:
     """The graphs of a model of which `refusal` says nothing. Options are those of `emit_function`."""
-    calls = tuple(call.block for call in layer_calls(program))
+    calls = tuple(layer.body for layer in program.layers)
     layers = {name: _layer(program, program.block(name), groups, float64) for name in dict.fromkeys(calls)}
     forward = program.block(FORWARD)
     separators = [op.separator for op in forward.ops if isinstance(op, o.Segments)]

@@ -190,7 +190,9 @@ class Emitter:
 
     def call_layer(self, op: Op, layer: int, num_results: int) -> None:
         """The node that runs a layer, and its results; a layer with one result gives it bare."""
-        node = self._note(self.graph.create_node("call_module", f"layers.{layer}", tuple(self.refs(op))), op)
+        node = self._note(
+            self.graph.create_node("call_module", self.program.layers[layer].path, tuple(self.refs(op))), op
+        )
         if num_results == 1:
             self._give(node, op, op.results[0])
         else:

@@ -11,7 +11,6 @@ from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Program
-from moec.passes.ir.interface import layer_calls
 
 Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
 """The forms that `--emit` prints."""
@@ -123,8 +122,8 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
     spec = plan.spec
     counts, degrees, memory = tally(program, spec), choose_degrees(spec), memory_of(program, spec)
     recompute: dict[str, list[int]] = {}
-    for call in layer_calls(program):
-        recompute.setdefault(program.block(call.block).recompute, []).append(call.layer)
+    for layer in program.layers:
+        recompute.setdefault(program.body(layer).recompute, []).append(layer.number)
     recompute.pop("none", None)
     mixtures = [moe for moe in spec.subject.mixtures if moe is not None]
     return CompiledPlan(

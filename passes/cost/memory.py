@@ -13,7 +13,7 @@ from moec.passes.cost.optimizer_work import work_bytes
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.weights import WeightBytes, weight_bytes
 from moec.passes.ir import Program
-from moec.passes.ir.interface import FORWARD, layers_by_block, result_role
+from moec.passes.ir.interface import FORWARD, result_role
 from moec.passes.ir.ops import Call
 from moec.passes.ir.work.workload import Workload
 from moec.passes.place.schedule import is_last_backward, order_of_step
@@ -81,7 +81,7 @@ class Memory:
 def memory_of(program: Program, spec: Spec, workload: Workload | None = None) -> Memory:
     """The memory of the rank with the most rows, for micro-batches of `workload`; by default those of the file."""
     workload = workload or Workload.of_microbatch(spec, program)
-    costs, numbers = costs_of(program, workload), layers_by_block(program)
+    costs, numbers = costs_of(program, workload), program.layers_by_block
     layers = {name: LayerMemory.of(costs[name], spec, program.microbatches, of) for name, of in numbers.items() if of}
     return Memory(tuple(_Timeline(program, spec, costs, layers).moments()), layers)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from moec.grammar.spec import Dense, ExpertChoice, Mixture, Moe, Smear, Soft, Spec, Subject
 from moec.passes.cost.totals import costs_of, runs_of
 from moec.passes.ir import Program
-from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.work.workload import Workload
 
 
@@ -52,7 +51,7 @@ class ParameterCounts:
 
 def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
     """Counts the parameters of `program`, which was compiled from `spec`. States such as `online` biases are none."""
-    runs, numbers = runs_of(program), layers_by_block(program)
+    runs, numbers = runs_of(program), program.layers_by_block
     layers, outside, whole = [], dict[str, Elements](), Elements()
     for name, cost in costs_of(program, Workload.of(spec, program).even).items():
         if not runs[name]:

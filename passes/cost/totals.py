@@ -177,7 +177,7 @@ def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str,
 
 def runs_of(program: Program) -> dict[str, int]:
     """How often each block runs in a forward pass."""
-    calls = Counter(call.block for call in layer_calls(program))
+    calls = Counter(layer.body for layer in program.layers)
     for block in program.blocks:
         if block.update is not None:
             calls[block.update] += calls[block.name]

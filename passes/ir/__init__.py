@@ -4,7 +4,7 @@ from moec.passes.ir.ir_error import IrError
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard, local_shape, local_slices
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, TypeRuleError
-from moec.passes.ir.program import Block, Output, OutputKey, Program, Recompute, Stage
+from moec.passes.ir.program import Block, Layer, Output, OutputKey, Program, Recompute, Stage
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import (
@@ -37,6 +37,7 @@ __all__ = [
     "Dim",
     "Init",
     "IrError",
+    "Layer",
     "Layout",
     "LayoutError",
     "Matrices",

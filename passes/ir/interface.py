@@ -75,14 +75,6 @@ def layer_calls(program: Program) -> tuple[Call, ...]:
     return tuple(op for forward in forwards(program) for op in forward.ops if isinstance(op, Call))
 
 
-def layers_by_block(program: Program) -> dict[str, list[int]]:
-    """For each block, the numbers of the layers that run it; an empty list for other blocks."""
-    layers: dict[str, list[int]] = {block.name: [] for block in program.blocks}
-    for call in layer_calls(program):
-        layers[call.block].append(call.layer)
-    return layers
-
-
 def has_interface(program: Program) -> None:
     """Requires the blocks that a job runs, with the inputs and outputs that it expects. Raises `InternalError`."""
     _require(FORWARD in program.block_map, "there is no block called forward")
@@ -95,13 +87,17 @@ def has_interface(program: Program) -> None:
     for name in names:
         _require(name in program.block_map, f"there is no block called {name}")
         _require_scalar(program.block(name), stages[0], stages[-1])
-    layers = [call.layer for call in calls]
-    _require(layers == list(range(len(layers))), "forward does not call the layers 0, 1, … once each, in order")
-    require_updates(program, sorted({call.block for call in calls}))
-    known = {*(forward.name for forward in stages), *names, *(call.block for call in calls), *update_blocks(program)}
+    layers = [layer.number for layer in program.layers]
+    in_order = layers == [call.layer for call in calls] == list(range(len(layers)))
+    _require(in_order, "forward does not call the layers 0, 1, … once each, in order")
+    for call, layer in zip(calls, program.layers, strict=True):
+        right = layer.bodies == (call.block,)
+        _require(right, f"{call.block}, which forward runs, is not the one body of layer {call.layer}")
+    require_updates(program, program.layer_blocks)
+    known = {*(forward.name for forward in stages), *names, *program.layer_blocks, *update_blocks(program)}
     unknown = sorted(set(program.block_map) - known)
     _require(not unknown, f"nothing runs the block {unknown[0] if unknown else ''}")
-    for name in dict.fromkeys(call.block for call in calls):
+    for name in sorted(program.layer_blocks):
         _require_layer(program.block(name))
         _require_gates_of_replay(program.block(name))
     for forward in stages:

@@ -11,7 +11,6 @@ from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
-from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.roles import Role
 from moec.passes.ir.schedule import Order
 from moec.passes.ir.source_line import SourceLine
@@ -106,6 +105,34 @@ class Block:
         return next((self.scope[output.name] for output in self.outputs if output.role == role), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer: its number, and its bodies, the blocks that may compute it, of which there is one today.
+
+    Identical layers share a body. Its parameters and states belong to the layer: a body declares them, and the layer's
+    prefix and the name in the body are the full name.
+    """
+
+    number: int
+    bodies: tuple[str, ...]
+
+    @property
+    def body(self) -> str:
+        """The block that computes the layer."""
+        (body,) = self.bodies
+        return body
+
+    @property
+    def path(self) -> str:
+        """The layer's name among the parts of a model: `layers.3`."""
+        return f"layers.{self.number}"
+
+    @property
+    def prefix(self) -> str:
+        """What the full names of its parameters and states begin with."""
+        return f"{self.path}."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A pipeline stage: the consecutive ranks that run the block `forward`, which calls the stage's layers in order.
@@ -127,8 +154,8 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Blocks over meshes; `stages` once partitioned, and then the order of a step for the ranks of each stage. Passes
-    return new Programs.
+    """Layers, and blocks over meshes; `stages` once partitioned, and then the order of a step for the ranks of each
+    stage. Passes return new Programs.
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
@@ -141,6 +168,7 @@ class Program:
     meshes: tuple[Mesh, ...] = ()
     tokens: Layout = REPLICATED
     blocks: tuple[Block, ...]
+    layers: tuple[Layer, ...] = ()
     stages: tuple[Stage, ...] = ()
     orders: tuple[Order, ...] = ()
     data_ranks: int = 1
@@ -163,12 +191,33 @@ class Program:
 
     @cached_property
     def layer_blocks(self) -> frozenset[str]:
-        """The names of the blocks that layers run."""
-        return frozenset(op.block for block in self.blocks for op in block.ops if isinstance(op, Call))
+        """The names of the layers' bodies."""
+        return frozenset(body for layer in self.layers for body in layer.bodies)
+
+    @cached_property
+    def layers_by_block(self) -> Mapping[str, list[int]]:
+        """For each block the numbers of the layers whose body it is; an empty list for other blocks."""
+        found: dict[str, list[int]] = {block.name: [] for block in self.blocks}
+        for layer in self.layers:
+            found[layer.body].append(layer.number)
+        return found
+
+    def prefixes(self, block: Block) -> list[str]:
+        """What the full names of its parameters begin with in each layer whose body it is, nothing in other blocks."""
+        return [self.layers[number].prefix for number in self.layers_by_block[block.name]] or [""]
+
+    @cached_property
+    def states(self) -> Mapping[str, State]:
+        """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
+        return {f"{layer.prefix}{state.name}": state for layer in self.layers for state in self.body(layer).states}
 
     def block(self, name: str) -> Block:
         """The block called `name`."""
         return self.block_map[name]
+
+    def body(self, layer: Layer) -> Block:
+        """The block that computes the layer."""
+        return self.block_map[layer.body]
 
     @cached_property
     def mesh_map(self) -> Mapping[str, Mesh]:

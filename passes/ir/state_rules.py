@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED
@@ -17,7 +17,7 @@ def update_blocks(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(block.update for block in program.blocks if block.update is not None))
 
 
-def require_updates(program: Program, layers: Sequence[str]) -> None:
+def require_updates(program: Program, layers: Collection[str]) -> None:
     """Requires that each state is read by a layer's block and has one block that updates it. Raises `InternalError`.
 
     `layers` are the names of the layers' blocks. A block that updates states takes the `counts` of one layer and has
@@ -29,7 +29,9 @@ def require_updates(program: Program, layers: Sequence[str]) -> None:
             raise InternalError(f"in {block.name}: {complaint}")
 
 
-def _block_complaints(program: Program, block: Block, layers: Sequence[str], updates: Sequence[str]) -> Iterator[str]:
+def _block_complaints(
+    program: Program, block: Block, layers: Collection[str], updates: Collection[str]
+) -> Iterator[str]:
     operands = {name for op in block.ops for name in op.operands}
     stored = {parameter.name for parameter in block.parameters} | {state.name for state in block.states}
     if len(stored) < len(block.parameters) + len(block.states):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moec.passes.ir import Block, Output
+from moec.passes.ir import Block, Layer, Output
 from moec.passes.ir import ops as o
-from moec.passes.ir.interface import COUNTS
+from moec.passes.ir.interface import COUNTS, FORWARD
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.lower_replay import given_routes
 
@@ -17,6 +17,12 @@ def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], t
     names = [to, *(f"{output.role}_{number}" for output in block.outputs[1:])]
     results = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
     return [Output(name, output.role, number) for name, output in zip(results, block.outputs, strict=True)]
+
+
+def called_layers(blocks: Iterable[Block]) -> tuple[Layer, ...]:
+    """The layers that `forward` of these blocks calls."""
+    calls = (op for block in blocks if block.name == FORWARD for op in block.ops if isinstance(op, o.Call))
+    return tuple(Layer(call.layer, (call.block,)) for call in calls)
 
 
 def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:

@@ -12,7 +12,7 @@ from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.gates.placed_topology import with_places
-from moec.passes.lower.layer_calls import call_layer, forward_outputs, with_one_balance
+from moec.passes.lower.layer_calls import call_layer, called_layers, forward_outputs, with_one_balance
 from moec.passes.lower.lower_attention import attend
 from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_frozen import freeze
@@ -42,7 +42,7 @@ def lower(spec: Spec, tp: int = 1, ep_of: Mapping[int, int] | None = None) -> Pr
     spec = with_places(with_device_groups(spec), tp, ep_of or {})
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     blocks = freeze(blocks, spec.train.frozen if spec.train else ())
-    return Program(name=spec.subject.name, blocks=tuple(blocks))
+    return Program(name=spec.subject.name, blocks=tuple(blocks), layers=called_layers(blocks))
 
 
 def _model_blocks(spec: Spec) -> list[Block]:

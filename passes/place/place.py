@@ -55,9 +55,8 @@ class _Variant:
 def _varied(program: Program, variants: Mapping[int, _Variant]) -> Program:
     """The Program with the variant of each layer on its block: one block per layer set and variant."""
     layers: dict[str, dict[_Variant, list[int]]] = {}
-    for op in program.block("forward").ops:
-        if isinstance(op, Call):
-            layers.setdefault(op.block, {}).setdefault(variants[op.layer], []).append(op.layer)
+    for layer in program.layers:
+        layers.setdefault(layer.body, {}).setdefault(variants[layer.number], []).append(layer.number)
     blocks: list[Block] = []
     renamed: dict[int, str] = {}
     for block in program.blocks:
@@ -69,7 +68,9 @@ def _varied(program: Program, variants: Mapping[int, _Variant]) -> Program:
             renamed.update(dict.fromkeys(numbers, name))
             blocks.append(replace(block, name=name, experts=variant.experts, recompute=variant.recompute))
     return replace(
-        program, blocks=tuple(_calling(renamed, block) if block.name == "forward" else block for block in blocks)
+        program,
+        blocks=tuple(_calling(renamed, block) if block.name == "forward" else block for block in blocks),
+        layers=tuple(replace(layer, bodies=(renamed[layer.number],)) for layer in program.layers),
     )
 
 

@@ -85,7 +85,7 @@ def units_of(program: Program, stage: int = 0) -> tuple[Unit, ...]:
     units, uses = list[Unit](), dict[str, list[int]]()
     for place, op in enumerate(forward.ops):
         if isinstance(op, Call):
-            units.append(Unit(f"layers.{op.layer}", program.block(op.block).parameters, place, place))
+            units.append(Unit(program.layers[op.layer].path, program.block(op.block).parameters, place, place))
         for name in op.operands:
             if name in scope:
                 uses.setdefault(name, []).append(place)

@@ -13,7 +13,7 @@ from moec.grammar.layer_numbers import ranges
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import Block, Program, Role
-from moec.passes.ir.interface import layer_calls, scalar_blocks
+from moec.passes.ir.interface import scalar_blocks
 from moec.passes.ir.ops import MixtureMlp
 from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
@@ -84,23 +84,23 @@ class MoeLayer(nn.Module):
         self.dim, self._home, self.seen = spec.subject.dim, home, set[object]()
         self._words = "\n".join(set_lines(spec.layer))
         self.hosts: tuple[object, ...] | None = None
-        (call,) = layer_calls(program)
-        self._function = emit_function(program, call.block, groups=home.groups, float64=float64, ways=home.ways)
+        (layer,) = program.layers
+        self._function = emit_function(program, layer.body, groups=home.groups, float64=float64, ways=home.ways)
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
         paths = [path.removeprefix(INNER) for path in self._function.weights]
-        sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
+        sites = {path.removeprefix(INNER): site for path, site in self._function.sites(layer.number).items()}
         self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
         # The layer's dtype, or the one that a reference was asked for: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
         self._weights.home = home  # its groups stay open until the last backward pass, even if the layer is dropped
         self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)
-        self._routers = [site_of(op, call.layer) for op in self._function.routers]
-        self._number = torch.tensor(call.layer, device="cpu")
+        self._routers = [site_of(op, layer.number) for op in self._function.routers]
+        self._number = torch.tensor(layer.number, device="cpu")
         self._padded = counts_own_tokens(program)
         self._one_shape = same_shape(program)
-        self._waiting_op = _waiting_op(program.block(call.block))
+        self._waiting_op = _waiting_op(program.body(layer))
         self._captured: Captured | None = None
         self.aux_loss = self.expert_counts = None
         self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]

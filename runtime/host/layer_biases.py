@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import Program, State
-from moec.passes.ir.interface import layer_calls
 from moec.runtime.host.layer_state import INNER
 from moec.runtime.refused_derivatives import outlasting
 from moec.runtime.weights.backward_pass import in_backward
@@ -33,8 +32,8 @@ class LayerBiases:
     def __init__(
         self, owner: nn.Module, program: Program, states: Sequence[State], home: Home, *, float64: bool
     ) -> None:
-        (call,) = layer_calls(program)
-        update = program.block(call.block).update
+        (layer,) = program.layers
+        update = program.body(layer).update
         self._function: Function | None = None
         if update is not None:
             self._function = emit_function(program, update, groups=home.groups, float64=float64)

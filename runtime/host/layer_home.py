@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.spec import Spec
-from moec.passes.ir import local_slices
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError
 from moec.runtime.host.experts_of_rank import ExpertsOfRank, refused
@@ -130,7 +129,7 @@ class LayerHome(RankHome):
         ranges_by_part: list[range] = []
         first_expert = 0
         for data in first_of_parts(self.plan.parameters):
-            slice_here, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+            slice_here, *_ = data.cells(self.plan.meshes[data.mesh], self.rank)
             ranges_by_part.append(range(first_expert + slice_here.start, first_expert + slice_here.stop))
             first_expert += data.shape[0]
         return (

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import local_slices
 from moec.runtime.errors import JobError
 from moec.runtime.host.experts_of_rank import ExpertsOfRank
 from moec.runtime.weights.home import home_of
@@ -81,8 +80,7 @@ def load_own_parts(
             message = f"{name} is a plain tensor {list(tensor.shape)}, and the parameter is {list(data.shape)}"
             raise JobError("MOE0712", f"{message}: it could be any rank's part", HOW_TO_LOAD)
         if tensor.shape == data.shape:
-            mesh = home.plan.meshes[data.mesh]
-            state_dict[prefix + name] = tensor[local_slices(data.shape, data.master, mesh, home.rank)]
+            state_dict[prefix + name] = tensor[data.cells(home.plan.meshes[data.mesh], home.rank)]
 
 
 def _is_own(home: Any, tensor: DTensor) -> bool:

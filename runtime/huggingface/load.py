@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moec.codegen.plan import parameters_of, states_of
+from moec.codegen.plan import parameters_of
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
@@ -128,7 +128,7 @@ def local_parts(module: PlanModule) -> dict[str, LocalPart]:
 
 def plan_tensors(module: PlanModule) -> dict[str, Tensor]:
     """Every parameter and state by its name in the plan, in the plan's order. Raises `JobError` MOE0710."""
-    known = [*parameters_of(module.program), *states_of(module.program)]
+    known = [*parameters_of(module.program), *module.program.states]
     named: dict[str, Tensor] = {}
     for tensors in (module.named_parameters(), module.named_buffers()):
         by_plan_name, _ = by_plan_names(module, tensors, set(known))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.plan import parameters_of, states_of
+from moec.codegen.plan import parameters_of
 from moec.grammar.huggingface.read import CONFIG
 from moec.grammar.huggingface.rules import Rule
 from moec.passes.ir import Program
@@ -141,7 +141,7 @@ def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, program: Program) -> di
     """The dtype of each tensor: fp32 for online biases, whose updates are small, and `keep_in_fp32`; else `dtype`."""
     parameters = parameters_of(program)
     kept = {name for name, parameter in parameters.items() if parameter.dtype == "fp32"}
-    wide = {*states_of(program), *(kept if len(kept) < len(parameters) else ())}
+    wide = {*program.states, *(kept if len(kept) < len(parameters) else ())}
     of_wide = {rule.name for rule in rules if any(piece.parameter in wide for piece in rule.pieces)}
     return {rule.name: torch.float32 if rule.name in of_wide else dtype for rule in rules}
 

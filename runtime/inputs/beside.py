@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import Program, Role
-from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Replay
 from moec.passes.ir.roles import FREE_ROUTE
 from moec.runtime.ranks.checks import Complaint
@@ -73,13 +73,13 @@ class Takes:
         forward = program.block(FORWARD)
         segments, padding = (forward.input(role) is not None for role in _MARKS)
         experts, k, layers = list[int](), list[int](), list[int]()
-        for call in layer_calls(program):
-            block = program.block(call.block)
+        for layer in program.layers:
+            block = program.body(layer)
             for op in (op for op in block.ops if isinstance(op, Replay)):
                 scores, own, _ = block.operands(op)
                 experts.append(cast(int, scores.shape[-1]))
                 k.append(cast(int, own.shape[-1]))
-                layers.append(call.layer)
+                layers.append(layer.number)
         return cls(tuple(experts), tuple(k), tuple(layers), segments, padding)
 
     def inputs(self, beside: Beside, tokens: Tensor) -> dict[Role, Tensor]:

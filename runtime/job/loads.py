@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.codegen.plan import Plan
-from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mixture_values import choices_per_token
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
@@ -40,7 +39,7 @@ class Loads:
 
     def drop_rates(self, plan: Plan) -> dict[int, float]:
         """Layer → fraction of the choices that a capacity dropped, 0 to 1; 0 without a capacity that drops."""
-        blocks = {call.layer: plan.program.block(call.block) for call in layer_calls(plan.program)}
+        blocks = {layer.number: plan.program.body(layer) for layer in plan.program.layers}
         rates = dict.fromkeys(self.experts, 0.0)
         for layer, load in self.experts.items():
             moe = plan.spec.subject.mixtures[layer]

@@ -12,7 +12,7 @@ from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
-from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
+from moec.passes.ir.interface import COUNTS, FORWARD, scalar_blocks, taken_role
 from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
@@ -73,16 +73,15 @@ class PlanModule(StepModule):
         self._agreed: tuple[Tensor, bool] | None = None
         self.layers = nn.ModuleList()
         self._routers: list[str] = []
-        calls = layer_calls(program)
         functions = {
             name: emit_function(program, name, groups=home.groups, float64=float64, ways=home.ways)
-            for name in dict.fromkeys(call.block for call in calls)
+            for name in dict.fromkeys(layer.body for layer in program.layers)
         }
-        for call in calls:
-            function = functions[call.block]
-            words = "\n".join(set_lines(spec.model.layers[call.layer]))
-            self.layers.append(Layer(call.layer, function, home, self._microbatches, words))
-            self._routers += [site_of(op, call.layer) for op in function.routers]
+        for layer in program.layers:
+            function = functions[layer.body]
+            words = "\n".join(set_lines(spec.model.layers[layer.number]))
+            self.layers.append(Layer(layer.number, function, home, self._microbatches, words))
+            self._routers += [site_of(op, layer.number) for op in function.routers]
         self._top = TopLevel(program, home, self, self._microbatches, float64=float64)
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import OutputKey, Program
-from moec.passes.ir.interface import layer_calls
 from moec.runtime.model.plan_layer import layer_inside
 from moec.runtime.refused_derivatives import outlasting
 from moec.runtime.weights.home import Home
@@ -28,8 +27,8 @@ class Updates:
             name: emit_function(program, name, groups=home.groups, float64=float64)
             for name in dict.fromkeys(updated_by.values())
         }
-        calls = ((call.layer, updated_by.get(call.block)) for call in layer_calls(program))
-        self._of_layer = {layer: self._functions[name] for layer, name in calls if name is not None}
+        updates = ((layer.number, program.body(layer).update) for layer in program.layers)
+        self._of_layer = {number: self._functions[name] for number, name in updates if name is not None}
         self.loads: dict[int, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:

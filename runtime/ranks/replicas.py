@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.codegen.plan import Plan
-from moec.passes.ir import local_slices
 from moec.runtime.errors import JobError
 from moec.runtime.ranks.watch import collective
 
@@ -72,10 +71,10 @@ def replicas(plan: Plan, name: str) -> list[list[int]]:
     if name in plan.states:
         return [list(range(plan.world_size))]
     data = plan.parameters[name]
-    layout, mesh = data.master, plan.meshes[data.mesh]
+    mesh = plan.meshes[data.mesh]
     parts: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.ranks):
-        part = tuple(s.start for s in local_slices(data.shape, layout, mesh, rank))
+        part = tuple(s.start for s in data.cells(mesh, rank))
         parts.setdefault(part, []).append(rank)
     return list(parts.values())
 

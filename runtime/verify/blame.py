@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moec.codegen.emit import info_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import local_slices
 from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
@@ -247,7 +246,7 @@ def _parameter_difference(
         if whole is None:
             continue
         for rank, got in enumerate(summed[name]):
-            index = local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)
+            index = data.cells(plan.meshes[data.mesh], rank)
             error = relative_error(got, whole[index], whole, 0.0)
             if error > BOUND:
                 user = next(s for s in steps if s.path == step.path and step.key in s.used)

@@ -280,7 +280,7 @@ def _add_gradients(
         after = parameter - LEARNING_RATE * gradient
         compared = set()
         for rank, got in enumerate(parts):
-            index = local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)
+            index = data.cells(plan.meshes[data.mesh], rank)
             part = cluster.weights.masters[name][rank]
             # Ranks that share a leaf and a gradient are compared once.
             if (id(part), id(got)) in compared:

@@ -11,7 +11,7 @@ from moec.codegen.plan import Plan, groups_of
 from moec.grammar import to_text
 from moec.grammar.spec import Spec
 from moec.passes.ir import Block, Init, Op, Program
-from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
+from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.ops import Call
 from moec.passes.pipeline import compile_program
 
@@ -55,7 +55,7 @@ def without_repeats(plan: Plan, compiled: Program) -> Shortened:
     """
     program = plan.program
     depth = len(layer_calls(program))
-    kept = sorted(number for numbers in layers_by_block(program).values() for number in numbers[:KEPT])
+    kept = sorted(number for numbers in program.layers_by_block.values() for number in numbers[:KEPT])
     whole = Shortened(plan, range(depth), depth)
     if len(kept) == depth or not _is_compiled_around_bodies(plan, compiled):
         return whole

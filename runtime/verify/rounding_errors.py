@@ -143,8 +143,8 @@ class RoundingErrors:
 
     def _parts(self, name: str, parts: Sequence[Tensor]) -> list[Part]:
         data = self._plan.parameters[name]
-        layout, mesh = data.master, self._plan.meshes[data.mesh]
-        return [(local_slices(data.shape, layout, mesh, rank), part) for rank, part in enumerate(parts)]
+        mesh = self._plan.meshes[data.mesh]
+        return [(data.cells(mesh, rank), part) for rank, part in enumerate(parts)]
 
     def _known_errors(self) -> dict[str, float]:
         """The error of each gradient without a plan: the unsharded model's error in the dtype.

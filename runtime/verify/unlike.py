@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from moec.codegen.plan import Plan, groups_of
 from moec.passes.ir import Block, Op, Parameter, Program
-from moec.passes.ir.interface import layer_calls, layers_by_block
+from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.ops import Conversion
 
 NOT_COMPARED = frozenset({"tp", "ep", "block"})
@@ -93,7 +93,7 @@ def _unlike_microbatches(program: Program, compiled: Program) -> Unlike | None:
 
 def _corresponding_blocks(program: Program, compiled: Program) -> Iterator[tuple[Block, Block]]:
     """The blocks of the two Programs that do the same: those of the same layers, and others by name."""
-    layers, others = layers_by_block(program), {call.layer: call.block for call in layer_calls(compiled)}
+    layers, others = program.layers_by_block, {call.layer: call.block for call in layer_calls(compiled)}
     updates = {block.update for block in program.blocks}
     for block in program.blocks:
         names = {others[layer] for layer in layers[block.name] if layer in others}

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan, PlanParameter, ZeroCut
-from moec.passes.ir import Block, Op, State, local_slices
+from moec.passes.ir import Block, Op, State
 from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
@@ -82,7 +82,7 @@ class RankHome:
 
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self.plan.parameters[name]
-        index = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+        index = data.cells(self.plan.meshes[data.mesh], self.rank)
         cut = data.zero_cut
         return WeightSpec(
             name=name,
@@ -143,8 +143,7 @@ class RankHome:
         if signature.get("parts", self._parts_digest) != self._parts_digest:
             return "its plan shards parameters differently"
         for name, data in self.plan.parameters.items():
-            mesh, layout = self.plan.meshes[data.mesh], data.master
-            theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
+            theirs, ours = (data.cells(self.plan.meshes[data.mesh], each) for each in (rank, self.rank))
             if theirs != ours:
                 return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"
         return None

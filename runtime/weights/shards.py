@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import Layout, Mesh, Shard, State, local_slices
+from moec.passes.ir import Layout, Mesh, Shard, State
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
@@ -95,7 +95,7 @@ def initial_shard(
     Each element is drawn in fp32 from its index in the whole parameter: its value depends on neither the sharding nor
     the number of ranks. A rank draws only its part. On `meta` nothing is drawn.
     """
-    index = local_slices(data.shape, data.master, mesh, rank)
+    index = data.cells(mesh, rank)
     local = [part.stop - part.start for part in index]
     if data.init.kind in ("ones", "zeros"):
         return torch.full(local, float(data.init.kind == "ones"), dtype=dtype, device=device)

@@ -15,7 +15,6 @@ from moec.commands.inspecting.inspect_work import work_of, work_table
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
-from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.work.workload import Workload
 
@@ -38,7 +37,7 @@ def run(path: Path, rank: int | None, style: str) -> None:
 def plan_document(plan: Plan) -> PlanDocument:
     """The document of a whole plan."""
     program = plan.program
-    layers, workload = layers_by_block(program), Workload.of_microbatch(plan.spec, program).even
+    layers, workload = program.layers_by_block, Workload.of_microbatch(plan.spec, program).even
     blocks = []
     for block in program.blocks:
         cost = BlockCost.of(program, block, workload)

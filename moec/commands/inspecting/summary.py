@@ -18,7 +18,6 @@ from moec.passes.cost.totals import Tally, tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.ir import Program
-from moec.passes.ir.interface import layer_calls
 
 LARGEST_PARTS = 4
 """Parts of the peak that are named."""
@@ -132,8 +131,8 @@ def _microbatches(program: Program, sequences: int, what: str) -> str:
 def _recomputed(program: Program) -> list[str]:
     """`recompute experts in layers 1, 3`, and a line for each further part; nothing if no layer recomputes."""
     layers: dict[str, list[int]] = {}
-    for call in layer_calls(program):
-        layers.setdefault(program.block(call.block).recompute, []).append(call.layer)
+    for layer in program.layers:
+        layers.setdefault(program.body(layer).recompute, []).append(layer.number)
     layers.pop("none", None)
     return [
         f"  {'recompute' if index == 0 else '         '} {part} in {numbered(numbers)}"

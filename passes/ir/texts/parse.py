@@ -27,6 +27,7 @@ from moec.passes.ir.limits import (
 )
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.program import Program, Stage
+from moec.passes.ir.texts.layer_text import read_layers
 from moec.passes.ir.texts.lines import Lines
 from moec.passes.ir.texts.order_text import OrderReader
 from moec.passes.ir.texts.parse_attributes import STRING, short_string
@@ -78,6 +79,7 @@ def _read_program(lines: Lines) -> Program:
         lines.take_exactly("")
         blocks.append(reader.block())
         at_most(len(blocks), MAX_BLOCKS, "blocks")
+    layers = read_layers(lines, blocks)
     stages: list[Stage] = []
     while lines.next_starts_with("  stage "):
         stages.append(_read_stage(lines, stages, [*meshes.values()], reader.expanded.keys()))
@@ -87,6 +89,7 @@ def _read_program(lines: Lines) -> Program:
         meshes=tuple(meshes.values()),
         tokens=tokens,
         blocks=tuple(blocks),
+        layers=layers,
         stages=tuple(stages),
         microbatches=microbatches,
     )

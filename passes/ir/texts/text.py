@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Output, Program
 from moec.passes.ir.source_line import SourceLine
+from moec.passes.ir.texts.layer_text import layer_lines
 from moec.passes.ir.texts.order_text import order_lines
 from moec.passes.ir.value import VECTOR, Attribute, Parameter, Value
 
@@ -50,6 +51,7 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
     for block in program.blocks:
         yield ""
         yield from _block(block, place)
+    yield from layer_lines(program.layers)
     for stage in program.stages:
         ranks = f"{stage.first_rank}..{stage.ranks[-1]}"
         yield f"  stage {stage.index} on ranks {ranks} runs {json.dumps(stage.forward)}"

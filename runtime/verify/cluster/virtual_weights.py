@@ -42,7 +42,7 @@ class VirtualWeights:
         data, parts = self._plan.parameters[name], dict[object, Tensor]()
         masters = []
         for rank in range(self._plan.stage_size):
-            index = local_slices(data.shape, data.master, self._plan.meshes[data.mesh], rank)
+            index = data.cells(self._plan.meshes[data.mesh], rank)
             key = tuple((cut.start, cut.stop) for cut in index)
             if key not in parts:
                 parts[key] = whole[index]

@@ -18,7 +18,7 @@ from moec.codegen.emit import LAYER, emit_function, emit_graph, info_of, site_of
 from moec.codegen.plan import Plan
 from moec.grammar.source import Source, Span
 from moec.passes.ir import Mesh, Op, Program, Value
-from moec.passes.ir.interface import FORWARD, layers_by_block
+from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Conversion
 from moec.runtime.ranks.watch import located
 from moec.runtime.verify.cluster.shuffles import SHUFFLES
@@ -33,7 +33,7 @@ def collectives(graph: fx.Graph) -> list[fx.Node]:
 def sites(plan: Plan) -> dict[str, str]:
     """The site of every collective, by the path of its layer or the name of its block, and its value."""
     found = {}
-    for block, layers in layers_by_block(plan.program).items():
+    for block, layers in plan.program.layers_by_block.items():
         for node in collectives(emit_graph(plan.program, plan.program.block(block))):
             op, site = info_of(node).op, node.kwargs["site"]
             assert isinstance(op, Conversion)
@@ -60,7 +60,7 @@ def test_every_collective_names_its_layer_and_line():
 def test_a_layers_number_is_what_its_graph_is_given():
     """Identical layers share a graph: a collective gets the layer's number from that input."""
     plan = moe_plan(ranks=4, ep=2, tp=2)
-    for block, layers in layers_by_block(plan.program).items():
+    for block, layers in plan.program.layers_by_block.items():
         graph = emit_graph(plan.program, plan.program.block(block))
         given = [node for node in graph.nodes if info_of(node).key == LAYER]
         assert len(given) == bool(layers)
@@ -72,7 +72,7 @@ def test_every_parameter_names_what_uses_it(make: Callable[[], Plan]):
     plan = make()
     forward = weight_users(plan.program.block(FORWARD))
     found = {name: site_of(op, None) for name, op in forward.items()}
-    for block, layers in layers_by_block(plan.program).items():
+    for block, layers in plan.program.layers_by_block.items():
         for number in layers:
             sites = emit_function(plan.program, block).sites(number)
             found.update({f"layers.{number}.{name}": site for name, site in sites.items()})

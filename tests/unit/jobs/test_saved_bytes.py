@@ -18,7 +18,6 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.ir import Program
-from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.work.workload import Workload, busiest
 from moec.runtime.host.reference import layer_reference, reference, reference_program
 from moec.runtime.verify.cluster.virtual import VirtualCluster
@@ -172,7 +171,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def weights_said(program: Program, workload: Workload) -> float:
     """The saved bytes of parameters of one rank by the ops' costs."""
-    layers, total = layers_by_block(program), 0.0
+    layers, total = program.layers_by_block, 0.0
     for name, block_cost in costs_of(program, workload).items():
         saved = (saved for _, cost in block_cost.costs for saved in cost.saved)
         total += max(1, len(layers[name])) * sum({s.name: s.bytes for s in saved if s.is_parameter}.values())

@@ -68,7 +68,8 @@ def apart(plan: Plan, layer: int, change: Callable[[Plan, str], Plan]) -> Plan:
     forward = plan.program.block("forward")
     calls = tuple(replace(op, block=name) if getattr(op, "layer", None) == layer else op for op in forward.ops)
     others = (replace(forward, ops=calls) if block is forward else block for block in plan.program.blocks)
-    return change(with_program(plan, replace(plan.program, blocks=(own, *others))), name)
+    layers = tuple(replace(one, bodies=(name,)) if one.number == layer else one for one in plan.program.layers)
+    return change(with_program(plan, replace(plan.program, blocks=(own, *others), layers=layers)), name)
 
 
 WINDOW = "gqa(heads = 4, kv_heads = 2, window = 200, rope = rope())"

@@ -71,7 +71,6 @@ CHECKED = {
     "experts on another number of ranks": ("edp = 2, ep = 2", "edp = 2, ep = 4", "different rank counts"),
     "tokens on another dim": ("tokens @ dp:shard(0)", "tokens @ dp:shard(1)", "the residual stream cannot have dp"),
     "experts that cannot be cut": (None, None, "dim 0 of 8 is cut into 3 pieces"),
-    "a layer that runs twice": ("layer = 1}", "layer = 0}", "layer 0 runs twice"),
     "tokens that are labels": ("as tokens)", "as labels)", "forward takes labels"),
     "logits of no role that a job asks for": ("%logits as logits", "%logits as residual", "gives residual first"),
     "balance twice": ("%balance as balance,", "%balance as balance, %balance as balance,", "two outputs of one role"),

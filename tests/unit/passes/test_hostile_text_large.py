@@ -16,7 +16,7 @@ MANY = 10**6 if extent.everything else 150_000
 """More of anything than a text may have."""
 HEAD = 'program "p" {\n  mesh "dense" {dp = 2}\n'
 BLOCK = '\n  block "b" (%x: fp32[1] @ replicate as residual) {\n'
-RETURN = "    return %x as residual\n  }\n"
+RETURN = "    return %x as loss\n  }\n"
 RESULT = ": fp32[1] @ replicate\n"
 
 

@@ -18,6 +18,7 @@ from moec.codegen.emit import emit_graph, target_name
 from moec.passes.ir import (
     Block,
     Dim,
+    Layer,
     Layout,
     LayoutError,
     Mesh,
@@ -133,7 +134,7 @@ def converting(source: Layout, target: Layout, shape: tuple[Dim, ...] = SHAPE, d
     inner = Block(name="inner", inputs=(wanted,), parameters=(), ops=(), outputs=(Output("x", "residual"),))
     call = Call(operands=("x",), results=(replace(wanted, name="y", role=None),), block="inner", layer=0)
     forward = Block(name="forward", inputs=(x,), parameters=(), ops=(call,), outputs=(Output("y", "residual"),))
-    return Program(name="conversions", meshes=(MESH,), blocks=(inner, forward))
+    return Program(name="conversions", meshes=(MESH,), blocks=(inner, forward), layers=(Layer(0, ("inner",)),))
 
 
 def communicated(source: Layout, target: Layout, **of_value: Any) -> Program:

@@ -169,7 +169,7 @@ WRONG = {
         .replace(f' updated by "{UPDATE}"', "")
         .replace(f', "{UPDATE}"}}', "}")
         .replace("\n\n\n", "\n\n")
-        .replace("  }\n\n  stage", "  }\n  stage"),
+        .replace("  }\n\n  layer", "  }\n  layer"),
         "no block updates \\^moe.gate.bias",
     ),
     "no op reads it": (in_text(f", bias = ^{NAME}", ""), f"no op reads \\^{NAME}"),
