@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.program import Program
-from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Round, kinds_of_stage
+from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Order, Round, kinds_of_stage
 
 
 class OrderError(ValueError):
@@ -25,11 +25,11 @@ class OrderRules:
         self._done: Counter[ActionKind] = Counter()
 
     @classmethod
-    def of(cls, program: Program, stage: int) -> OrderRules:
-        """The rules for the ranks of a stage of `program`."""
+    def of(cls, program: Program, stage: int, microbatches: int) -> OrderRules:
+        """The rules for the ranks of a stage of `program`, in a step of so many micro-batches."""
         has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
         kinds = kinds_of_stage(stage, len(program.stages), has_loss=has_loss, has_states=has_states)
-        return cls(stage, program.microbatches, kinds)
+        return cls(stage, microbatches, kinds)
 
     def take(self, action: Action) -> None:
         """The next action."""
@@ -98,13 +98,20 @@ def scheduled(program: Program) -> None:
     if [order.stage for order in program.orders] != [stage.index for stage in program.stages]:
         raise InternalError("a stage without an order of its actions, or an order without a stage")
     for order in program.orders:
-        rules = OrderRules.of(program, order.stage)
-        try:
-            for part in order.parts:
-                for action in part.actions if isinstance(part, Round) else (part,):
-                    rules.take(action)
-                if isinstance(part, Round):
-                    rules.repeat(part.actions, part.times)
-            rules.end()
-        except OrderError as error:
-            raise InternalError(f"order of stage {order.stage}: {error}") from None
+        if complaint := order_complaint(program, order, program.microbatches):
+            raise InternalError(complaint)
+
+
+def order_complaint(program: Program, order: Order, microbatches: int) -> str:
+    """The first rule that a step of so many micro-batches breaks; empty if it keeps all."""
+    rules = OrderRules.of(program, order.stage, microbatches)
+    try:
+        for part in order.parts:
+            for action in part.actions if isinstance(part, Round) else (part,):
+                rules.take(action)
+            if isinstance(part, Round):
+                rules.repeat(part.actions, part.times)
+        rules.end()
+    except OrderError as error:
+        return f"order of stage {order.stage}: {error}"
+    return ""

@@ -82,8 +82,8 @@ def _is_compiled_around_bodies(plan: Plan, compiled: Program) -> bool:
     return (
         around == [(b.name, b.experts, b.update) for b in compiled.blocks]
         and program.block(FORWARD) == compiled.block(FORWARD)
-        and (program.meshes, program.tokens, program.microbatches)
-        == (compiled.meshes, compiled.tokens, compiled.microbatches)
+        and (program.meshes, program.tokens, program.microbatches, program.orders)
+        == (compiled.meshes, compiled.tokens, compiled.microbatches, compiled.orders)
         and plan.groups == groups_of(compiled.meshes)
     )
 

@@ -25,7 +25,7 @@ from moec.runtime.verify.unlike import Unlike, first_unlike, first_unlike_attrib
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
 from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
-from moec.runtime.weights.shards import require_executable
+from moec.runtime.weights.shards import require_executable, require_order
 
 DRAWS = 3
 """A plan is refused for its rounding only if it loses too much on each of this many draws of parameters and batch."""
@@ -53,6 +53,7 @@ def verify(
     cannot run here.
     """
     require_executable(plan.parameters)
+    require_order(plan.program)
     select("cpu")  # otherwise every operator would fail, and the plan would be blamed
     compiled = compile_program(plan.spec, "schedule").program
     short = without_repeats(plan, compiled)

@@ -26,6 +26,7 @@ from moec.runtime.weights.shards import (
     initial_state,
     require_executable,
     require_gathered,
+    require_order,
 )
 from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 
@@ -52,6 +53,7 @@ class RankHome:
         require_one_stage(plan.program)
         require_executable(plan.parameters)
         require_gathered(plan.parameters)
+        require_order(plan.program)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
         self.count_from, self.attend = count_from, attend

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import Layout, Mesh, Shard, State
+from moec.passes.ir import Layout, Mesh, Program, Shard, State
+from moec.passes.ir.schedule_rules import order_complaint
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
@@ -41,6 +42,13 @@ def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
         ):
             if layout not in allowed:
                 raise _not_executable(f"the {what} of {name} is {layout} and its optimizer state {state}")
+
+
+def require_order(program: Program) -> None:
+    """Raises `JobError` where an order of a step breaks a rule: of a Program that no plan folder gave."""
+    for order in program.orders:
+        if complaint := order_complaint(program, order, order.count("forward")):
+            raise _not_executable(complaint)
 
 
 def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:

@@ -46,4 +46,4 @@ class WeightSpec:
     @property
     def collects(self) -> bool:
         """Whether gradients of micro-batches are added up on this rank before they are summed over ranks."""
-        return self.zero is None or not self.zero.per_pass
+        return not self.frozen and (self.zero is None or not self.zero.per_pass)

@@ -44,7 +44,7 @@ class OrderReader:
         stage = integer(self._lines.take_match(_HEAD, "`order of stage …`")[1], "a stage", 0, MAX_STAGES)
         if stage >= len(self._program.stages):
             raise UnreadableLineError(f"there is no stage {stage}")
-        rules = OrderRules.of(self._program, stage)
+        rules = OrderRules.of(self._program, stage, self._program.microbatches)
         parts: list[Action | Round] = []
         try:
             while not self._lines.next_starts_with("  }"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from support.plans import moe_plan
 from support.verified import require_equal
 from torch import Tensor
 
+from moec.passes.ir.schedule import Round
 from moec.passes.place.schedule import Event
+from moec.runtime.errors import JobError
 from moec.runtime.verify.cluster import virtual_step
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights
 from moec.runtime.verify.verification import verify
@@ -64,3 +67,14 @@ def test_gradients_that_no_rule_sends_are_found(monkeypatch: pytest.MonkeyPatch)
     report = verify(plan, float32=False)
     assert not report.ok
     assert "layers.1.moe.gate.weight" in report.worst
+
+
+def test_an_order_that_no_plan_folder_gave_is_refused():
+    plan = moe_plan(ranks=4, ep=2, batch=16, microbatches=4)
+    (order,) = plan.program.orders
+    agree, passes, *end = order.parts
+    assert isinstance(passes, Round)
+    forwards = replace(passes, actions=tuple(action for action in passes.actions if action.kind != "backward"))
+    wrong = replace(plan.program, orders=(replace(order, parts=(agree, forwards, *end)),))
+    with pytest.raises(JobError, match="order of stage 0: several micro-batches"):
+        verify(replace(plan, program=wrong))
