@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
-from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,6 @@ class _Made:
 
 
 _made: list[_Made] = []
-_begun: tuple[ReferenceType[ProcessGroup], int] | None = None
-"""The process group of all ranks that the last job began with, and how many had begun with it before."""
 _prefixed = set[int]()
 """The rank in this process's `sys.excepthook`, once a process group was made."""
 
@@ -221,15 +218,18 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
     return by_name
 
 
-def await_groups(world_size: int) -> None:
+def number_in_store(rank: int) -> int:
+    """The number of the job that begins now among those over the store of all ranks, by which they meet there.
+
+    Each rank counts its own: every one enters the same jobs over one store, whatever its process had before.
+    """
+    return int(distributed_c10d._get_default_store().add(f"jobs_{rank}", 1))
+
+
+def await_groups(number: int, world_size: int) -> None:
     """Waits until every rank has made its groups: one that raised and ended sooner would break a slow rank's
     connections, whose error would then stand for its own. Raises `JobError` after the groups' timeout."""
-    global _begun
-    world = dist.group.WORLD
-    assert world is not None
-    jobs = _begun[1] + 1 if _begun is not None and _begun[0]() is world else 0
-    _begun = ref(world), jobs
-    store = PrefixStore(f"groups_of_job_{jobs}", distributed_c10d._get_default_store())
+    store = PrefixStore(f"groups_{number}", distributed_c10d._get_default_store())
     if store.add("made", 1) == world_size:
         store.set("all", "")
     try:

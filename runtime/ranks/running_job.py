@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from moec.codegen.plan import Plan
@@ -24,6 +25,7 @@ from moec.runtime.ranks.join import (
     forget_meshes,
     joined,
     new_connection,
+    number_in_store,
     process_groups,
     require_world_size,
 )
@@ -88,9 +90,10 @@ class RunningJob:
             stack.callback(forget_meshes, self._meshes.values())
             named = process_groups(self._meshes, self.device_type, self._timeout)
             if self.world_size > 1:
-                seconds = self._timeout.total_seconds()
-                self._watch = stack.enter_context(watch(new_connection(), self.rank, self.world_size, seconds))
-                await_groups(self.world_size)
+                seconds, number = self._timeout.total_seconds(), number_in_store(self.rank)
+                store = PrefixStore(f"watch_{number}", new_connection())
+                self._watch = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
+                await_groups(number, self.world_size)
             stack.enter_context(groups.opened(self.number, named, self._watch))
             self._enter_more(stack)
             self._stack, self._has_begun = stack.pop_all(), True

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from moec.grammar.diagnostics import render
 from moec.runtime.errors import RankError
@@ -35,9 +35,6 @@ EXIT_SECONDS = 10.0
 """How long a rank may take to end by itself after a verdict."""
 BEATS = 8
 """How often a rank says that it lives, in the time after which others ask for it."""
-
-_launches = 0
-
 
 Layer = torch.Tensor | None
 """The number of a layer, 0-d int64 on CPU; None outside of layers."""
@@ -94,14 +91,11 @@ def backward_of(site: str) -> str:
 def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[Watch]:
     """Watches the collectives of a job until the block ends. `timeout`: seconds that one may take.
 
-    `store`: a store of all ranks, over a connection that no other thread waits on. Handles SIGTERM in the main thread,
-    if SIGTERM has no handler yet, and until it gets another one.
+    `store`: a store of all ranks, of this job alone, over a connection that no other thread waits on. Handles SIGTERM
+    in the main thread, if SIGTERM has no handler yet, and until it gets another one.
     """
-    global _launches
-    _launches += 1
-    prefixed = PrefixStore(f"watch_{_launches}", store)
     with woken_by_sigterm() as wakeup:
-        rank_watch = Watch(prefixed, rank, world_size, timeout, wakeup)
+        rank_watch = Watch(store, rank, world_size, timeout, wakeup)
         try:
             yield rank_watch
         except BaseException as error:

@@ -42,9 +42,15 @@ def steps_as_rank(what: str) -> str | None:
     return None
 
 
+def a_job_of_three() -> None:
+    with moec.launch(moe_plan(ranks=3, ep=1, batch=6), device="cpu"):
+        pass
+
+
 @pytest.fixture(scope="module")
 def told(gloo: GlooPool) -> dict[str, list[str | None]]:
-    """The errors of both ranks, for each way in which rank 1 fails."""
+    """The errors of both ranks, for each way in which rank 1 fails. One process has had a job more than its peer."""
+    gloo.run(3, a_job_of_three, initialize=False)
     return in_pairs(gloo, steps_as_rank, ["leaves", "raises", "stalls"])
 
 
