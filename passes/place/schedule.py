@@ -1,6 +1,6 @@
 """schedule: the order of a training step, and what happens to weights and gradients inside of its actions.
 
-These rules are the only ones: the job's weights follow them, memory and time count by them.
+`moec verify` takes these events one by one; what a job does is compared with them (`MOEC_LOG_ACTIONS`).
 """
 
 from __future__ import annotations
