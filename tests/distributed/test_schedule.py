@@ -20,7 +20,7 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.totals import costs_of
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import events_inside, units_of
+from moec.passes.place.schedule import events_inside, gathers_again, units_of
 from moec.runtime.action_log import VARIABLE
 
 
@@ -46,18 +46,21 @@ def scheduled(plan: Plan) -> list[str]:
     """The actions that the plan says."""
     program = plan.program
     costs = costs_of(program, Workload.of_microbatch(plan.spec, program))
-    blocks = {f"layers.{call.layer}": costs[call.block] for call in layer_calls(program)}
-    saved = {name for name, cost in blocks.items() if cost.saved_parameters()}
+    blocks = {f"layers.{call.layer}": call.block for call in layer_calls(program)}
     units = units_of(program)
-    of_forward = costs[FORWARD].saved_parameters()
-    saved |= {unit.name for unit in units if any(f"@{p.name}" in of_forward for p in unit.parameters)}
+    read = {
+        unit.name
+        for unit in units
+        for p in unit.parameters
+        if gathers_again(p) and f"@{p.name}" in costs[blocks.get(unit.name, FORWARD)].saved_parameters()
+    }
     order = program.orders[0]
     return [
         line
         for action in order
         for line in (
             *([] if action.kind in ("forward", "backward") else [action.kind]),
-            *map(str, events_inside(order, action, units, saved)),
+            *map(str, events_inside(order, action, units, read)),
         )
     ]
 
