@@ -65,7 +65,7 @@ def scheduled(plan: Plan) -> list[str]:
     ]
 
 
-@examples(12, 100)
+@examples(8, 100)
 @given(specs(max_ranks=4))
 def test_a_job_does_what_its_schedule_says(gloo: GlooPool, spec: Spec):
     assume(
