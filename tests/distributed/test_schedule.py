@@ -34,12 +34,12 @@ def one_step(plan: Plan) -> list[str]:
     ):
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
-        patch.setenv(VARIABLE, folder)
+        patch.setenv(VARIABLE, str(log := Path(folder) / "not there yet"))
         mine = (part.chunk(job.data_size)[job.data_rank] for part in (tokens, labels))
         job.step(model, *mine)
         job.clip_grad_norm_(model, 1.0)
         optimizer.step()
-        return (Path(folder) / f"rank{os.environ['RANK']}.actions").read_text().splitlines()
+        return (log / f"rank{os.environ['RANK']}.actions").read_text().splitlines()
 
 
 def scheduled(plan: Plan) -> list[str]:

@@ -157,7 +157,7 @@ def run_all_ranks(
     training: bool,
     whole_states: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-    """Logits, loss and summed gradients of every rank, from each rank's parameters (`VirtualCluster.parameters`)."""
+    """Logits, loss and summed gradients of every rank, from each rank's weights (`VirtualWeights.leaves`)."""
     size = len(inputs.rank_given[0])
     # Made before the mode starts: inside it every new tensor becomes a LocalTensor.
     sequences = [sequence_numbers(plan.data_rank(rank), size, size) for rank in range(plan.world_size)]
