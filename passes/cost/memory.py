@@ -54,12 +54,18 @@ class LayerMemory:
     @classmethod
     def of(cls, cost: BlockCost, spec: Spec, microbatches: int, numbers: Iterable[int]) -> LayerMemory:
         """The layer whose ops have these costs."""
-        each = weight_bytes(cost, spec, microbatches).values()
-        largest = max((weights.optimizer for weights in each), default=0.0)
-        run, given = Run.of(cost), cost.block.inputs
-        residual = [v for v in given if v.role == "residual" and v.name in run.inputs]
-        kept = run.kept + Bytes({"activations": cost.workload.bytes(*residual)})
-        return cls(run, sum(each, WeightBytes()), largest, tuple(v.name for v in given), tuple(numbers), kept)
+        by_parameter = weight_bytes(cost, spec, microbatches).values()
+        largest_state = max((weights.optimizer_states for weights in by_parameter), default=0.0)
+        run, inputs = Run.of(cost), cost.block.inputs
+        residual = [v for v in inputs if v.role == "residual" and v.name in run.inputs]
+        return cls(
+            run=run,
+            weights=sum(by_parameter, WeightBytes()),
+            largest_state=largest_state,
+            inputs=tuple(v.name for v in inputs),
+            numbers=tuple(numbers),
+            kept=run.kept + Bytes({"activations": cost.workload.bytes(*residual)}),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,12 @@ def memory_of(program: Program, spec: Spec, workload: Workload | None = None) ->
     """The memory of the rank with the most rows, for micro-batches of `workload`; by default those of the file."""
     workload = workload or Workload.of_microbatch(spec, program)
     costs, numbers = costs_of(program, workload), program.layers_by_block
-    layers = {name: LayerMemory.of(costs[name], spec, program.microbatches, of) for name, of in numbers.items() if of}
+    layers = {name: LayerMemory.of(costs[name], spec, program.microbatches, n) for name, n in numbers.items() if n}
     return Memory(tuple(_Timeline(program, spec, costs, layers).moments()), layers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Micro:
+class _Microbatch:
     """The place of a micro-batch in its step."""
 
     is_first: bool
@@ -110,16 +116,17 @@ class _Timeline:
         self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
         self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
         called = [self._layer(op).weights for op in self.block.ops if isinstance(op, Call)]
-        self.sums = [*self.top_level.values(), *called]
-        whole = sum(self.sums, WeightBytes())
+        self.units = [*self.top_level.values(), *called]
+        totals = sum(self.units, WeightBytes())
         largest = max(
-            [weights.optimizer for weights in self.top_level.values()] + [of.largest_state for of in layers.values()]
+            [weights.optimizer_states for weights in self.top_level.values()]
+            + [layer.largest_state for layer in layers.values()]
         )
         called_blocks = [costs[op.block] for op in self.block.ops if isinstance(op, Call)]
-        self.work = work_bytes([costs[FORWARD], *called_blocks], whole.optimizer, largest, spec.update)
+        self.work = work_bytes([costs[FORWARD], *called_blocks], totals.optimizer_states, largest, spec.update)
         self.alive = Buffers()
-        self.alive.add("masters", "parameters", whole.masters)
-        self.alive.add("states", "optimizer", whole.optimizer)
+        self.alive.add("masters", "parameters", totals.masters)
+        self.alive.add("states", "optimizer", totals.optimizer_states)
         self.alive.add("device", "device", DEVICE_BYTES.get(spec.cluster.device.kind, 0.0))
 
     def _layer(self, op: Call) -> LayerMemory:
@@ -135,17 +142,18 @@ class _Timeline:
 
     def moments(self) -> Iterator[Moment]:
         """Every event of the step in order; of a micro-batch, the worst moment of each."""
-        of_microbatch = list[Moment]()
+        moments = list[Moment]()
         for action in self.order:
             match action.kind:
                 case "forward":
-                    of_microbatch += self._forward()
+                    moments += self._forward()
                 case "loss":
-                    of_microbatch += self._loss()
+                    moments += self._loss()
                 case "backward":
-                    micro = _Micro(is_first=action.microbatch == 0, is_last=is_last_backward(self.order, action))
-                    yield from _merged([*of_microbatch, *self._backward(micro)])
-                    of_microbatch.clear()
+                    is_last = is_last_backward(self.order, action)
+                    microbatch = _Microbatch(is_first=action.microbatch == 0, is_last=is_last)
+                    yield from _merged([*moments, *self._backward(microbatch)])
+                    moments.clear()
                 case "sum":
                     yield self._sums_end()
                 case "update":
@@ -161,11 +169,11 @@ class _Timeline:
                 continue
             layer, number = self._layer(step.op), step.op.layer
             weights = layer.weights
-            self.alive.add(f"lasting {number}", "compute copies", weights.lasting)
-            moment = self.alive.bytes() + Bytes({"compute copies": weights.copies - weights.lasting})
+            self.alive.add(f"step copy layer {number}", "compute copies", weights.step_copies)
+            moment = self.alive.bytes() + Bytes({"compute copies": weights.compute_copies - weights.step_copies})
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
-            self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved}))
+            self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved_copies}))
         # A step refers to its logits until the next ones.
         self.alive.save(self.block.output_values()[0].name, self._result_bytes, "logits and loss")
 
@@ -179,10 +187,10 @@ class _Timeline:
         for name in self._parameters(step):
             weights = self.top_level[name]
             if self.first[name] == index:
-                more += weights.copies
-                self.alive.add(f"lasting {name}", "compute copies", weights.lasting)
-                self.alive.add(f"copy {name}", "compute copies", weights.copies - weights.lasting)
-            if self.last[name] == index and not weights.saved:
+                more += weights.compute_copies
+                self.alive.add(f"step copy {name}", "compute copies", weights.step_copies)
+                self.alive.add(f"copy {name}", "compute copies", weights.compute_copies - weights.step_copies)
+            if self.last[name] == index and not weights.saved_copies:
                 self.alive.drop(f"copy {name}")
         return Bytes({"compute copies": more})
 
@@ -191,7 +199,7 @@ class _Timeline:
         step = self.steps[index] if 0 <= index < len(self.steps) else None
         if step is None or not isinstance(step.op, Call):
             return Bytes()
-        return Bytes({"communication": self._layer(step.op).weights.gathering})
+        return Bytes({"communication": self._layer(step.op).weights.gather_buffers})
 
     def _parameters(self, step: Step) -> list[str]:
         return [name for name in step.operands if name in self.top_level]
@@ -215,32 +223,32 @@ class _Timeline:
         for _, moment in run_backward(self.loss, inside):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
 
-    def _backward(self, micro: _Micro) -> Iterator[Moment]:
+    def _backward(self, microbatch: _Microbatch) -> Iterator[Moment]:
         result = self.block.output_values()[0]
         self.alive.add(f"d {result.name}", "work", self._result_bytes)
         for value in self.block.output_values()[1:]:
             if value.dtype != "int64":
                 self.alive.add(f"d {value.name}", "work", 0.0)
-        yield from self._backward_of_all(micro)
+        yield from self._backward_of_all(microbatch)
         self.alive.alias("previous logits", result.name)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")
 
-    def _backward_of_all(self, micro: _Micro) -> Iterator[Moment]:
+    def _backward_of_all(self, microbatch: _Microbatch) -> Iterator[Moment]:
         for number, (step, moment) in enumerate(run_backward(self.steps, self.alive)):
             index = len(self.steps) - 1 - number
             if isinstance(step.op, Call):
-                yield from self._backward_of(step, step.op, index, micro)
+                yield from self._backward_of(step, step.op, index, microbatch)
                 continue
             yield Moment(self._place("backward", index), moment)
             for name in self._parameters(step):
                 if self.first[name] == index:
-                    sums = self._sums_begin(name, self.top_level[name], micro)
+                    sums = self._sums_begin(name, self.top_level[name], microbatch)
                     yield Moment(self._place("backward", index), sums)
                     self.alive.drop(f"copy {name}")
 
-    def _backward_of(self, step: Step, op: Call, index: int, micro: _Micro) -> Iterator[Moment]:
+    def _backward_of(self, step: Step, op: Call, index: int, microbatch: _Microbatch) -> Iterator[Moment]:
         layer, event = self._layer(op), f"backward of layer {op.layer}"
         for name in step.results:
             self.alive.drop(f"d {name}")
@@ -248,31 +256,32 @@ class _Timeline:
         for name in gradients:  # the run has them
             self.alive.drop(f"d {name}")
         self.alive.drop_all(f"layer {op.layer}")
-        ahead = self._gather_of(index - 1) if layer.weights.per_use else Bytes()
-        copies = Bytes({"compute copies": layer.weights.saved + layer.weights.per_use}) + ahead
+        ahead = self._gather_of(index - 1) if layer.weights.regathered else Bytes()
+        copies = Bytes({"compute copies": layer.weights.saved_copies + layer.weights.regathered}) + ahead
         yield Moment(event, self.alive.bytes() + layer.run.backward + copies, op.layer)
         for name, size in gradients.items():
             self.alive.add(f"d {name}", "work", size)
-        self.alive.add(f"d layer {op.layer}", "gradients", layer.weights.narrow)
-        yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights, micro) + ahead, op.layer)
+        self.alive.add(f"d layer {op.layer}", "gradients", layer.weights.narrow_gradients)
+        yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights, microbatch) + ahead, op.layer)
 
-    def _sums_begin(self, name: str, weights: WeightBytes, micro: _Micro) -> Bytes:
+    def _sums_begin(self, name: str, weights: WeightBytes, microbatch: _Microbatch) -> Bytes:
         """The bytes while the gradients of a layer are widened and their sums begin. Leaves only what sums need."""
-        per_pass = weights.collected == weights.after
-        sends = micro.is_last or (weights.sent and per_pass)
-        scattered = weights.sent and per_pass  # gradients of earlier micro-batches are the parameters' already
+        # Where each pass scatters (ZeRO 2, 3), gradients of earlier micro-batches are the parameters' already.
+        scattered = weights.reduce_scatter_buffers and weights.collected_gradients == weights.pass_gradients
+        sends = microbatch.is_last or scattered
         # Wide copies of narrow gradients take the next ones in place.
-        added = weights.collected if not (micro.is_first or scattered or weights.wide) else 0.0
+        added = weights.collected_gradients if not (microbatch.is_first or scattered or weights.wide_gradients) else 0.0
         self.alive.drop("sent")  # ZeRO waits for the layer before
         # The sum with earlier micro-batches is new memory, and frees these before it is sent.
-        buffers = weights.buckets + weights.sent if sends else 0.0
-        more: dict[MemoryKind, float] = {"gradients": weights.wide}
-        more |= {"gradients": weights.wide + added} if added > buffers else {"communication": buffers}
+        buffers = weights.all_reduce_buffers + weights.reduce_scatter_buffers if sends else 0.0
+        more: dict[MemoryKind, float] = {"gradients": weights.wide_gradients}
+        more |= {"gradients": weights.wide_gradients + added} if added > buffers else {"communication": buffers}
         moment = self.alive.bytes() + Bytes(more)
         self.alive.drop(f"d {name}")
-        earlier = weights.collected if scattered and not micro.is_first else 0.0
-        self.alive.add(f"sum {name}", "gradients", earlier + (weights.after if sends else weights.collected))
-        self.alive.add("sent", "communication", weights.sent if sends else 0.0)
+        earlier = weights.collected_gradients if scattered and not microbatch.is_first else 0.0
+        remaining = weights.pass_gradients if sends else weights.collected_gradients
+        self.alive.add(f"sum {name}", "gradients", earlier + remaining)
+        self.alive.add("sent", "communication", weights.reduce_scatter_buffers if sends else 0.0)
         return moment
 
     # ---- after the last backward -------------------------------------------------------------------
@@ -280,19 +289,17 @@ class _Timeline:
     def _sums_end(self) -> Moment:
         """Sums end layer by layer, each with a copy of its part."""
         self.alive.drop("sent")
-        most = max(weights.cloned for weights in self.sums)
+        most = max(weights.sum_copies for weights in self.units)
         moment = Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
-        layers = [op.layer for op in self.block.ops if isinstance(op, Call)]
-        names = [(name, name) for name in self.top_level] + [(f"layer {number}", str(number)) for number in layers]
-        for of_sum, of_copies in names:
-            self.alive.drop(f"sum {of_sum}")
-            self.alive.drop(f"lasting {of_copies}")
+        for name in (*self.top_level, *(f"layer {op.layer}" for op in self.block.ops if isinstance(op, Call))):
+            self.alive.drop(f"sum {name}")
+            self.alive.drop(f"step copy {name}")
         self.alive.drop("previous logits")
         return moment
 
     def _update(self) -> Moment:
         """The optimizer reads the sums."""
-        reduced = sum(weights.reduced for weights in self.sums)
+        reduced = sum(weights.final_gradients for weights in self.units)
         work = Bytes({"work": self.work} if self.work else {})
         return Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + work)
 

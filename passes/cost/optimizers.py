@@ -1,6 +1,6 @@
 """What each optimizer keeps between steps and allocates in one, declared once.
 
-Its numbers are in `grammar/spec/optimizers.py`, its update in `runtime/job`.
+Its numbers are in `grammar/spec/optimizers.py`, its update in `runtime/optimizers`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
             (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
             for sending in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
         )
-        updated = sum(2 * (w.masters + w.optimizer) for w in weight_bytes(cost, spec, program.microbatches).values())
+        updated = sum(
+            2 * (w.masters + w.optimizer_states) for w in weight_bytes(cost, spec, program.microbatches).values()
+        )
         seconds += count * (sent + updated / spec.cluster.device.bandwidth)
     return seconds
 
@@ -81,9 +83,9 @@ def _bandwidth(cost: BlockCost, axis: str, cluster: Cluster) -> float:
     """Bytes per second of a rank over the slowest level that groups along `axis` cross."""
     meshes = cost.workload.meshes
     mesh = meshes.experts if axis in EXPERT_AXES and meshes.experts is not None else meshes.dense
-    stride, found, inside = mesh.stride(axis), math.inf, 1
+    stride, slowest, inside = mesh.stride(axis), math.inf, 1
     for level in cluster.levels:
         if level.size > 1 and inside < stride * mesh.size(axis) and stride < inside * level.size:
-            found = min(found, level.bandwidth or NETWORK_SHARE * cluster.device.bandwidth)
+            slowest = min(slowest, level.bandwidth or NETWORK_SHARE * cluster.device.bandwidth)
         inside *= level.size
-    return found
+    return slowest

@@ -10,6 +10,7 @@ from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.work.cost import MASTER_BYTES
 from moec.passes.ir.work.workload import Workload
+from moec.passes.place.schedule import gathers_again, num_gathers, num_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,29 +32,28 @@ class Sending:
 def sendings(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> Iterator[Sending]:
     """What a rank sends in a step for the weights and gradients of one run of `block`; `workload` is bound to it.
 
-    A ring sends (n−1)/n of the whole for an all-gather or a reduce-scatter, twice that for an all-reduce. ZeRO gathers
-    weights in the compute dtype: once, at stage 3 once per micro-batch in forward, and again in backward. It scatters
-    gradients once, at stages 2 and 3 once per micro-batch.
+    A ring sends (n−1)/n of the tensor for an all-gather or a reduce-scatter, twice that for an all-reduce. Weights are
+    gathered in the compute dtype, as often as the schedule says.
 
-    `saved` names the parameters that ops save (`@embedding.weight` is none): at stage 3 backward gathers all weights of
+    `saved` names the parameters that ops save (`@embedding.weight` is none): at ZeRO 3 backward gathers all weights of
     a layer if it reads one, and of `forward` those that are read.
     """
     for parameter in block.parameters:
-        again = bool(saved) if block.name != FORWARD else f"@{parameter.name}" in saved
-        yield from _of_parameter(parameter, workload, microbatches, again)
+        is_read = bool(saved) if block.name != FORWARD else f"@{parameter.name}" in saved
+        yield from _sendings_of(parameter, workload, microbatches, is_read)
 
 
-def _of_parameter(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
+def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
     elements = float(math.prod(workload.shape(p)))
     for axis in p.gathered_over:
-        ranks, per_use = workload.meshes.size(axis), p.gathered == "per use"
+        ranks = workload.meshes.size(axis)
         sent = elements * (ranks - 1) / ranks
-        gathered = sent * DTYPE_BYTES[p.dtype] * (microbatches if per_use else 1)
-        again = gathered if per_use and is_read else 0.0
+        gathered = sent * DTYPE_BYTES[p.dtype] * num_gathers(p, microbatches)
+        again = gathered if gathers_again(p) and is_read else 0.0
         yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
         if p.frozen:
             return
-        summed = sent * MASTER_BYTES * (microbatches if p.scattered_per_pass else 1)
+        summed = sent * MASTER_BYTES * num_sums(p, microbatches)
         yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
         elements /= ranks
     for axis in (axis for axis in p.sum_over or () if axis not in p.gathered_over):

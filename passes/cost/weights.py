@@ -14,6 +14,7 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
 from moec.passes.ir.work.cost import MASTER_BYTES
+from moec.passes.place.schedule import gathers_again, is_summed
 
 GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
@@ -23,31 +24,32 @@ GLOO_COPIES = 2
 class WeightBytes:
     """Bytes of some parameters on one rank.
 
-    `masters` and `optimizer` exist always. `copies` are weights in the compute dtype while a layer runs, where these
-    are not the masters; of them `saved` stay until the layer's backward, `lasting` until the end of a step of several
-    micro-batches (ZeRO 1 and 2), and `per_use` are gathered again for backward (ZeRO 3). `gathering` is the buffer of
-    a gather.
+    `masters` and `optimizer_states` exist always. `compute_copies` are weights in the compute dtype while a layer runs,
+    where these are not the masters. Of them, `saved_copies` stay until the layer's backward, `step_copies` until the
+    end of a step of several micro-batches (ZeRO 1 and 2), and `regathered` are gathered again for backward (ZeRO 3).
+    `gather_buffers` are what a gather allocates.
 
-    A layer's backward gives gradients `narrow` in the compute dtype, `wide` copies in fp32, and `buckets`, flat tensors
-    for all_reduces, or `sent`, those that ZeRO scatters. `after` remains of one pass, `collected` of earlier
-    micro-batches, `reduced` for the optimizer; `cloned` is what the end of the sums copies.
+    A layer's backward gives `narrow_gradients` in the compute dtype, and `wide_gradients`, their copies in fp32. Sums
+    send them in `all_reduce_buffers` or, under ZeRO, `reduce_scatter_buffers`; the end of a sum allocates `sum_copies`.
+    `pass_gradients` remain of a pass that sums, `collected_gradients` of earlier micro-batches; the optimizer reads
+    `final_gradients`.
     """
 
     masters: float = 0
-    optimizer: float = 0
-    copies: float = 0
-    saved: float = 0
-    lasting: float = 0
-    per_use: float = 0
-    gathering: float = 0
-    narrow: float = 0
-    wide: float = 0
-    buckets: float = 0
-    sent: float = 0
-    after: float = 0
-    collected: float = 0
-    reduced: float = 0
-    cloned: float = 0
+    optimizer_states: float = 0
+    compute_copies: float = 0
+    saved_copies: float = 0
+    step_copies: float = 0
+    regathered: float = 0
+    gather_buffers: float = 0
+    narrow_gradients: float = 0
+    wide_gradients: float = 0
+    all_reduce_buffers: float = 0
+    reduce_scatter_buffers: float = 0
+    sum_copies: float = 0
+    pass_gradients: float = 0
+    collected_gradients: float = 0
+    final_gradients: float = 0
 
     def __add__(self, other: WeightBytes) -> WeightBytes:
         return WeightBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -58,60 +60,63 @@ def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, We
     saved = cost.saved_parameters()
     if cost.block.recompute == "layer":  # the inputs of the layer's function are kept, its weights among them
         saved = {f"@{p.name}" for p in cost.block.parameters}
-    names = {f"@{p.name}": p for p in cost.block.parameters}
-    return {name: _of_parameter(cost, p, spec, name in saved, microbatches > 1) for name, p in names.items()}
+    parameters = {f"@{p.name}": p for p in cost.block.parameters}
+    return {
+        name: _bytes_of_frozen(cost, p) if p.frozen else _bytes_of_trained(cost, p, spec, name in saved, microbatches)
+        for name, p in parameters.items()
+    }
 
 
-def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, lasts: bool) -> WeightBytes:
-    if p.frozen:
-        return _of_frozen(cost, p)
-    shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
-    used = math.prod(cost.workload.shape(p))
-    local = math.prod(shape) * MASTER_BYTES
-    weight, gradient, narrow = used * DTYPE_BYTES[p.dtype], used * MASTER_BYTES, DTYPE_BYTES[p.dtype] < MASTER_BYTES
-    of_all = WeightBytes(
-        masters=local,
-        optimizer=state_bytes(shape, spec.update, p.matrices),
-        narrow=weight,
-        wide=gradient if narrow else 0,
-        reduced=local,
+def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, microbatches: int) -> WeightBytes:
+    master_shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
+    elements, master = math.prod(cost.workload.shape(p)), math.prod(master_shape) * MASTER_BYTES
+    weight, gradient = elements * DTYPE_BYTES[p.dtype], elements * MASTER_BYTES
+    is_narrow = DTYPE_BYTES[p.dtype] < MASTER_BYTES
+    always = WeightBytes(
+        masters=master,
+        optimizer_states=state_bytes(master_shape, spec.update, p.matrices),
+        narrow_gradients=weight,
+        wide_gradients=gradient if is_narrow else 0,
+        final_gradients=master,
     )
     if p.gathered == "never":
-        copies, bucket = weight if narrow else 0, gradient if p.sum_over else 0
+        copy, buffer = weight if is_narrow else 0, gradient if p.sum_over else 0
         return replace(
-            of_all,
-            copies=copies,
-            saved=copies if is_saved else 0,
-            buckets=bucket,
-            after=gradient,
-            collected=gradient,
-            cloned=bucket,
+            always,
+            compute_copies=copy,
+            saved_copies=copy if is_saved else 0,
+            all_reduce_buffers=buffer,
+            sum_copies=buffer,
+            pass_gradients=gradient,
+            collected_gradients=gradient,
         )
-    per_use = p.gathered == "per use"
-    times = GLOO_COPIES if cost.workload.device == "cpu" else 1
+    stays = not gathers_again(p)
     return replace(
-        of_all,
-        copies=weight,
-        saved=weight if is_saved and not per_use and not lasts else 0,
-        lasting=weight if lasts and not per_use else 0,
-        per_use=weight if per_use else 0,
-        gathering=times * weight,
-        sent=times * gradient,
-        after=local,
-        collected=local if p.scattered_per_pass else gradient,
-        cloned=local,
+        always,
+        compute_copies=weight,
+        saved_copies=weight if stays and is_saved and microbatches == 1 else 0,
+        step_copies=weight if stays and microbatches > 1 else 0,
+        regathered=0 if stays else weight,
+        gather_buffers=_buffer_copies(cost) * weight,
+        reduce_scatter_buffers=_buffer_copies(cost) * gradient,
+        sum_copies=master,
+        pass_gradients=master,
+        collected_gradients=master if is_summed(p, last=False) else gradient,
     )
 
 
-def _of_frozen(cost: BlockCost, p: Parameter) -> WeightBytes:
+def _bytes_of_frozen(cost: BlockCost, p: Parameter) -> WeightBytes:
     """A parameter that does not train: its weight in the compute dtype, which ZeRO 3 gathers for each use."""
     shapes = (cost.workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.weight))
     weight, part = (math.prod(shape) * DTYPE_BYTES[p.dtype] for shape in shapes)
-    narrow = weight if _gets_gradient(cost, p) else 0
+    always = WeightBytes(masters=part, narrow_gradients=weight if _gets_gradient(cost, p) else 0)
     if p.gathered == "never":
-        return WeightBytes(masters=part, narrow=narrow)
-    times = GLOO_COPIES if cost.workload.device == "cpu" else 1
-    return WeightBytes(masters=part, narrow=narrow, copies=weight, per_use=weight, gathering=times * weight)
+        return always
+    return replace(always, compute_copies=weight, regathered=weight, gather_buffers=_buffer_copies(cost) * weight)
+
+
+def _buffer_copies(cost: BlockCost) -> int:
+    return GLOO_COPIES if cost.workload.device == "cpu" else 1
 
 
 def _gets_gradient(cost: BlockCost, p: Parameter) -> bool:

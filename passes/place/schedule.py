@@ -60,6 +60,16 @@ def is_summed(p: Parameter, last: bool) -> bool:
     return not p.frozen and (last or p.scattered_per_pass)
 
 
+def num_gathers(p: Parameter, passes: int) -> int:
+    """How often the forward passes of a step gather the weight."""
+    return is_gathered(p, first=True) + (passes - 1) * is_gathered(p, first=False)
+
+
+def num_sums(p: Parameter, passes: int) -> int:
+    """How often the backward passes of a step sum the gradient."""
+    return is_summed(p, last=True) + (passes - 1) * is_summed(p, last=False)
+
+
 def is_sent(p: Parameter) -> bool:
     """Whether several ranks have terms of the gradient."""
     return bool(p.sum_over) or p.gathered != "never"

@@ -35,9 +35,9 @@ def _document(plan: Plan, memory: Memory) -> MemoryDocument:
         LayersMemory(
             layers=list(layer.numbers),
             parameters=layer.weights.masters,
-            copies=layer.weights.copies,
+            copies=layer.weights.compute_copies,
             gradients=layer.weights.after,
-            optimizer=layer.weights.optimizer,
+            optimizer=layer.weights.optimizer_states,
             kept_for_backward={str(name): size for name, size in layer.kept.of.items()},
         )
         for layer in memory.layers.values()
