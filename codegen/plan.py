@@ -12,7 +12,20 @@ from moec.codegen.unknown_names import KnownNames
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State, Stored
+from moec.passes.ir import (
+    REPLICATED,
+    VECTOR,
+    Block,
+    Init,
+    Layout,
+    Matrices,
+    Mesh,
+    Parameter,
+    Program,
+    Stage,
+    State,
+    Stored,
+)
 from moec.passes.ir.interface import forwards
 from moec.passes.ir.layout import local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
@@ -168,9 +181,13 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
         return self.program.states
 
+    def stage_of(self, rank: int) -> Stage:
+        """The pipeline stage of `rank`."""
+        return self.program.stages[rank // self.stage_size]
+
     def data_rank(self, rank: int) -> int:
         """The index of the part of the batch that `rank` reads, of `data_size` parts."""
-        return self.meshes["dense"].coordinate(rank, "dp")
+        return self.meshes["dense"].coordinate(rank % self.stage_size, "dp")
 
     @property
     def data_size(self) -> int:
@@ -183,8 +200,10 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         return self.meshes["dense"].size("tp")
 
     def sharers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that are given the same part of the batch as `rank`."""
-        return next(ranks for ranks in self.meshes["dense"].groups("tp") if rank in ranks)
+        """The ranks of its stage that are given the same part of the batch as `rank`."""
+        stage = self.stage_of(rank)
+        groups = ([stage.first_rank + place for place in places] for places in self.meshes["dense"].groups("tp"))
+        return next(tuple(ranks) for ranks in groups if rank in ranks)
 
     @cached_property
     def result_layout(self) -> Layout:

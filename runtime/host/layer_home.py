@@ -25,7 +25,7 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import EXPERTS, first_of_parts
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.checks import JobChecks
-from moec.runtime.ranks.groups import ALL_RANKS, HOST
+from moec.runtime.ranks.groups import STAGE, HOST
 from moec.runtime.weights.rank import RankHome
 from moec.runtime.weights.shards import dtensor_placements
 from moec.runtime.weights.weight_spec import WeightSpec
@@ -81,7 +81,7 @@ class LayerHome(RankHome):
             return
         self._named[HOST] = _host_group(self.ranks)
         require_same_layer(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
-        self._named[ALL_RANKS] = _group(self.ranks)
+        self._named[STAGE] = _group(self.ranks)
         for name, mesh in self.plan.meshes.items():
             for axis in mesh.wide_axes():
                 members = next(peers for peers in mesh.groups(axis) if self.rank in peers)

@@ -15,7 +15,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir.mixture_values import choices_per_token
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
-from moec.runtime.ranks.groups import ALL_RANKS
+from moec.runtime.ranks.groups import STAGE
 from moec.runtime.ranks.watch import collective
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def of_last_pass(job: JobFigures, model: PlanModule, site: str, also: Sequence[i
     sharers = job.plan.sharers
     counts = torch.cat([*found, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
     if job.world_size > 1 and counts.numel():
-        with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
+        with collective("all_reduce", job.number + STAGE, site) as peers:
             dist.all_reduce(counts, group=peers)
     *of_all_layers, summed_also = torch.split(counts.cpu(), [*sizes, len(also)])
     summed = iter(of_all_layers)

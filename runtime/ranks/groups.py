@@ -1,7 +1,7 @@
 """Process groups by name.
 
 Graphs contain names of groups and no group. Each job has a number, which its groups' names begin with, as in
-`"3/ep[4..31]"`; `"3/"` are all ranks of job 3. `build` writes the names into its graphs: jobs of one process never use
+`"3/ep[4..31]"`; `"3/"` are the ranks of a stage of job 3. `build` writes the names into its graphs: jobs of one process never use
 each other's groups, and a model whose job has ended raises an error.
 """
 
@@ -25,8 +25,9 @@ _watches: dict[str, Watch] = {}
 _open: set[str] = set()
 _numbers = count()
 
-ALL_RANKS, HOST = "", "host"
-"""The names, after a job's number, of the group of all ranks and of the same group for CPU tensors."""
+STAGE, HOST = "", "host"
+"""The names, after a job's number, of the group of this rank's pipeline stage (today all ranks are of one), and of the
+group of all ranks for CPU tensors."""
 
 SEPARATOR = "/"
 """Separates a job's number from the plan's name of a group, which never contains it."""

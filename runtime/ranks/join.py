@@ -26,7 +26,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
-from moec.runtime.ranks.groups import ALL_RANKS, HOST
+from moec.runtime.ranks.groups import STAGE, HOST
 
 MOST_ABSENT = 8
 """Ranks that a message names."""
@@ -201,7 +201,7 @@ def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """A job's process groups by the plan's names, with the group of all ranks and the group for CPU tensors."""
+    """A job's process groups by the plan's names, with the group of the stage, which has all ranks, and the group for CPU tensors."""
     by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
@@ -209,7 +209,7 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
     if meshes:
         world = dist.group.WORLD
         assert world is not None
-        by_name[ALL_RANKS] = world
+        by_name[STAGE] = world
         by_name[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
     for group in by_name.values():
         # New groups have torch's default timeout of 30 minutes. The group of all ranks has its jobs' longest.

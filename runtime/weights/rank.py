@@ -19,7 +19,7 @@ from moec.passes.ir import Block, Op, State
 from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
-from moec.runtime.ranks.groups import ALL_RANKS, ended, is_open
+from moec.runtime.ranks.groups import STAGE, ended, is_open
 from moec.runtime.weights.shards import (
     dtensor_placements,
     initial_shard,
@@ -107,11 +107,11 @@ class RankHome:
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
-        """The groups that sum its gradient; the group of all ranks if they span the mesh."""
+        """The groups that sum its gradient; the group of the stage if they span the mesh."""
         if data.zero_cut is not None:  # its group sums first, by a reduce_scatter
             return tuple(group for group in data.sum_over if group != data.zero_cut.group)
         if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
-            return (ALL_RANKS,)
+            return (STAGE,)
         return data.sum_over
 
     def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -36,7 +36,7 @@ def _document(plan: Plan, memory: Memory) -> MemoryDocument:
             layers=list(layer.numbers),
             parameters=layer.weights.masters,
             copies=layer.weights.compute_copies,
-            gradients=layer.weights.after,
+            gradients=layer.weights.pass_gradients,
             optimizer=layer.weights.optimizer_states,
             kept_for_backward={str(name): size for name, size in layer.kept.of.items()},
         )
@@ -87,7 +87,13 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]
     for layer in memory.layers.values():
         weights = layer.weights
-        sizes = [weights.masters, weights.copies, weights.after, weights.optimizer, layer.kept.total]
+        sizes = [
+            weights.masters,
+            weights.compute_copies,
+            weights.pass_gradients,
+            weights.optimizer_states,
+            layer.kept.total,
+        ]
         rows.append((f"{numbered(layer.numbers)}", *map(amount_or_dash, sizes)))
     yield from table(rows, range(1, len(rows[0])))
     yield ""

@@ -126,6 +126,14 @@ def test_stages_that_do_not_fit_each_other_are_refused(change: Callable[[Program
         check_program(change(staged().program))
 
 
+def test_ranks_of_a_stage_share_the_batch_as_those_of_the_first_do():
+    plan = staged(tp=2)
+    assert [plan.stage_of(rank).index for rank in (3, 4, 7)] == [0, 1, 1]
+    assert [plan.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert plan.sharers_of(2) == (2, 3)
+    assert plan.sharers_of(7) == (6, 7)
+
+
 def test_nothing_else_runs_stages_yet():
     plan = staged()
     with pytest.raises(DiagnosticError, match="MOE0700"), moec.launch(plan, device="cpu"):
