@@ -25,7 +25,7 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import EXPERTS, first_of_parts
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.checks import JobChecks
-from moec.runtime.ranks.groups import STAGE, HOST
+from moec.runtime.ranks.groups import HOST, STAGE
 from moec.runtime.weights.rank import RankHome
 from moec.runtime.weights.shards import dtensor_placements
 from moec.runtime.weights.weight_spec import WeightSpec

@@ -1,8 +1,8 @@
 """Process groups by name.
 
 Graphs contain names of groups and no group. Each job has a number, which its groups' names begin with, as in
-`"3/ep[4..31]"`; `"3/"` are the ranks of a stage of job 3. `build` writes the names into its graphs: jobs of one process never use
-each other's groups, and a model whose job has ended raises an error.
+`"3/ep[4..31]"`; `"3/"` are the ranks of a stage of job 3. `build` writes the names into its graphs: jobs of one process
+never use each other's groups, and a model whose job has ended raises an error.
 """
 
 from __future__ import annotations

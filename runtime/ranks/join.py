@@ -26,7 +26,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
-from moec.runtime.ranks.groups import STAGE, HOST
+from moec.runtime.ranks.groups import HOST, STAGE
 
 MOST_ABSENT = 8
 """Ranks that a message names."""
@@ -201,7 +201,7 @@ def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """A job's process groups by the plan's names, with the group of the stage, which has all ranks, and the group for CPU tensors."""
+    """A job's process groups by the plan's names, and `STAGE` and `HOST`: a job has one stage today, of all ranks."""
     by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
