@@ -20,14 +20,16 @@ from moec.runtime.guards.finite_values import ROUTERS, STATES, TOKENS
 from moec.runtime.guards.guard import BatchAgreed, Event, Guard
 from moec.runtime.guards.layer_weights import NARROWED, UNTOLD
 from moec.runtime.guards.leftover_gradients import AFTER_ERROR, LEFTOVER
+from moec.runtime.guards.recomputations import ACCUMULATED, DRAWS, REENTRANT
 from moec.runtime.guards.untrained import EVALUATION, NO_GRADIENT, NO_LABEL
 from moec.runtime.guards.wrappers import ASKING, AUTOCAST, WRAPPED
 from moec.runtime.ranks.checks import Checks, Complaint
 
 GUARDS: tuple[Guard[Any], ...] = (
-    ASKING, AUTOCAST, WRAPPED, layer_hosts.GUARD, UNTOLD, NARROWED, STATES, AFTER_ERROR, equal_batches.GUARD,
-    EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL, ROUTERS, TOKENS, rank_means.GUARD,
-    tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM, GRADIENTS,
+    ASKING, AUTOCAST, WRAPPED, DRAWS, ACCUMULATED, REENTRANT, layer_hosts.GUARD, UNTOLD, NARROWED, STATES,
+    AFTER_ERROR, equal_batches.GUARD, EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL,
+    ROUTERS, TOKENS, rank_means.GUARD, tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM,
+    GRADIENTS,
 )  # fmt: skip
 """In the order in which they look."""
 

@@ -68,6 +68,25 @@ class PassBegins(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelRecomputed(Event):
+    """The event when backward computes a pass of the whole model again.
+
+    `draws`: the pass draws random numbers. `accumulated`: it was in a block of `job.accumulate` that has ended.
+    """
+
+    draws: bool
+    accumulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecomputed(Event):
+    """The event when backward computes a layer again. `lost_aux_loss`: the first pass gave an `aux_loss` without a
+    gradient, though the layer trains."""
+
+    lost_aux_loss: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCalled(Event):
     """The event when a layer of these `ranks` is called, before they agree; `experts` is its module of experts."""
 

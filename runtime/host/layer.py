@@ -19,9 +19,8 @@ from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
-from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint, look_at
-from moec.runtime.guards.guard import LayerBegins, LayerCalled, PassEnds
+from moec.runtime.guards.guard import LayerBegins, LayerCalled, LayerRecomputed, PassEnds
 from moec.runtime.host.captured_layer import Captured, Results, refused
 from moec.runtime.host.layer_biases import LayerBiases
 from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
@@ -125,7 +124,9 @@ class MoeLayer(nn.Module):
         Computes in the layer's dtype, also inside of `torch.autocast`; returns x's dtype. Raises `JobError` on every
         rank for another width and for router logits that are NaN or infinite.
         """
-        self._refuse_reentrant_checkpoint()
+        if in_backward() and torch.is_grad_enabled():
+            lost = self.aux_loss is not None and not self.aux_loss.requires_grad
+            look_at(LayerRecomputed(lost and any(self._weights.needed())))
         self.aux_loss = None  # its graph may be the last reference to the previous pass's activations
         self._home.require_running()
         replayed = self._captured.replay(self, x) if self._captured is not None else None
@@ -208,17 +209,6 @@ class MoeLayer(nn.Module):
         if len(self._home.ranks) == 1:
             return self._words
         return f"{self._words}\nexperts {', '.join(ranges(self.local_experts))} are on this rank"
-
-    def _refuse_reentrant_checkpoint(self) -> None:
-        """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""
-        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
-        lost = lost and any(self._weights.needed())
-        if lost and torch.is_grad_enabled() and in_backward():
-            raise JobError(
-                "MOE0711",
-                "torch.utils.checkpoint(use_reentrant=True) made aux_loss without a gradient",
-                "give it `use_reentrant=False`",
-            )
 
     def _run(self, x: Tensor) -> dict[Role, Tensor]:
         """y, the rows per expert, and the balance term if there is one, by their roles."""

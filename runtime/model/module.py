@@ -18,9 +18,8 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.calls import called
-from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint, look_at
-from moec.runtime.guards.guard import LogitsGiven, PassBegins, PassEnds, WrapperAsks
+from moec.runtime.guards.guard import LogitsGiven, ModelRecomputed, PassBegins, PassEnds, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
 from moec.runtime.inputs.beside import Beside, Takes
 from moec.runtime.inputs.forward_checks import (
@@ -130,6 +129,9 @@ class PlanModule(StepModule):
         look_at(PassBegins(self, device_of(tokens).type))
         beside = Beside(routes, segments, padding)
         look = require_batch(self, tokens, labels, beside)
+        if in_backward():
+            ended_block = self.has_accumulated and self._counts.labels is None
+            look_at(ModelRecomputed(self._draws and self.training, ended_block))
         self.num_tokens = self.counters.real_tokens(tokens, beside)
         given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
         if self._draws:
@@ -146,7 +148,6 @@ class PlanModule(StepModule):
             {n: outlasting(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
             for counted in COUNTS
         )
-        self._refuse_late_recomputation()
         if labels is not None and of_step(self.training):
             self._counts.add(labels)
         if self._is_training_step(labels):
@@ -210,16 +211,6 @@ class PlanModule(StepModule):
     def extra_repr(self) -> str:
         return self._origin.in_words(self._home.signature())
 
-    def _refuse_late_recomputation(self) -> None:
-        """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""
-        if in_backward() and self._counts.labels is None and self.has_accumulated:
-            raise JobError(
-                "MOE0713",
-                "a forward pass of the whole model is computed again after `with job.accumulate(…)`, which says "
-                "what its loss is divided by",
-                "call `backward()` inside of the block, or checkpoint the layers and not the whole model",
-            )
-
     def _is_training_step(self, labels: Tensor | None) -> bool:
         """Whether this pass is a part of a training step: not in evaluation, and not computed again in backward."""
         # A reentrant checkpoint of the whole model runs its first pass without gradients. In `accumulate` it counts.
@@ -241,15 +232,8 @@ class PlanModule(StepModule):
     def _number_sequences(self, tokens: Tensor, labels: Tensor | None) -> Tensor:
         """The number of each sequence in the global batch of the step: int64 `[batch]`, the same for every sharding.
 
-        Raises `JobError` if `torch.utils.checkpoint` computes the pass again, in another step or micro-batch, and if
-        the step has fewer sequences.
+        Raises `JobError` if the step has fewer sequences.
         """
-        if self.training and in_backward():
-            raise JobError(
-                "MOE0713",
-                "a forward pass of the whole model is computed again, and it would draw other random numbers",
-                "checkpoint the layers and not the whole model",
-            )
         return self._counts.number_sequences(tokens, self._home.data_rank, advance=self._is_training_step(labels))
 
     def set(self, **settings: int) -> None:
