@@ -67,8 +67,8 @@ class AddLearnedNoise(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         clean, *others = operands
-        same = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in others)
-        require(same and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
+        fits = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in others)
+        require(fits and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
         return (Type(shape=clean.shape, dtype=clean.dtype),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
