@@ -77,7 +77,7 @@ def capacity_in_force(training: Tensor | None, *attributes: int) -> CapacityArgu
 # ---- permute_padded ----------------------------------------------------------------------------------
 
 
-def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *others: Any) -> None:
+def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *options: Any) -> None:
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.dtype == torch.int64,
         lambda: (
@@ -89,7 +89,7 @@ def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *others: A
         starts.dim() == 4 and starts.shape[:3] == (x.shape[0], 1, experts.shape[2]),
         lambda: f"moec::permute_padded: starts must be [{x.shape[0]}, 1, {experts.shape[2]}, E], not {starts.shape}",
     )
-    check_groups("permute_padded", x, others[-2])
+    check_groups("permute_padded", x, options[-2])
 
 
 def _fake_permute_padded(
@@ -141,7 +141,7 @@ permute_padded_backward = define(
 )
 
 
-def _check_keep_choices(experts: Tensor, starts: Tensor, *others: Any) -> None:
+def _check_keep_choices(experts: Tensor, starts: Tensor, *options: Any) -> None:
     check(
         experts.dim() == 3 and starts.dim() == 4 and starts.shape[:3] == (experts.shape[0], 1, experts.shape[2]),
         lambda: (
@@ -149,7 +149,7 @@ def _check_keep_choices(experts: Tensor, starts: Tensor, *others: Any) -> None:
             f"{list(experts.shape)} and {list(starts.shape)}"
         ),
     )
-    check_groups("keep_choices", experts, others[-2])
+    check_groups("keep_choices", experts, options[-2])
 
 
 def _keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *attributes: int) -> Tensor:

@@ -78,7 +78,7 @@ The sequences form whole routing groups. Not differentiated.
 """
 
 
-def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *others: Any) -> None:
+def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *options: Any) -> None:
     check(
         logits.dim() == 3 and experts.dim() == 3 and logits.shape[:2] == experts.shape[:2],
         lambda: (
@@ -89,7 +89,7 @@ def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *
     check(
         priorities is None or priorities.shape == experts.shape[:2], lambda: "moec::reroute: priorities must be [B, S]"
     )
-    check_groups("reroute", experts, others[-1])
+    check_groups("reroute", experts, options[-1])
 
 
 def _reroute(
@@ -109,7 +109,7 @@ def _reroute(
 
 reroute = define(
     schema_of(Reroute),
-    fake=lambda logits, experts, *rest: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
+    fake=lambda logits, experts, *options: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
     check=_check_reroute,
     kernel=_reroute,
     gives_integers=True,

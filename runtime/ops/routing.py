@@ -92,7 +92,7 @@ CPU; on other devices the check would cost a synchronisation.
 """
 
 
-def _fake_route_backward(logits: Tensor, *rest: Any) -> Tensor:
+def _fake_route_backward(logits: Tensor, *options: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
