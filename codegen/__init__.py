@@ -1,1 +1,1 @@
-"""`Program` to `Plan`: graphs as checked data, the plan folder, and torch.fx modules built from it."""
+"""Makes the `Plan` of a Program: its data, its folder, its kernels, and the torch.fx modules built from it."""

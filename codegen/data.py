@@ -28,5 +28,5 @@ def strict_json(content: bytes) -> Any:
 
 def first_fault(error: ValidationError) -> str:
     """The first field that pydantic refuses, and its reason."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"

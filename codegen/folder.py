@@ -2,9 +2,9 @@
 
 tiny.plan/
   plan.json      format, version, the rank lists of the groups, the digest of every other file, and its own digest
-  spec.moe       the canonical text of what was compiled
+  spec.moe       the canonical text of the compiled Spec
   program.ir     the placed Program, as text
-  tiles.json     the tiles that `moec tune` measured, once it has
+  tiles.json     the tiles that `moec tune` measured, if any
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MANIFEST, SPEC, PROGRAM, TILES = PLAN, PLAN_TEXT, "program.ir", "tiles.json"
 
 
 class PlanError(DiagnosticError):
-    """A plan folder is not what moec wrote, or cannot be written."""
+    """A plan folder differs from what moec writes, or cannot be written."""
 
     def __init__(self, code: str, path: Path, message: str, help: str) -> None:
         super().__init__([diagnose(code, None, f"{path}: {message}", help=help)])

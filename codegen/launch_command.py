@@ -13,7 +13,7 @@ from moec.passes.place.hosts import Hosts, hosts_of
 PORT = 29500
 """The port of the rendezvous on the first node: torchrun's own default."""
 HOST = "$HOST"
-"""Stands for the address of the first node, where that is not known yet: a variable of the shell."""
+"""A variable of the shell, in place of the address of the first node where that is not known yet."""
 _VARIABLES = re.compile(r"([\w./:-]|\$\{?\w+\}?)*")
 
 
@@ -37,17 +37,17 @@ def torchrun_command(
 
     `hosts`: other nodes than those of the plan's cluster. `host` and `port` may be variables that a shell or Kubernetes
     expands. `options`: further ones of torchrun, before the script.
-    On one node the rendezvous takes a free port (`--standalone`), so that two jobs do not meet. `standalone` decides
-    otherwise: Slurm gives each job a port of its own.
+    On one node the rendezvous takes a free port (`--standalone`), so that two jobs do not share one. `standalone`
+    overrides this: Slurm gives each job a port of its own.
     """
     hosts = hosts or hosts_of(plan.spec.cluster)
     processes = str(hosts.processes_per_node)
     if hosts.nodes == 1 if standalone is None else standalone:
-        where = ["--standalone", "--nproc-per-node", processes]
+        rendezvous = ["--standalone", "--nproc-per-node", processes]
     else:
-        where = ["--nnodes", str(hosts.nodes), "--nproc-per-node", processes]
-        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", Expanded(f"{host}:{port}")]
-    return ["torchrun", *where, *options, *script]
+        rendezvous = ["--nnodes", str(hosts.nodes), "--nproc-per-node", processes]
+        rendezvous += ["--rdzv-backend", "c10d", "--rdzv-endpoint", Expanded(f"{host}:{port}")]
+    return ["torchrun", *rendezvous, *options, *script]
 
 
 def shell_text(words: Sequence[str]) -> str:
@@ -59,9 +59,9 @@ def shell_text(words: Sequence[str]) -> str:
 
 
 def start_command(plan: Plan, path: Path | str, script: Sequence[str] = ("train.py",)) -> str:
-    """How a shell starts the plan in `path` with `script`, a script and its arguments.
+    """The command that starts the plan in `path` with `script`, a script and its arguments.
 
-    That is torchrun, or `moec launch` where nothing says how many ranks a node has: `N` is the user's to fill in.
+    It is torchrun, or `moec launch` where the number of ranks of a node is not stated: the user replaces `N`.
     """
     if hosts_of(plan.spec.cluster).is_stated:
         return shell_text(torchrun_command(plan, script))

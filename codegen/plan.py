@@ -30,11 +30,11 @@ from moec.passes.ir.interface import forwards
 from moec.passes.ir.layout import local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
-if TYPE_CHECKING:  # the kernels' model takes a tenth of the time that loading a plan takes
+if TYPE_CHECKING:  # the import of the kernels' model takes a tenth of the time of loading a plan
     from moec.codegen.kernels.stored_tiles import StoredTiles
 
 FORMAT = 5
-"""Raised whenever a plan of an older moec would be misread."""
+"""Increased whenever this moec would misread a plan of an older one."""
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 """The rank lists of every process group by its name, `dp` or `ep[4..31]`."""
@@ -75,7 +75,7 @@ class PlanParameter(Stored):
     def cells(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         """The index, in the whole parameter, of the cells of the master that a rank of its mesh has.
 
-        Row i of a whole parameter of experts is expert i, on whichever rank its cells are.
+        Row i of a whole parameter of experts is expert i, whatever rank has its cells.
         """
         return local_slices(self.shape, self.master, mesh, rank)
 
@@ -164,7 +164,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
 
     @cached_property
     def groups_in_stage(self) -> Groups:
-        """The groups of the first stage; those of the others have the same places in theirs."""
+        """The groups of the first stage; the groups of the other stages have the same places in their stages."""
         if len(self.program.stages) < 2:
             return self.groups
         return {
@@ -196,11 +196,11 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
 
     @property
     def sharers(self) -> int:
-        """How many ranks are given the same part of the batch, and count the same tokens: those of a tp group."""
+        """The number of ranks that read the same part of the batch, and count the same tokens: those of a tp group."""
         return self.meshes["dense"].size("tp")
 
     def sharers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of its stage that are given the same part of the batch as `rank`."""
+        """The ranks of its stage that read the same part of the batch as `rank`."""
         stage = self.stage_of(rank)
         groups = ([stage.first_rank + place for place in places] for places in self.meshes["dense"].groups("tp"))
         return next(tuple(ranks) for ranks in groups if rank in ranks)
@@ -262,7 +262,7 @@ def parameters_of_block(block: Block) -> tuple[PlanParameter, ...]:
 
 def _placed(p: Parameter, block: Block) -> PlanParameter:
     layout, axes = p.layout or REPLICATED, p.sum_over or ()
-    weight, gradient, state = (each or layout for each in (p.weight, p.gradient, p.optimizer_state))
+    weight, gradient, state = (own_layout or layout for own_layout in (p.weight, p.gradient, p.optimizer_state))
     on_experts = not set(EXPERT_AXES).isdisjoint((*layout.axes, *axes, *state.axes))
     return PlanParameter(
         name=p.name,

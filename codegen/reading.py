@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
 
-MAX_TEXT = 100
+MAX_VERSION_LENGTH = 100
 """Characters of a version of moec."""
 
 
@@ -122,7 +122,7 @@ def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:
 
 
 def _declared(program: Program) -> dict[str, tuple[object, ...]]:
-    """What a lowered and a placed Program have in common: parameters and their order, states, capacities.
+    """The properties that lowered and placed Programs share: parameters and their order, states, capacities.
 
     `moec verify` runs short sequences, on which two capacities may have the same places.
     """
@@ -132,13 +132,13 @@ def _declared(program: Program) -> dict[str, tuple[object, ...]]:
     }
     states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in program.states.items()}
     stated: dict[str, tuple[object, ...]] = {}
-    for where, block in [
+    for block_name, block in [
         ("forward", program.block(FORWARD)),
         *((f"layer {layer.number}", program.body(layer)) for layer in program.layers),
     ]:
-        stated[f"order of the parameters of {where}"] = tuple(p.name for p in block.parameters)
+        stated[f"order of the parameters of {block_name}"] = tuple(p.name for p in block.parameters)
         capacities = {tuple(op.capacity().items()) for op in block.ops if isinstance(op, Capacity)}
-        stated[f"capacity of {where}"] = tuple(sorted(capacities))
+        stated[f"capacity of {block_name}"] = tuple(sorted(capacities))
     return parameters | states | stated
 
 
@@ -148,14 +148,14 @@ def _manifest(path: Path) -> Manifest:
     if not isinstance(data, dict):
         raise refuse(path, "it is not a JSON object")
     if data.get("format") != FORMAT:
-        spec, again = path.parent / SPEC, "compile the .moe file again with this moec"
+        spec, advice = path.parent / SPEC, "compile the .moe file again with this moec"
         if spec.exists():
-            again = f"`moec compile {quote(str(spec))} -o {quote(str(path.parent))}` compiles it again"
+            advice = f"`moec compile {quote(str(spec))} -o {quote(str(path.parent))}` compiles it again"
         raise PlanError(
             "MOE0602",
             path,
             f"format {str(data.get('format'))[:20]}, this moec reads format {FORMAT}",
-            f"{again}, or use the moec that wrote it",
+            f"{advice}, or use the moec that wrote it",
         )
     stated = data.pop("digest", None)
     if stated != digest(canonical(data)):
@@ -163,7 +163,7 @@ def _manifest(path: Path) -> Manifest:
     if sorted(data) != ["files", "format", "groups", "moec"]:
         raise refuse(path, "it does not have the fields of a plan.json")
     version, files = data["moec"], data["files"]
-    if not isinstance(version, str) or len(version) > MAX_TEXT or not isinstance(files, dict):
+    if not isinstance(version, str) or len(version) > MAX_VERSION_LENGTH or not isinstance(files, dict):
         raise refuse(path, "its `moec` is no version, or its `files` are no files")
     return Manifest(version, data["groups"], files)
 

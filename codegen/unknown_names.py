@@ -1,4 +1,4 @@
-"""A diagnostic for names that an object of a script does not have, with the name that is meant."""
+"""A diagnostic for names that an object of a script does not have, with the nearest name that it has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KnownNames:
         super().__init_subclass__()
         cls._owner, cls._other_names = owner, other_names
 
-    if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
+    if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
         def __getattr__(self, name: str) -> object:
             if name.startswith("_") or hasattr(type(self), name):

@@ -1,4 +1,4 @@
-"""Walks the road: text → Spec → Program → Plan → job. The API of `import moec` and of the command line.
+"""The functions of `import moec` and of the command line: text → Spec → Program → Plan → job.
 
 Each function imports only the packages that it needs, so that `moec check` is as fast as a linter.
 """
@@ -79,8 +79,8 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
 
     require_plan(path, "moec.load")
     plan = valid_plan(path, trust_nothing=trust_nothing)
-    if os.environ.get("RANK", "0") == "0" and (found := stale(Path(path), plan)):
-        warn(f"{found.code}: {found.message}; {found.help}")
+    if os.environ.get("RANK", "0") == "0" and (warning := stale(Path(path), plan)):
+        warn(f"{warning.code}: {warning.message}; {warning.help}")
     return plan
 
 
@@ -118,10 +118,10 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
         try:
             plan = _plan_or_none(source) or compile(require_source(source, "moec.load_for"), world_size=world_size)
         except DiagnosticError as error:
-            first = error.diagnostics[0]
-            if len(plans) == 1 or first.code not in DEPENDS_ON_RANKS:
+            diagnostic = error.diagnostics[0]
+            if len(plans) == 1 or diagnostic.code not in DEPENDS_ON_RANKS:
                 raise
-            reasons.append(f"{named(source)}: {first.code}, {first.title}")
+            reasons.append(f"{named(source)}: {diagnostic.code}, {diagnostic.title}")
             continue
         if plan.world_size == world_size:
             return plan
@@ -194,7 +194,7 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None, progress: Prog
     """
     from moec.runtime.verify.verification import verify as run
 
-    return run(_plan(plan, "moec.verify"), scale=scale, progress=progress or (lambda what, done, total: None))
+    return run(_plan(plan, "moec.verify"), scale=scale, progress=progress or (lambda step, done, total: None))
 
 
 @called("moec.launch", **other_names.LAUNCH)
@@ -336,10 +336,10 @@ def _overridden(source: Source, lets: Mapping[str, object]) -> Spec:
 
 
 def _require_same(plan: Plan, path: Path) -> None:
-    """Compares all but spans, which point into the original file, and tiles, which were measured."""
+    """Requires that compiling the plan's Spec gives the same plan, but for spans and measured tiles."""
     from moec.codegen.folder import PROGRAM
     from moec.codegen.reading import refuse
 
-    again = compile(plan.spec)
-    if again.spec_text != plan.spec_text or again.program != plan.program:
+    recompiled = compile(plan.spec)
+    if recompiled.spec_text != plan.spec_text or recompiled.program != plan.program:
         raise refuse(path / PROGRAM, "compiling the Spec inside the plan gives another Program")

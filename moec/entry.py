@@ -1,7 +1,7 @@
-"""Where `moec` begins: picks the command, and turns every outcome into an exit code.
+"""The entry point of `moec`: selects the command, and maps every outcome to an exit code.
 
-Exit 0: done; 1: the command failed, or what it checks is not in order; 2: wrong usage; 3: a bug in moec. Artifacts go
-to stdout, diagnostics to stderr.
+Exit 0: done; 1: the command failed, or its input has errors; 2: wrong usage; 3: a bug in moec. Artifacts go to stdout,
+diagnostics to stderr.
 
 The command line is click's (moec.cli), whose import takes half as long as checking a file. `moec check FILE…`, which
 editors run at every keystroke, therefore skips it.
@@ -70,7 +70,7 @@ def _parsed(arguments: list[str]) -> int:
 
 
 def style_of(arguments: list[str]) -> str:
-    """The format that the command line asks for, read without a parser: it may be what could not be parsed.
+    """The format that the command line names, read without a parser, because parsing may have failed.
 
     Words after `--` are no options.
     """

@@ -1,4 +1,4 @@
-"""`moec.compile(file, experts=16)`: arguments in the place of a file's `let`s, and errors that name them."""
+"""`moec.compile(file, experts=16)`: arguments that override a file's `let`s, and errors that name them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_LETS = "the file declares none"
 """The grammar's help where a file has no `let`."""
 
 BLOCKS: tuple[type[Node], ...] = (Parallel, Train, Model)
-"""Blocks whose words a script may take for arguments."""
+"""Blocks whose words a script may mistake for arguments."""
 
 OUTPUTS = {"output", "out", "path", "save", "to"}
 
@@ -49,22 +49,22 @@ def _no_override(name: str, value: object) -> CallError:
     help = "give a number or a text as the file would have it: `experts=16`, `routing='zipf(1.2)'`"
     if hasattr(value, "item"):
         help = f"`{name}.item()` is the number of a tensor or an array of one element"
-    found = repr(value) if isinstance(value, Real) else f"an object of class {type(value).__name__}"
-    return wrong_argument(f"{name} is {found}, and a `let` is a number or a text", help)
+    description = repr(value) if isinstance(value, Real) else f"an object of class {type(value).__name__}"
+    return wrong_argument(f"{name} is {description}, and a `let` is a number or a text", help)
 
 
 def as_arguments(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """Diagnostics of a file whose overrides are arguments of a call, and not of a command line."""
-    return tuple(_as_argument(each) for each in diagnostics)
+    return tuple(_as_argument(diagnostic) for diagnostic in diagnostics)
 
 
-def _as_argument(found: Diagnostic) -> Diagnostic:
-    labels = tuple(label._replace(span=_renamed(label.span)) for label in found.labels)
-    renamed = found._replace(span=_renamed(found.span) if found.span else None, labels=labels)
-    if found.code != "MOE0213" or renamed.span is None:
+def _as_argument(diagnostic: Diagnostic) -> Diagnostic:
+    labels = tuple(label._replace(span=_renamed(label.span)) for label in diagnostic.labels)
+    renamed = diagnostic._replace(span=_renamed(diagnostic.span) if diagnostic.span else None, labels=labels)
+    if diagnostic.code != "MOE0213" or renamed.span is None:
         return renamed
     name = renamed.span.source.text[renamed.span.start : renamed.span.end]
-    return renamed._replace(message=f"no file that was read declares `{name}`", help=_help(name, found.help))
+    return renamed._replace(message=f"no file that was read declares `{name}`", help=_help(name, diagnostic.help))
 
 
 def _help(name: str, help: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan whose `.moe` file has changed since it was compiled: a warning where both lie beside each other."""
+"""The warning about a plan whose `.moe` file, beside it, has changed since it was compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     """MOE0605 where `first.moe`, beside the plan `first.plan`, or a file that it uses has changed since, and no longer
     says what the plan has.
 
-    Other comments say nothing else. The values of `--let` are not kept in a plan: after those, any newer file differs.
+    Changed comments are no difference. A plan does not store the values of `--let`: with some, any newer file differs.
     """
     from moec.grammar.diagnostics.codes import diagnose
     from moec.grammar.load import load_file
@@ -29,19 +29,19 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     file = path.with_suffix(".moe")
     try:
         compiled = (path / PLAN).stat()
-        is_newer = any(_is_newer(each.stat(), compiled) for each in _with_used(file, set()))
+        is_newer = any(_is_newer(used.stat(), compiled) for used in _with_used(file, set()))
     except OSError:
         return None
     if not is_newer or load_file(file).spec == plan.spec:
         return None
     message = f"`{file}` has changed since `{path}` was compiled"
-    again = f"`moec compile {quote(str(file))}` compiles it again"
-    help = f"{again}; nothing to do if the older plan, or its `--let`, is meant"
+    command = f"`moec compile {quote(str(file))}` compiles it again"
+    help = f"{command}; nothing to do if the older plan, or its `--let`, is meant"
     return diagnose("MOE0605", None, message, help=help, severity=Severity.WARNING)
 
 
 def _is_newer(file: os.stat_result, plan: os.stat_result) -> bool:
-    """Whether the file was written later, or put there later: an older one that is moved or copied keeps its time."""
+    """Whether the file was written or moved here later than the plan: a moved or copied file keeps its `mtime`."""
     return file.st_mtime_ns > plan.st_mtime_ns or file.st_ctime_ns > plan.st_ctime_ns
 
 

@@ -1,4 +1,4 @@
-"""Whether a script or a command is given a `.moe` file or a plan, and the error where the other is wanted."""
+"""Tells `.moe` files, their texts, Specs and plans apart, and raises the error where a call needs another of them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ OTHER_NAMES = {
     "Trainer": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
     "train": "your script trains: `moec.launch(plan)` makes a job, and `job.step` is a step",
 }
-"""What to call in place of functions that other libraries have."""
+"""The calls of moec in place of functions that other libraries have."""
 
 
 def no_function(name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error for `moec.name`, of which `known` are the names that there are."""
+    """The error for the attribute `name`, which `moec` does not have; it has those of `known`."""
     show_uncaught()
     return unknown_name("moec", name, known, OTHER_NAMES)
 
@@ -73,8 +73,8 @@ def require_source(source: object, call: str) -> str | Path | Spec:
         "hugging face": f"`{call}(moec.from_hf({str(path)!r}))` compiles its model",
         "checkpoint": "compile the file of its model",
     }
-    why = ": it is compiled already" if kind == "plan" else ", not a `.moe` file"
-    raise _wrong(f"`{path}` is {in_words(kind)}{why}", way_of[kind])
+    reason = ": it is compiled already" if kind == "plan" else ", not a `.moe` file"
+    raise _wrong(f"`{path}` is {in_words(kind)}{reason}", way_of[kind])
 
 
 def require_plan(source: object, call: str) -> None:
@@ -99,7 +99,7 @@ def require_plan(source: object, call: str) -> None:
 
 
 def _compiled(call: str, subject: str) -> str:
-    """How `call` gets a plan of a file, a text or a Spec."""
+    """A help: the call that compiles a file, a text or a Spec for `call`."""
     if call == "moec.load":
         return f"`moec.compile({subject})` makes its plan"
     return f"compile it: `{call}(moec.compile({subject}))`"
@@ -132,7 +132,7 @@ def _no_plan(path: Path) -> DiagnosticError:
 
 
 def _instead_of_plan(path: Path) -> tuple[str, str]:
-    """What is at the path of a plan, and a way out."""
+    """The message and help for a path with no plan."""
     if path.is_file() and is_plan(path.parent):
         return "this is a file inside of a plan", f"give the folder: {path.parent}"
     if path.is_file():
@@ -188,7 +188,7 @@ def require_world_size(world_size: object) -> None:
 
 
 def named(source: Plan | Spec | str | Path) -> str:
-    """What a message calls it: the path, or the name of the model."""
+    """The source's name in messages: its path, or the name of the model."""
     if isinstance(source, str | Path):
         return "a text" if isinstance(source, str) and is_text(source) else str(source)
     return source.subject.name if isinstance(source, Spec) else source.name

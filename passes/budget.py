@@ -10,7 +10,7 @@ from moec.passes.cost.memory import Moment, memory_of
 from moec.passes.ir import Program
 
 LARGEST_KINDS = 3
-"""Tenants that the message names."""
+"""The number of kinds of memory that the message names."""
 
 
 class OverBudgetError(DiagnosticError):
@@ -25,7 +25,7 @@ class OverBudgetError(DiagnosticError):
 class Budget:
     """Compares the peak of a step of `spec.train` with the memory of `spec.cluster.device`. Changes nothing.
 
-    A file without `train`, or of a `layer`, does not say what a step is, and is not checked.
+    A file without `train`, or of a `layer`, does not define a step, and is not checked.
     """
 
     spec: Spec

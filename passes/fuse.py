@@ -32,12 +32,12 @@ class Fuse:
 
     Without conversions between the three ops, they become one op. It computes no empty places: `keep_choices` marks
     the dropped choices. Where rows go to other ranks, their weights go with them: `expert_mlp` applies the weights, and
-    `sum_rows` adds the weighted rows of each token. Some mixtures stay as they are (`_stays_apart`).
+    `sum_rows` adds the weighted rows of each token. Some mixtures stay as they are (`_is_left_alone`).
     """
 
     def apply(self, program: Program) -> Program:
         """The Program with every mixture rewritten."""
-        return replace(program, blocks=tuple(_fused(block) for block in program.blocks))
+        return replace(program, blocks=tuple(_fuse(block) for block in program.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,27 @@ class _Mixture:
     combine: Op
 
 
-def _fused(block: Block) -> Block:
-    makers = {value.name: op for op in block.ops for value in op.results}
+def _fuse(block: Block) -> Block:
+    producers = {value.name: op for op in block.ops for value in op.results}
     names = _Names(set(block.scope))
     replaced: dict[int, tuple[Op, ...]] = {}
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
-            mixture = _mixture(combine, makers)
+            mixture = _mixture(combine, producers)
             if mixture is None:
                 continue
             # `mixture_mlp` saves a pre-activation for every choice, those of other parts' experts too.
-            of_part = isinstance(makers.get(mixture.permute.operands[1]), SelectExperts)
-            if not mixture.out and not of_part and _stays_apart(mixture, makers):
+            is_part = isinstance(producers.get(mixture.permute.operands[1]), SelectExperts)
+            if not mixture.out and not is_part and _is_left_alone(mixture, producers):
                 continue
-            replaced |= (_travelling if mixture.out or of_part else _local)(block, mixture, names)
+            replaced |= (_fuse_moving_rows if mixture.out or is_part else _fuse_local_rows)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
-                replaced |= {id(op): () for op in _largest_load(mixture.permute, makers)}
+                replaced |= {id(op): () for op in _largest_load(mixture.permute, producers)}
     return replace(block, ops=tuple(new for op in block.ops for new in replaced.get(id(op), (op,))))
 
 
-def _stays_apart(mixture: _Mixture, makers: Mapping[str, Op]) -> bool:
-    """Whether `mixture_mlp` would not serve: it computes no empty places, and makes room for a row of each choice.
+def _is_left_alone(mixture: _Mixture, producers: Mapping[str, Op]) -> bool:
+    """Whether `mixture_mlp` does not fit: it computes no empty places, and allocates a row for each choice.
 
     Where a gate is `sparse`, a token has a choice of every expert, and most are −1.
     """
@@ -79,112 +79,113 @@ def _stays_apart(mixture: _Mixture, makers: Mapping[str, Op]) -> bool:
     if isinstance(experts, ExpertMlpPadded):
         return experts.all_places
     assert isinstance(permute, Permute)
-    return _gate(permute.operands[1], makers).sparse
+    return _gate(permute.operands[1], producers).sparse
 
 
-def _gate(choices: str, makers: Mapping[str, Op]) -> Op:
-    """The gate that made the choices; ops behind it may have dropped some of them."""
-    op = makers[choices]
-    while (source := _source(op)) in makers:
-        op = makers[source]
+def _gate(choices: str, producers: Mapping[str, Op]) -> Op:
+    """The gate that made the choices; ops between may have dropped some of them."""
+    op = producers[choices]
+    while (source := _source(op)) in producers:
+        op = producers[source]
     return op
 
 
 def _source(op: Op) -> str:
-    """The choices that an op takes, or moves; empty where it takes none."""
+    """The operand of an op that has choices; empty where there is none."""
     return op.operands[0] if isinstance(op, Conversion) else op.named(op.operands).get("experts", "")
 
 
-def _mixture(combine: Op, makers: Mapping[str, Op]) -> _Mixture | None:
-    """The mixture that ends in `combine`, found by following operands back; `makers` maps a value to its op.
+def _mixture(combine: Op, producers: Mapping[str, Op]) -> _Mixture | None:
+    """The mixture that ends in `combine`, found by following operands back; `producers` maps a value to its op.
 
     None for experts without an activation, which have no fused form.
     """
-    back, experts = _journey(combine.operands[0], makers)
+    back, experts = _trace_rows(combine.operands[0], producers)
     if not isinstance(experts, Experts):
         return None
-    out, permute = _journey(experts.operands[0], makers)
-    assert makers[combine.operands[1]] is permute
+    out, permute = _trace_rows(experts.operands[0], producers)
+    assert producers[combine.operands[1]] is permute
     return _Mixture(permute, out, experts, back, combine)
 
 
-def _journey(rows: str, makers: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
+def _trace_rows(rows: str, producers: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
     """The conversions of `rows`, in order, and the op that made the rows."""
     conversions: list[Op] = []
-    while isinstance(op := makers[rows], Conversion):
+    while isinstance(op := producers[rows], Conversion):
         conversions.insert(0, op)
         rows = op.operands[0]
     return tuple(conversions), op
 
 
-# ---- rows that stay ------------------------------------------------------------------------------------
+# ---- rows that stay on their rank ----------------------------------------------------------------------
 
 
-def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
+def _fuse_local_rows(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
-    chosen, kept = _kept(block, permute, names)
+    choices, keep_ops = _kept_choices(block, permute, names)
     by_name = experts.named(experts.operands)
     weights: dict[str, str] = {name: by_name[name] for name in by_name if name not in ("rows", "counts")}
     fused = MixtureMlp(
-        **MixtureMlp.taking(weights | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
+        **MixtureMlp.taking(weights | {"x": permute.operands[0], "experts": choices, "weights": combine.operands[2]}),
         results=(*combine.results, permute.results[1]),
         span=experts.span,
         **experts.activates(),
     )
-    return {id(permute): (), id(experts): (), id(combine): (*kept, fused)}
+    return {id(permute): (), id(experts): (), id(combine): (*keep_ops, fused)}
 
 
-def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]]:
+def _kept_choices(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]]:
     """The name of the choices that a permutation keeps, and the op that computes them, if any."""
     experts = permute.operands[1]
     if not isinstance(permute, PermutePadded):
         assert isinstance(permute, Permute | PermuteDynamic)
         return experts, ()
-    kept = replace(block.scope[experts], name=names.fresh("kept"))
+    kept_choices = replace(block.scope[experts], name=names.fresh("kept"))
     by_name = permute.named(permute.operands)
     keep = KeepChoices(
         **KeepChoices.taking({name: operand for name, operand in by_name.items() if name != "x"}),
-        results=(kept,),
+        results=(kept_choices,),
         span=permute.span,
         **permute.capacity(),
     )
-    return kept.name, (keep,)
+    return kept_choices.name, (keep,)
 
 
-def _largest_load(permute: PermuteDynamic, makers: Mapping[str, Op]) -> Iterator[Op]:
+def _largest_load(permute: PermuteDynamic, producers: Mapping[str, Op]) -> Iterator[Op]:
     """The ops that compute the number of places."""
-    op = makers[permute.operands[2]]
+    op = producers[permute.operands[2]]
     while not isinstance(op, LargestLoad):
         yield op
-        op = makers[op.operands[0]]
+        op = producers[op.operands[0]]
     yield op
 
 
-# ---- rows that travel ----------------------------------------------------------------------------------
+# ---- rows that change rank -----------------------------------------------------------------------------
 
 
-def _travelling(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
-    """Sends weights with the rows. The rows that come back are weighted, so they get new names."""
+def _fuse_moving_rows(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
+    """Sends weights with the rows. The returned rows are weighted, so they get new names."""
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
     rows, counts, positions = (value.name for value in permute.results)
     weights = combine.operands[2]
-    own = _weights_of(block.scope[rows], block.scope[weights].dtype, names)
-    beside: tuple[Op, ...] = (PermuteWeights(operands=(weights, positions, rows), results=(own,), span=combine.span),)
+    row_weights = _weights_of(block.scope[rows], block.scope[weights].dtype, names)
+    permuted = PermuteWeights(operands=(weights, positions, rows), results=(row_weights,), span=combine.span)
+    new_ops: tuple[Op, ...] = (permuted,)
     replaced: dict[int, tuple[Op, ...]] = {}
     if not mixture.out:
-        replaced[id(permute)] = (permute, *beside)
+        replaced[id(permute)] = (permute, *new_ops)
     for conversion in mixture.out:
-        moved = _weights_of(conversion.results[0], own.dtype, names)
-        also = replace(conversion, operands=(own.name, *conversion.operands[1:]), results=(moved,))
-        replaced[id(conversion)], own, beside = (conversion, *beside, also), moved, ()
-    last = names.like(experts.results[0], "weighted")
-    taken = experts.taking(experts.named(experts.operands) | {"weights": own.name})
-    replaced[id(experts)] = (replace(experts, **taken, results=(last,)),)
+        moved = _weights_of(conversion.results[0], row_weights.dtype, names)
+        moving = replace(conversion, operands=(row_weights.name, *conversion.operands[1:]), results=(moved,))
+        replaced[id(conversion)], row_weights, new_ops = (conversion, *new_ops, moving), moved, ()
+    weighted = names.like(experts.results[0], "weighted")
+    fields = experts.taking(experts.named(experts.operands) | {"weights": row_weights.name})
+    replaced[id(experts)] = (replace(experts, **fields, results=(weighted,)),)
     for conversion in mixture.back:
         moved = names.like(conversion.results[0], "weighted")
-        travelled = replace(conversion, operands=(last.name, *conversion.operands[1:]), results=(moved,))
-        replaced[id(conversion)], last = (travelled,), moved
-    summed = SumRows(operands=(last.name, positions, counts), results=combine.results, span=combine.span)
+        weighted_conversion = replace(conversion, operands=(weighted.name, *conversion.operands[1:]), results=(moved,))
+        replaced[id(conversion)], weighted = (weighted_conversion,), moved
+    summed = SumRows(operands=(weighted.name, positions, counts), results=combine.results, span=combine.span)
     return replaced | {id(combine): (summed,)}
 
 

@@ -1,4 +1,4 @@
-"""The compiler as one list of passes. Each maps a Program to a new one; `compile_program` times and verifies it."""
+"""The compiler as one list of passes. Each maps a Program to a new one; `compile_program` times and verifies each."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
 def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees | None = None) -> Compilation:
     """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
 
-    `degrees`: others than those that `spec` states; they keep the rules of degrees.
+    `degrees` replaces the degrees that `spec` states, and keeps the rules of degrees.
     Raises `DiagnosticError` for a user's mistake, `InternalError` for a bug in moec.
     """
     if degrees is None:
@@ -108,12 +108,12 @@ def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compila
         if records[-1].name == stop_after:
             break
         started = time.perf_counter()
-        after = step.run(program)
-        records.append(Record(step.name, time.perf_counter() - started, program, after))
+        result = step.run(program)
+        records.append(Record(step.name, time.perf_counter() - started, program, result))
         invariants += step.establishes
-        if after is not program or step.establishes:
-            _verify(after, invariants)
-        program = after
+        if result is not program or step.establishes:
+            _verify(result, invariants)
+        program = result
     return Compilation(program, records)
 
 

@@ -44,7 +44,7 @@ Placing = Callable[[Spec, Degrees], Program]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change as one tells a user, the number of words that it sets, and its peak in bytes."""
+    """A change in words, the number of words of the file that it sets, and the peak of its step in bytes."""
 
     text: str
     num_words: int
@@ -69,16 +69,16 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     """
     if change := _degrees_that_fit(_Search(spec, degrees, place)):
         return Change(f"set {change.text}", change.num_words, change.peak)
-    larger = [(more, own) for times in MORE_RANKS if (own := _degrees_of(more := _with_ranks(spec, times)))]
-    peaks = {own.ranks: peak for more, own in larger if (peak := _peak(more, own, place))}
+    clusters = [(larger, scaled) for times in MORE_RANKS if (scaled := _degrees_of(larger := _with_ranks(spec, times)))]
+    peaks = {scaled.ranks: peak for larger, scaled in clusters if (peak := _peak(larger, scaled, place))}
     if peaks:
         memory = spec.cluster.device.memory
         ranks = next((ranks for ranks, peak in peaks.items() if has_room(peak, memory)), min(peaks))
         return Change(f"use {ranks} ranks", 1, peaks[ranks])
-    for more, own in larger:
-        search = _Search(more, own, place)
+    for larger, scaled in clusters:
+        search = _Search(larger, scaled, place)
         if search.is_promising() and (change := _degrees_that_fit(search)):
-            return Change(f"use {own.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
+            return Change(f"use {scaled.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
     return None
 
 
@@ -98,21 +98,21 @@ def what_could_help(spec: Spec, degrees: Degrees, place: Placing) -> list[str]:
     assert spec.train is not None
     helps = []
     for times in MORE_RANKS:
-        more, batch = _with_ranks(spec, times), spec.train.batch * times
-        larger = more.replace(train=spec.train.replace(batch=batch))
-        own = None if _degrees_of(more) else _degrees_of(larger)
-        if own is not None and _Search(larger, own, place).is_promising():
-            helps.append(f"{more.cluster.ranks} ranks with `batch = {batch}`")
+        larger_cluster, batch = _with_ranks(spec, times), spec.train.batch * times
+        larger_batch = larger_cluster.replace(train=spec.train.replace(batch=batch))
+        candidate = None if _degrees_of(larger_cluster) else _degrees_of(larger_batch)
+        if candidate is not None and _Search(larger_batch, candidate, place).is_promising():
+            helps.append(f"{larger_cluster.cluster.ranks} ranks with `batch = {batch}`")
             break
     smallest = spec.replace(train=spec.train.replace(batch=degrees.dp))
-    own = degrees._replace(microbatches=1)
-    if smallest.train != spec.train and _Search(smallest, own, place).is_promising():
+    candidate = degrees._replace(microbatches=1)
+    if smallest.train != spec.train and _Search(smallest, candidate, place).is_promising():
         helps.append("a smaller batch")
     return [*helps, "shorter sequences"] if _Search(spec, degrees, place).holds_states() else helps
 
 
 def _degrees_that_fit(search: _Search) -> Change | None:
-    """The degrees that fit in the least time, as one writes them: with room, or else without."""
+    """The degrees that fit with the least time, in words: with `ROOM`, or else without."""
     for search.room in (ROOM, 0.0):
         for degrees in search.fitting():
             if peak := _peak(search.spec, degrees, search.place):
@@ -123,17 +123,17 @@ def _degrees_that_fit(search: _Search) -> Change | None:
 
 @dataclass
 class _Search:
-    """Combinations of degrees in a queue by time. It compiles once for each `ep` and `zero`: other words keep the ops.
+    """Searches combinations of degrees by time. Compiles once for each `ep` and `zero`: other words change no op.
 
-    A combination is queued with one micro-batch. From 2 on, more micro-batches take less memory and more time, so the
-    fewest that fit are found by halving, and queued again with their time.
+    A combination enters the queue with one micro-batch. From 2 on, more micro-batches take less memory and more time,
+    so bisection finds the fewest that fit, and the combination enters the queue again with their time.
     """
 
     spec: Spec
     stated: Degrees
     place: Placing
     programs: dict[tuple[int | None, int], Program | None] = field(default_factory=dict)
-    """By `ep` and `zero`. None: another rule forbids it."""
+    """The Programs by `ep` and `zero`; None where another rule forbids the combination."""
     costs: dict[tuple[int | None, int, int], dict[str, BlockCost]] = field(default_factory=dict)
     too_small: set[tuple[int | None, int]] = field(default_factory=set)
     """The `ep` and `zero` whose parameters and optimizer states alone do not fit."""
@@ -146,9 +146,9 @@ class _Search:
         queue: list[tuple[tuple[float, ...], tuple[int, int], Degrees, bool]] = []
         combinations = itertools.product(self._eps, STAGES)
         for order, (ep, zero) in enumerate(c for c in combinations if self._compiled(*c)):
-            for more, recompute in enumerate(RECOMPUTED):
+            for number, recompute in enumerate(RECOMPUTED):
                 degrees = self._with(ep, zero).recomputing(recompute)._replace(microbatches=parts[0])
-                queue.append((self._time(degrees), (order, more), degrees, False))
+                queue.append((self._time(degrees), (order, number), degrees, False))
         heapq.heapify(queue)
         while queue:
             _, place, degrees, fits = heapq.heappop(queue)
@@ -158,7 +158,7 @@ class _Search:
                 heapq.heappush(queue, (self._time(smaller), place, smaller, True))
 
     def is_promising(self) -> bool:
-        """Whether a combination fits that saves most: ZeRO 1 to 3, `recompute = layer`, one micro-batch or the most."""
+        """Whether a combination with little memory fits: ZeRO 1 to 3, `recompute = layer`, 1 or most micro-batches."""
         parts = self._parts()
         for ep in self._eps:
             for zero in reversed(STAGES[1:]):
@@ -219,7 +219,7 @@ class _Search:
             for name, numbers in program.layers_by_block.items()
             if numbers
         }
-        if any(len(of) > 1 for of in words.values()):
+        if any(len(parts) > 1 for parts in words.values()):
             return self.place(self.spec, degrees)
         blocks = (replace(b, recompute=next(iter(words.get(b.name, {b.recompute})))) for b in program.blocks)
         return replace(program, blocks=tuple(blocks), microbatches=degrees.microbatches)

@@ -1,4 +1,4 @@
-"""Which models can generate: those whose ops compute a token from itself, and attention from the tokens before it."""
+"""Which models can generate: each op but attention computes a token from itself, and attention from earlier tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moec.passes.ir.interface import FORWARD, taken_role
 
 
 class Refusal(NamedTuple):
-    """What a model has that cannot generate, and where."""
+    """Why a model cannot generate, in words of the language, and the place of that part of the model."""
 
-    what: str
+    reason: str
     place: str
 
 
 def live_ops(block: Block) -> tuple[Op, ...]:
-    """The ops that the block's first output follows from, in order. Counts and balance terms need the others."""
-    wanted, found = {block.outputs[0].name}, list[Op]()
+    """The ops from which the block's first output is computed, in order; counts and balance terms need further ops."""
+    needed, ops = {block.outputs[0].name}, list[Op]()
     for op in reversed(block.ops):
-        if any(value.name in wanted for value in op.results):
-            found.append(op)
-            wanted.update(_used(op))
-    return tuple(reversed(found))
+        if any(value.name in needed for value in op.results):
+            ops.append(op)
+            needed.update(_used(op))
+    return tuple(reversed(ops))
 
 
 def _used(op: Op) -> tuple[str, ...]:
@@ -33,13 +33,13 @@ def _used(op: Op) -> tuple[str, ...]:
 
 
 def refusal(program: Program) -> Refusal | None:
-    """The first thing of the model that computes a token from later ones, or None."""
+    """The first part of the model that computes a token from later ones, or None."""
     forward = program.block(FORWARD)
     if taken_role(program) != "tokens":
         return Refusal("a model of images", str(forward.span or program.name))
-    first = {layer.body: layer.number for layer in reversed(program.layers)}
-    for block in (*(program.block(name) for name in sorted(first, key=first.__getitem__)), forward):
+    first_layers = {layer.body: layer.number for layer in reversed(program.layers)}
+    for block in (*(program.block(name) for name in sorted(first_layers, key=first_layers.__getitem__)), forward):
         for op in live_ops(block):
-            if what := op.other_tokens(block.operands(op)):
-                return Refusal(what, site_of(op, first.get(block.name)))
+            if reason := op.other_tokens(block.operands(op)):
+                return Refusal(reason, site_of(op, first_layers.get(block.name)))
     return None

@@ -1,4 +1,4 @@
-"""A model for generation, as `emit_decoding` gives it and the runtime runs it: graphs, and what they take."""
+"""A model for generation, which `emit_decoding` makes and the runtime runs: graphs and their inputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moec.passes.ir import Op, State
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines that a layer takes: those of its `width` dims, by frequencies as of the op `Rope`.
+    """Tables of cosines and sines that a layer takes, for `width` dims, with the frequencies of the op `Rope`.
 
-    `in_text`: of a token's position in its text; else of its place in the sequence. `halves`: the first half of whole
-    heads turns with the second, so that tables are as wide as heads, with sines that have their signs.
+    `in_text`: by the token's position in its text, else by its place in the sequence. `halves`: the first half of whole
+    heads turns with the second; then tables are as wide as heads, and the first half of the sines is negative.
     """
 
     theta: float
@@ -56,12 +56,12 @@ class DecodingForward:
 
     These are roles of inputs of `forward`, settings (`$seed`), and
 
-    - `places`, `starts` int64 [B, T]: where a token is in its sequence, and where its text begins there;
-    - `rows`, `last` int64 [B]: 0, 1, …, and which of the new tokens' logits are wanted;
-    - `weight`: gives parameter n, `parameters[n]`, called once before the parameter's first use;
-    - `run`: runs layer n with its inputs, and gives the residual stream.
+    - `places`, `starts` int64 [B, T]: the place of a token in its sequence, and the place where its text begins;
+    - `rows`, `last` int64 [B]: 0, 1, …, and the index of the new token whose logits are returned;
+    - `weight`: returns parameter n, `parameters[n]`; called once before the parameter's first use;
+    - `run`: runs layer n with its inputs, and returns the residual stream.
 
-    `selects`: it gives the wanted logits alone, [B, vocab]; else all, [B, T, vocab].
+    `selects`: the module returns the logits of `last` alone, [B, vocab]; else all logits, [B, T, vocab].
     """
 
     module: nn.Module

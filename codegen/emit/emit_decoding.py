@@ -1,22 +1,21 @@
 """Emits a model for generation: graphs that take new tokens, and keys and values of the tokens before them.
 
-A graph has the ops of evaluation that logits follow from. Three differ. Attention writes to a cache that it is given
-and reads it (`cached_attention`); rotary positions turn by cosines and sines that are given, which all layers share;
-and logits are those of one token of each sequence, where the head sees whole sequences. Numbers of texts are the places
-where these begin.
+A graph has the ops of evaluation from which logits are computed. Three differ. Attention writes to its cache and reads
+it (`cached_attention`); rotary positions take tables of cosines and sines, which all layers share; and where the head
+has whole sequences, it computes the logits of one token of each. A text's number is the place where it begins.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx, nn
 
 from moec.codegen.emit.decodable import live_ops
 from moec.codegen.emit.decoding import CachedHeads, Decoding, DecodingForward, DecodingLayer, Rotation
-from moec.codegen.emit.emitter import INFO, Emitter, NodeInfo, info_of, target_name
+from moec.codegen.emit.emit_attention import pad_heads
+from moec.codegen.emit.emitter import INFO, Emissions, Emitter, NodeInfo, info_of, target_name
 from moec.codegen.emit.functions import EMISSIONS, NOTING
 from moec.passes.ir import Block, Op, Program, Shard
 from moec.passes.ir import ops as o
@@ -29,7 +28,7 @@ moec = torch.ops.moec
 
 
 def emit_decoding(program: Program, *, groups: str = "", float64: bool = False) -> Decoding:
-    """The graphs of a model of which `refusal` says nothing. Options are those of `emit_function`."""
+    """The graphs of a model for which `refusal` returns None. Options are those of `emit_function`."""
     calls = tuple(layer.body for layer in program.layers)
     layers = {name: _layer(program, program.block(name), groups, float64) for name in dict.fromkeys(calls)}
     forward = program.block(FORWARD)
@@ -38,7 +37,7 @@ def emit_decoding(program: Program, *, groups: str = "", float64: bool = False) 
 
 
 class _LayerEmitter(Emitter):
-    """A layer's graph. Its tables and caches are inputs behind the block's own."""
+    """A layer's graph. Its tables and caches are inputs after those of the block."""
 
     def __init__(self, program: Program, block: Block, groups: str, float64: bool) -> None:
         super().__init__(program, block, groups, float64)
@@ -52,7 +51,7 @@ class _LayerEmitter(Emitter):
         self.caches = iter([tuple(self._placeholder(n, NodeInfo(n)) for n in pair) for pair in names])
 
     def rotation(self, op: o.Rope) -> Rotation:
-        """The tables that an op turns by."""
+        """The tables that an op reads."""
         head = self.value(op.operands[0]).shape[3]
         assert isinstance(head, int)
         width, in_text = op.width or head - op.start, len(op.operands) > 1
@@ -67,10 +66,10 @@ class _LayerEmitter(Emitter):
 
 def _widths(e: Emitter, op: o.Attention) -> tuple[int, int]:
     """The widths of heads of keys and of values."""
-    of_keys, of_values = (e.value(op.operands[index]).shape[3] for index in (1, 2))
-    assert isinstance(of_keys, int)
-    assert isinstance(of_values, int)
-    return of_keys, of_values
+    key_width, value_width = (e.value(op.operands[index]).shape[3] for index in (1, 2))
+    assert isinstance(key_width, int)
+    assert isinstance(value_width, int)
+    return key_width, value_width
 
 
 def _layer(program: Program, block: Block, groups: str, float64: bool) -> DecodingLayer:
@@ -112,10 +111,10 @@ class _ForwardEmitter(Emitter):
 
     def run_layer(self, op: o.Call) -> None:
         """The node that runs a layer."""
-        self.give_first(op, self.call(op, operator.call, self._run, op.layer, *self.refs(op)))
+        self.set_first_result(op, self.call(op, operator.call, self._run, op.layer, *self.refs(op)))
 
     def inputs(self) -> tuple[str, ...]:
-        """The inputs of the graph that it uses, without the others: roles, settings and names."""
+        """The inputs that the graph uses, as roles, settings and names. Removes the other inputs."""
         for node in [node for node in self.graph.nodes if node.op == "placeholder" and not node.users]:
             self.graph.erase_node(node)
         infos = [info_of(node) for node in self.graph.nodes if node.op == "placeholder"]
@@ -144,10 +143,10 @@ def _forward(program: Program, block: Block, groups: str, float64: bool) -> Deco
     )
 
 
-def _emit(e: Emitter, others: Mapping[type[Op], Callable[[Emitter, Op], None]]) -> fx.Graph:
-    """The graph of the ops that the block's first output follows from; `others` says what generation emits."""
+def _emit(e: Emitter, overrides: Emissions) -> fx.Graph:
+    """The graph of the ops from which the block's first output is computed; `overrides` replaces emission functions."""
     for op in live_ops(e.block):
-        others.get(type(op), EMISSIONS[type(op)])(e, op)
+        overrides.get(type(op), EMISSIONS[type(op)])(e, op)
     output = e.graph.output(e.ref(e.block.outputs[0].name))
     output.meta[INFO] = NodeInfo("output")
     e.graph.eliminate_dead_code()
@@ -158,19 +157,19 @@ def _attention(e: Emitter, op: Op) -> None:
     """Queries, keys and values get one width, narrow heads with zeros, as in training (`emit_attention.py`)."""
     assert isinstance(op, o.Attention)
     assert isinstance(e, _LayerEmitter)
-    given, (of_keys, of_values) = op.named(e.refs(op)), _widths(e, op)
-    widest = max(of_keys, of_values)
+    operands, (key_width, value_width) = op.named(e.refs(op)), _widths(e, op)
+    widest = max(key_width, value_width)
     q, k, v = (
-        e.call(op, aten.constant_pad_nd.default, given[name], [0, widest - width]) if widest > width else given[name]
-        for name, width in (("q", of_keys), ("k", of_keys), ("v", of_values))
+        pad_heads(e, op, operands[name], widest - width)
+        for name, width in (("q", key_width), ("k", key_width), ("v", value_width))
     )
     keys, values = next(e.caches)
-    beside = given.get("segments"), given.get("sinks"), e.begin, e.end, op.window, op.scale or of_keys**-0.5
-    attended = (op, moec.cached_attention.default, q, k, v, keys, values, e.places, *beside)
-    if of_values == widest:
+    optional = operands.get("segments"), operands.get("sinks"), e.begin, e.end, op.window, op.scale or key_width**-0.5
+    attended = (op, moec.cached_attention.default, q, k, v, keys, values, e.places, *optional)
+    if value_width == widest:
         e.result(*attended)
     else:
-        e.result(op, aten.narrow.default, e.call(*attended), -1, 0, of_values)
+        e.result(op, aten.narrow.default, e.call(*attended), -1, 0, value_width)
 
 
 def _rope(e: Emitter, op: Op) -> None:
@@ -182,16 +181,16 @@ def _rope(e: Emitter, op: Op) -> None:
 
 def _mixture(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.MixtureMlp)
-    given = op.named(e.refs(op))
+    named = op.named(e.refs(op))
     required, optional = operand_names(o.MixtureMlp)
-    operands = *(given[name] for name in required), *(given.get(name) for name in optional)
+    operands = *(named[name] for name in required), *(named.get(name) for name in optional)
     mixed = e.call(
         op, moec.mixture_of_few.default, *operands, *(getattr(op, n) for n in given_attributes(o.MixtureMlp))
     )
-    e.give_first(op, mixed)
+    e.set_first_result(op, mixed)
 
 
-LAYER_EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+LAYER_EMISSIONS: Emissions = {
     o.Attention: _attention,
     o.MixtureMlp: _mixture,
     o.Rope: _rope,
@@ -204,14 +203,14 @@ def _embed_positions(e: Emitter, op: Op) -> None:
     _, table, *positions = e.refs(op)
     rows = e.shape(op.operands[1])[0]
     assert isinstance(rows, int)
-    at = e.call(op, aten.clamp.default, positions[0] if positions else e.places, 0, rows - 1)
-    e.result(op, moec.embed.default, at, table)
+    places = e.call(op, aten.clamp.default, positions[0] if positions else e.places, 0, rows - 1)
+    e.result(op, moec.embed.default, places, table)
 
 
 def _texts(e: Emitter, op: Op) -> None:
     """Segments are numbered by the places where they begin; positions count from there."""
     assert isinstance(e, _ForwardEmitter)
-    e.several(op, e.call(op, aten.alias.default, e.starts), e.call(op, aten.sub.Tensor, e.places, e.starts))
+    e.set_results(op, e.call(op, aten.alias.default, e.starts), e.call(op, aten.sub.Tensor, e.places, e.starts))
 
 
 def _call(e: Emitter, op: Op) -> None:
@@ -220,7 +219,7 @@ def _call(e: Emitter, op: Op) -> None:
     e.run_layer(op)
 
 
-FORWARD_EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+FORWARD_EMISSIONS: Emissions = {
     o.Call: _call,
     o.EmbedPositions: _embed_positions,
     o.NumberSegments: _texts,

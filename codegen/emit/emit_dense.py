@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
@@ -39,8 +39,8 @@ def _embed_positions(e: Emitter, op: Op) -> None:
 
 def _layer_norm(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.LayerNorm)
-    given, dtype = op.named(e.refs(op)), op.results[0].dtype
-    x, weight, bias = given["x"], given["weight"], given.get("bias")
+    operands, dtype = op.named(e.refs(op)), op.results[0].dtype
+    x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
     if dtype == promoted(dtype):
         e.result(op, aten.layer_norm.default, x, list(e.shape(op.operands[1])), weight, bias, op.eps)
     else:
@@ -110,8 +110,8 @@ def _weighted_sum(e: Emitter, op: Op) -> None:
 
 def _give_sum(e: Emitter, op: Op, terms: Sequence[fx.Node]) -> None:
     """The sum of two or more terms, from the first to the last, as the op's result."""
-    total, *rest, last = terms
-    for term in rest:
+    total, *middle, last = terms
+    for term in middle:
         total = e.call(op, aten.add.Tensor, total, term)
     e.result(op, aten.add.Tensor, total, last)
 
@@ -120,14 +120,14 @@ def _router(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Router)
     wide = op.results[0].dtype
     dtype = e.value(op.operands[1]).dtype if op.rounds else wide
-    given = [
+    operands = [
         node if e.value(name).dtype == dtype else e.call(op, aten.to.dtype, node, e.dtype(dtype))
         for name, node in zip(op.operands, e.refs(op), strict=True)
     ]
     if dtype == wide:
-        e.result(op, aten.linear.default, *given)
+        e.result(op, aten.linear.default, *operands)
     else:
-        e.result(op, aten.to.dtype, e.call(op, aten.linear.default, *given), e.dtype(wide))
+        e.result(op, aten.to.dtype, e.call(op, aten.linear.default, *operands), e.dtype(wide))
 
 
 def _sigmoid_gate(e: Emitter, op: Op) -> None:
@@ -157,7 +157,7 @@ def _call(e: Emitter, op: Op) -> None:
     e.call_layer(op, op.layer, len(e.program.block(op.block).outputs))
 
 
-DENSE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+DENSE: Emissions = {
     o.Activation: _activation,
     o.Add: _add,
     o.AddBias: _add_bias,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -16,7 +14,7 @@ END = 2**63 - 1
 
 
 def _patch_numbers(e: Emitter, op: Op) -> None:
-    """Counts one pixel of each patch: the graph holds no device."""
+    """Counts one pixel of each patch, so that the graph names no device."""
     assert isinstance(op, o.PatchNumbers)
     pixels = e.call(op, aten.select.int, *e.refs(op), 1, 0)
     for dim in (1, 2):
@@ -34,8 +32,8 @@ def _patch_embed(e: Emitter, op: Op) -> None:
     rows = e.call(op, aten.unfold.default, e.call(op, aten.type_as.default, images, weight), 2, size, size)
     grid = e.call(op, aten.unfold.default, rows, 3, size, size)  # [batch, channels, row, column, size, size]
     patches = e.call(op, aten.permute.default, grid, [0, 2, 3, 1, 4, 5])
-    for first, last in ((3, 5), (1, 2)):
-        patches = e.call(op, aten.flatten.using_ints, patches, first, last)
+    for start, end in ((3, 5), (1, 2)):
+        patches = e.call(op, aten.flatten.using_ints, patches, start, end)
     weight = e.call(op, aten.flatten.using_ints, weight, 1, 3)
     if not class_token:
         e.result(op, aten.linear.default, patches, weight)
@@ -46,7 +44,7 @@ def _patch_embed(e: Emitter, op: Op) -> None:
 
 
 def _grid_windows(e: Emitter, op: Op) -> None:
-    """Numbers windows by rows, with one more of them in a row than fit where they are not shifted."""
+    """Numbers windows by rows. A row has one window more than fit into the grid's side, for shifted windows."""
     assert isinstance(op, o.GridWindows)
     (v,) = e.refs(op)
     tokens = e.call(op, aten.select.int, e.call(op, aten.select.int, v, 3, 0), 2, 0)
@@ -56,10 +54,10 @@ def _grid_windows(e: Emitter, op: Op) -> None:
     column = e.call(op, aten.remainder.Scalar, places, op.side)
     numbers = []
     for place in (row, column):
-        moved = e.call(op, aten.add.Scalar, place, op.size - op.shift)
-        numbers.append(e.call(op, aten.floor_divide.Scalar, moved, op.size))
-    down = e.call(op, aten.mul.Scalar, numbers[0], op.side // op.size + 1)
-    e.result(op, aten.add.Tensor, down, numbers[1])
+        shifted = e.call(op, aten.add.Scalar, place, op.size - op.shift)
+        numbers.append(e.call(op, aten.floor_divide.Scalar, shifted, op.size))
+    row_start = e.call(op, aten.mul.Scalar, numbers[0], op.side // op.size + 1)
+    e.result(op, aten.add.Tensor, row_start, numbers[1])
 
 
 def _mean_tokens(e: Emitter, op: Op) -> None:
@@ -75,7 +73,7 @@ def _classify(e: Emitter, op: Op) -> None:
     e.result(op, aten.linear.default, *e.refs(op))
 
 
-IMAGES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+IMAGES: Emissions = {
     o.Classify: _classify,
     o.FirstToken: _first_token,
     o.GridWindows: _grid_windows,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op, Shard
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops.vocabulary_ops import VOCABULARY
@@ -55,9 +53,9 @@ def _label_logit(e: Emitter, op: Op) -> None:
 def _cross_entropy_of_sums(e: Emitter, op: Op) -> None:
     sums, largest, label_logit, labels = e.refs(op)
     total = e.call(op, aten.add.Tensor, e.call(op, aten.log.default, sums), largest)
-    each = e.call(op, aten.sub.Tensor, total, label_logit)
+    losses = e.call(op, aten.sub.Tensor, total, label_logit)
     valid = e.call(op, aten.ne.Scalar, labels, IGNORED_LABEL)
-    e.result(op, aten.sum.default, e.call(op, aten.mul.Tensor, each, valid))
+    e.result(op, aten.sum.default, e.call(op, aten.mul.Tensor, losses, valid))
 
 
 def _count_labels(e: Emitter, op: Op) -> None:
@@ -75,7 +73,7 @@ def _mean(e: Emitter, op: Op) -> None:
     e.result(op, aten.div.Tensor, total, e.call(op, aten.clamp_min.default, count, 1))
 
 
-LOSS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+LOSS: Emissions = {
     o.CountLabels: _count_labels,
     o.CrossEntropy: _cross_entropy,
     o.CrossEntropyOfSums: _cross_entropy_of_sums,

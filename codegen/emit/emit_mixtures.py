@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moec.codegen.emit.emit_windows import follow, windows_at
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.codegen.emit.operators import recomputes
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -20,12 +19,12 @@ moec = torch.ops.moec
 def _expert_mlp_padded(e: Emitter, op: Op) -> None:
     """Runs `expert_mlp` over all places of each expert, empty ones too; no token combines an empty place."""
     assert isinstance(op, o.ExpertMlpPadded)
-    given = op.named(e.refs(op))
-    rows, weights = given["rows"], given.get("weights")
+    operands = op.named(e.refs(op))
+    rows, weights = operands["rows"], operands.get("weights")
     counts = e.call(op, moec.even_counts.default, rows)
     flat = e.call(op, aten.flatten.using_ints, rows, 0, 1)
     flat_weights = None if weights is None else e.call(op, aten.flatten.using_ints, weights, 0, 1)
-    experts = (given["up"], given["down"], given.get("up_bias"), given.get("down_bias"))
+    experts = (operands["up"], operands["down"], operands.get("up_bias"), operands.get("down_bias"))
     arguments = (flat, counts, *experts, flat_weights, *op.activates().values(), e.ways(op))
     if recomputes(e, op):
         out = e.call(op, moec.expert_mlp_recomputed.default, *arguments)
@@ -39,12 +38,12 @@ def _best_score(e: Emitter, op: Op) -> None:
 
 
 def _expert_linear(e: Emitter, op: Op) -> None:
-    """Of padded rows, over all places of each expert, empty ones too. Of windows, over the positions of all rows."""
+    """Multiplies padded rows in all places, empty ones too, and windows at the positions of all rows."""
     assert isinstance(op, o.ExpertLinear)
-    given, shape = op.named(e.refs(op)), e.shape(op.operands[1])
-    rows, weight, bias = given["rows"], given["weight"], given.get("bias")
-    counts = given.get("counts") or e.call(op, moec.even_counts.default, rows)
-    padded = "counts" not in given
+    operands, shape = op.named(e.refs(op)), e.shape(op.operands[1])
+    rows, weight, bias = operands["rows"], operands["weight"], operands.get("bias")
+    counts = operands.get("counts") or e.call(op, moec.even_counts.default, rows)
+    padded = "counts" not in operands
     if padded:
         rows = e.call(op, aten.flatten.using_ints, rows, 0, 1)
     if len(shape) == 4:
@@ -64,9 +63,9 @@ def _expert_linear(e: Emitter, op: Op) -> None:
 
 def _select_experts(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.SelectExperts)
-    own = e.call(op, aten.sub.Scalar, *e.refs(op), op.first)
-    below, above = e.call(op, aten.ge.Scalar, own, 0), e.call(op, aten.lt.Scalar, own, op.count)
-    e.result(op, aten.where.ScalarOther, e.call(op, aten.logical_and.default, below, above), own, -1)
+    local = e.call(op, aten.sub.Scalar, *e.refs(op), op.first)
+    below, above = e.call(op, aten.ge.Scalar, local, 0), e.call(op, aten.lt.Scalar, local, op.count)
+    e.result(op, aten.where.ScalarOther, e.call(op, aten.logical_and.default, below, above), local, -1)
 
 
 def _concat_counts(e: Emitter, op: Op) -> None:
@@ -74,20 +73,20 @@ def _concat_counts(e: Emitter, op: Op) -> None:
     widths = [int(e.shape(name)[-1]) for name in op.operands]
     total = None
     for number, counts in enumerate(e.refs(op)):
-        around = [sum(widths[:number]), sum(widths[number + 1 :])]
+        widths_around = [sum(widths[:number]), sum(widths[number + 1 :])]
         if number == len(widths) - 1 and total is not None:
-            e.result(op, aten.add.Tensor, total, e.call(op, aten.constant_pad_nd.default, counts, around))
+            e.result(op, aten.add.Tensor, total, e.call(op, aten.constant_pad_nd.default, counts, widths_around))
             return
-        padded = e.call(op, aten.constant_pad_nd.default, counts, around)
+        padded = e.call(op, aten.constant_pad_nd.default, counts, widths_around)
         total = padded if total is None else e.call(op, aten.add.Tensor, total, padded)
 
 
 def _count_made(e: Emitter, op: Op) -> None:
-    made = e.call(op, aten.ge.Scalar, *e.refs(op), 0)
-    e.result(op, aten.reshape.default, e.call(op, aten.sum.default, made), [1, 1])
+    is_choice = e.call(op, aten.ge.Scalar, *e.refs(op), 0)
+    e.result(op, aten.reshape.default, e.call(op, aten.sum.default, is_choice), [1, 1])
 
 
-MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+MIXTURES: Emissions = {
     o.BestScore: _best_score,
     o.ConcatCounts: _concat_counts,
     o.CountMade: _count_made,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 
 import torch
 from torch import fx
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
 aten = torch.ops.aten
 
 LARGEST = 1 - 2.0**-20
-"""Numbers are at most this: then a sum of probabilities times one of them is below the sum, however it is rounded."""
+"""Random numbers are clamped to this: a sum of probabilities times one of them is then below the sum when rounded."""
 
 FAR = -3e38
-"""Added to the logit of an expert that is no candidate: its share of a softmax is 0. A sum takes a tenth of the time of
-`where` with a mask that no processor can predict (measured on CPU)."""
+"""Added to the logit of an expert that is no candidate: its probability is 0. An addition takes a tenth of the time of
+`where` with a mask that branch prediction misses (measured on CPU)."""
 
 
 def _sample_experts(e: Emitter, op: Op) -> None:
@@ -39,20 +39,20 @@ def _sample_experts(e: Emitter, op: Op) -> None:
             remaining = call(aten.scatter.value, remaining, -1, experts[-1], -math.inf)
             largest = call(aten.max.dim, remaining, -1, True)
             best, best_expert = (e.item(op, largest, index) for index in range(2))
-        parts = call(aten.sub.Tensor, best, scores)
-        parts = call(aten.div.Tensor, parts, call(aten.maximum.default, sizes, best))
-        far = call(aten.gt.Scalar, parts, 2 * op.jitter)
+        gaps = call(aten.sub.Tensor, best, scores)
+        gaps = call(aten.div.Tensor, gaps, call(aten.maximum.default, sizes, best))
+        far = call(aten.gt.Scalar, gaps, 2 * op.jitter)
         bits.append(call(aten.mul.Scalar, far, 1 << number))
         excluded = call(aten.to.dtype, far, e.dtype(op.results[0].dtype))
         drawn = _drawn(e, op, call(aten.add.Tensor, remaining, excluded, alpha=FAR), numbers, number)
         chosen = call(aten.where.self, evaluating, best_expert, drawn)
         luck = call(aten.gt.Scalar, call(aten.narrow.default, numbers, -1, op.k + number, 1), 0.75)
         is_best = call(aten.eq.Tensor, call(aten.gather.default, remaining, -1, chosen), best)
-        whole = call(aten.logical_or.default, call(aten.logical_or.default, is_best, luck), evaluating)
+        is_full = call(aten.logical_or.default, call(aten.logical_or.default, is_best, luck), evaluating)
         experts.append(chosen)
-        full.append(call(aten.to.dtype, whole, torch.int64))
+        full.append(call(aten.to.dtype, is_full, torch.int64))
     outside = reduce(partial(call, aten.add.Tensor), bits)
-    e.several(op, probabilities, _side_by_side(e, op, experts), outside, _side_by_side(e, op, full))
+    e.set_results(op, probabilities, _side_by_side(e, op, experts), outside, _side_by_side(e, op, full))
 
 
 def _drawn(e: Emitter, op: Op, candidates: fx.Node, numbers: fx.Node, number: int) -> fx.Node:
@@ -74,30 +74,30 @@ def _sampled_weights(e: Emitter, op: Op) -> None:
     k, columns = e.shape(op.operands[1])[-1], list[fx.Node]()
     assert isinstance(k, int)
     for number in range(k):
-        chosen, whole = (call(aten.narrow.default, each, -1, number, 1) for each in (experts, full))
+        chosen, is_full = (call(aten.narrow.default, tensor, -1, number, 1) for tensor in (experts, full))
         excluded = call(aten.ne.Scalar, call(aten.bitwise_and.Scalar, outside, 1 << number), 0)
         candidates = call(aten.add.Tensor, logits, call(aten.to.dtype, excluded, dtype), alpha=FAR)
         gates = call(aten.softmax.int, candidates, -1)
         p = call(aten.gather.default, gates, -1, chosen)
-        less = call(aten.mul.Scalar, call(aten.to.dtype, call(aten.rsub.Scalar, whole, 1), dtype), -2 / 3)
-        columns.append(call(aten.add.Tensor, p, call(aten.mul.Tensor, call(aten.detach.default, p), less)))
+        reduction = call(aten.mul.Scalar, call(aten.to.dtype, call(aten.rsub.Scalar, is_full, 1), dtype), -2 / 3)
+        columns.append(call(aten.add.Tensor, p, call(aten.mul.Tensor, call(aten.detach.default, p), reduction)))
         if number < k - 1:
             outside = call(aten.scatter.value, outside, -1, chosen, -1)  # every bit
-    e.several(op, _side_by_side(e, op, columns))
+    e.set_results(op, _side_by_side(e, op, columns))
 
 
 def _side_by_side(e: Emitter, op: Op, columns: Sequence[fx.Node]) -> fx.Node:
-    """Columns [batch, sequence, 1] as [batch, sequence, columns]: a sum of padded ones, as graphs have no lists."""
-    first, *others = (
+    """Columns [batch, sequence, 1] as [batch, sequence, columns]: a sum of padded columns, as graphs have no lists."""
+    total, *padded = (
         e.call(op, aten.constant_pad_nd.default, column, [number, len(columns) - 1 - number])
         for number, column in enumerate(columns)
     )
-    for other in others:
-        first = e.call(op, aten.add.Tensor, first, other)
-    return first
+    for column_padded in padded:
+        total = e.call(op, aten.add.Tensor, total, column_padded)
+    return total
 
 
-SAMPLING: dict[type[Op], Callable[[Emitter, Op], None]] = {
+SAMPLING: Emissions = {
     o.SampleExperts: _sample_experts,
     o.SampledWeights: _sampled_weights,
 }

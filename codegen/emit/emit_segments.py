@@ -1,14 +1,12 @@
-"""Emits the ops on packed texts: segments, positions, and what is counted within segments."""
+"""Emits the ops on packed texts: segments, positions, and counts within segments."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from moec.codegen.emit.emit_tokens import real_column
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -22,25 +20,25 @@ def _segments(e: Emitter, op: Op) -> None:
     ends = e.call(op, aten.to.dtype, e.call(op, aten.eq.Scalar, ids, op.separator), torch.int64)
     segments = e.call(op, aten.sub.Tensor, e.call(op, aten.cumsum.default, ends, 1), ends)
     places, starts = _runs(e, op, segments, 1)
-    e.several(op, segments, e.call(op, aten.sub.Tensor, places, starts))
+    e.set_results(op, segments, e.call(op, aten.sub.Tensor, places, starts))
 
 
 def _number_segments(e: Emitter, op: Op) -> None:
-    """A segment starts where a number is not the one before it, and at place 0."""
-    (given,) = e.refs(op)
-    places, starts = _runs(e, op, given, 1)
-    first = e.call(op, aten.to.dtype, e.call(op, aten.eq.Tensor, places, starts), torch.int64)
-    segments = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, first, 1), 1)
-    e.several(op, segments, e.call(op, aten.sub.Tensor, places, starts))
+    """A segment starts at place 0, and where a number differs from the number before it."""
+    (numbers,) = e.refs(op)
+    places, starts = _runs(e, op, numbers, 1)
+    is_start = e.call(op, aten.to.dtype, e.call(op, aten.eq.Tensor, places, starts), torch.int64)
+    segments = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, is_start, 1), 1)
+    e.set_results(op, segments, e.call(op, aten.sub.Tensor, places, starts))
 
 
 def _runs(e: Emitter, op: Op, numbers: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-    """The place of each number along `dim`, and that of the first of the equal numbers around it."""
+    """The place of each number along `dim`, and the place where its run of equal numbers starts."""
     places = _from_zero(e, op, numbers, dim)
-    before = e.call(op, aten.roll.default, numbers, [1], [dim])
-    new = e.call(op, aten.logical_or.default, e.call(op, aten.ne.Tensor, numbers, before), _is(e, op, places, 0))
-    started = e.call(op, aten.where.ScalarOther, new, places, 0)
-    return places, e.item(op, e.call(op, aten.cummax.default, started, dim), 0)
+    previous = e.call(op, aten.roll.default, numbers, [1], [dim])
+    is_start = e.call(op, aten.logical_or.default, e.call(op, aten.ne.Tensor, numbers, previous), _is(e, op, places, 0))
+    start_places = e.call(op, aten.where.ScalarOther, is_start, places, 0)
+    return places, e.item(op, e.call(op, aten.cummax.default, start_places, dim), 0)
 
 
 def _from_zero(e: Emitter, op: Op, like: fx.Node, dim: int) -> fx.Node:
@@ -54,10 +52,10 @@ def _is(e: Emitter, op: Op, x: fx.Node, number: int) -> fx.Node:
 
 
 def _keep_in_segments(e: Emitter, op: Op) -> None:
-    """A choice is kept if fewer of its segment's choices of its expert come before it than the expert takes."""
+    """Keeps a choice if its place in the queue of its segment and expert is below the expert's capacity."""
     assert isinstance(op, o.KeepInSegments)
-    given = op.named(e.refs(op))
-    experts, segments = given["experts"], given["segments"]
+    operands = op.named(e.refs(op))
+    experts, segments = operands["experts"], operands["segments"]
     chosen = e.call(op, aten.ge.Scalar, experts, 0)
     place = _place_in_queue(e, op, experts, segments, chosen)
     k = e.value(op.operands[0]).shape[-1]
@@ -71,17 +69,17 @@ def _keep_in_segments(e: Emitter, op: Op) -> None:
         rounded = e.call(op, aten.floor_divide.Scalar, negative, whole * op.num_experts)
         return e.call(op, aten.clamp_min.default, e.call(op, aten.neg.default, rounded), op.least)
 
-    most = capacity(op.parts, op.whole)
-    if "training" in given:
+    limit = capacity(op.parts, op.whole)
+    if "training" in operands:
         in_evaluation = capacity(op.eval_parts, op.eval_whole)
-        more = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, most, in_evaluation), given["training"])
-        most = e.call(op, aten.add.Tensor, in_evaluation, more)
-    fits = e.call(op, aten.lt.Tensor, place, e.call(op, aten.unsqueeze.default, most, -1))
+        extra = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, limit, in_evaluation), operands["training"])
+        limit = e.call(op, aten.add.Tensor, in_evaluation, extra)
+    fits = e.call(op, aten.lt.Tensor, place, e.call(op, aten.unsqueeze.default, limit, -1))
     e.result(op, aten.where.ScalarOther, e.call(op, aten.logical_and.default, fits, chosen), experts, -1)
 
 
 def _place_in_queue(e: Emitter, op: Op, experts: fx.Node, segments: fx.Node, chosen: fx.Node) -> fx.Node:
-    """How many choices of the same expert in the same segment come before each, [batch, sequence, k].
+    """The number of earlier choices of the same expert in the same segment, [batch, sequence, k].
 
     Choices are sorted by queue; the sort is stable, and within a queue first choices come before second ones.
     """
@@ -93,13 +91,13 @@ def _place_in_queue(e: Emitter, op: Op, experts: fx.Node, segments: fx.Node, cho
     flat = e.call(op, aten.flatten.using_ints, by_choice, 0, 2)
     order = e.call(op, aten.argsort.stable, flat, stable=True, dim=0)
     places, starts = _runs(e, op, e.call(op, aten.gather.default, flat, 0, order), 0)
-    within = e.call(op, aten.sub.Tensor, places, starts)
-    found = e.call(op, aten.scatter.src, e.call(op, aten.zeros_like.default, flat), 0, order, within)
-    return e.call(op, aten.transpose.int, e.call(op, aten.view_as.default, found, by_choice), 1, 2)
+    ranks = e.call(op, aten.sub.Tensor, places, starts)
+    places_in_queue = e.call(op, aten.scatter.src, e.call(op, aten.zeros_like.default, flat), 0, order, ranks)
+    return e.call(op, aten.transpose.int, e.call(op, aten.view_as.default, places_in_queue, by_choice), 1, 2)
 
 
 _MOST_SEGMENTS = 1 << 32
-"""More than a sequence can have."""
+"""An upper bound of the segments of a sequence."""
 
 
 def _count_in_segments(e: Emitter, op: Op) -> None:
@@ -116,20 +114,20 @@ def _count_in_segments(e: Emitter, op: Op) -> None:
 
 def _segment_loss(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.SegmentLoss)
-    given = op.named(e.refs(op))
-    probabilities, choices = given["probabilities"], given["choices"]
-    if "real" in given:
-        probabilities = e.call(op, aten.where.ScalarOther, real_column(e, op, given["real"]), probabilities, 0)
+    operands = op.named(e.refs(op))
+    probabilities, choices = operands["probabilities"], operands["choices"]
+    if "real" in operands:
+        probabilities = e.call(op, aten.where.ScalarOther, real_column(e, op, operands["real"]), probabilities, 0)
     experts = e.value(op.operands[1]).shape[-1]
     total = e.call(op, aten.clamp_min.default, e.call(op, aten.sum.dim_IntList, choices, [-1], True), 1)
     scaled = e.call(op, aten.mul.Scalar, e.call(op, aten.to.dtype, choices, e.dtype(op.results[0].dtype)), experts)
     fractions = e.call(op, aten.div.Tensor, scaled, total)
-    column = e.call(op, aten.unsqueeze.default, given["segments"], -1)
-    of_tokens = e.call(op, aten.gather.default, fractions, 1, e.call(op, aten.expand_as.default, column, probabilities))
-    e.result(op, aten.sum.default, e.call(op, aten.mul.Tensor, probabilities, of_tokens))
+    column = e.call(op, aten.unsqueeze.default, operands["segments"], -1)
+    by_token = e.call(op, aten.gather.default, fractions, 1, e.call(op, aten.expand_as.default, column, probabilities))
+    e.result(op, aten.sum.default, e.call(op, aten.mul.Tensor, probabilities, by_token))
 
 
-SEGMENTS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+SEGMENTS: Emissions = {
     o.CountInSegments: _count_in_segments,
     o.KeepInSegments: _keep_in_segments,
     o.NumberSegments: _number_segments,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -26,8 +24,8 @@ def _count_real_tokens(e: Emitter, op: Op) -> None:
 
 def _count_tokens(e: Emitter, op: Op) -> None:
     """Counts one element of each token's vector, as an integer: a sum of bf16 ones stops at 256."""
-    first = e.call(op, aten.narrow.default, *e.refs(op), 2, 0, 1)
-    ones = e.call(op, aten.ones_like.default, first)
+    column = e.call(op, aten.narrow.default, *e.refs(op), 2, 0, 1)
+    ones = e.call(op, aten.ones_like.default, column)
     e.result(op, aten.sum.default, e.call(op, aten.to.dtype, ones, torch.int64))
 
 
@@ -46,7 +44,7 @@ def real_column(e: Emitter, op: Op, real: fx.Node) -> fx.Node:
     return e.call(op, aten.unsqueeze.default, real_mask(e, op, real), -1)
 
 
-TOKENS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+TOKENS: Emissions = {
     o.CountRealTokens: _count_real_tokens,
     o.CountTokens: _count_tokens,
     o.MaskChoices: _mask_choices,

@@ -22,7 +22,7 @@ from moec.passes.ir.mesh import group_name
 INFO = "moec"
 
 WaysOf = Callable[[Block, Op], str | None]
-"""How an op of experts computes each of its products: the text of a `Ways`, or None to leave it to the call."""
+"""Maps an op of experts to the kernels of its products: the text of a `Ways`, or None to choose them at each call."""
 
 LAYER = "layer"
 """The input of a layer's graph that is the layer's number."""
@@ -58,8 +58,8 @@ def site_of(op: Op, layer: int | str | None) -> str:
 
     `layer` may be "{layer}", which the runtime replaces by a layer's number.
     """
-    what = f"layer {layer}" if layer is not None else f"the model's {op.results[0].name}"
-    return f"{what} ({op.span})" if op.span else what
+    part = f"layer {layer}" if layer is not None else f"the model's {op.results[0].name}"
+    return f"{part} ({op.span})" if op.span else part
 
 
 class Emitter:
@@ -130,13 +130,13 @@ class Emitter:
         return self._groups + group_name(axis, self.block.experts)
 
     def site(self, op: Op) -> dict[str, Any]:
-        """The arguments that tell a conversion, for its messages, which part of the model the op belongs to."""
+        """The arguments of a conversion, for its messages, that name the part of the model to which the op belongs."""
         if self._layer is None:
             return {"site": site_of(op, None)}
         return {"site": site_of(op, "{layer}"), "layer": self._layer}
 
     def ways(self, op: Op) -> str | None:
-        """How an op of experts computes its products; a float64 graph, which is for proofs, leaves it to the call."""
+        """The kernels of an op of experts (`WaysOf`); None in a float64 graph, which is for proofs."""
         return self._ways(self.block, op) if self._ways is not None and not self._float64 else None
 
     def layer_number(self) -> fx.Node:
@@ -148,12 +148,12 @@ class Emitter:
         """An intermediate node of an op."""
         return self._note(self.graph.call_function(target, args, kwargs), op)
 
-    def scored(self, op: Op, logits: fx.Node) -> fx.Node:
-        """Router logits [B, S, n] whose tokens `moec::route` does not see; notes tokens without scores, as it does."""
+    def note_scores(self, op: Op, logits: fx.Node) -> fx.Node:
+        """Router logits [B, S, n] for an op without `moec::route`; notes tokens without scores, as `route` does."""
         return self.call(op, torch.ops.moec.note_scores.default, logits)
 
-    def traced(self, op: Op, function: Callable[..., Any], *operands: fx.Node) -> fx.Node:
-        """The last of the intermediate nodes of `function`, which calls operators on tensors and reads no values."""
+    def trace(self, op: Op, function: Callable[..., Any], *operands: fx.Node) -> fx.Node:
+        """The last node of `function`, which calls operators on tensors and reads no values of them."""
         tracer, last = fx.proxy.GraphAppendingTracer(self.graph), next(reversed(self.graph.nodes))
         result: fx.Node = function(*(fx.Proxy(node, tracer) for node in operands)).node
         node = last.next
@@ -171,20 +171,20 @@ class Emitter:
         """The nodes that give an op's several results."""
         self._give_each(self.call(op, target, *args, **kwargs), op)
 
-    def several(self, op: Op, *nodes: fx.Node) -> None:
+    def set_results(self, op: Op, *nodes: fx.Node) -> None:
         """Makes existing nodes an op's several results."""
         for node, value in zip(nodes, op.results, strict=True):
             self._give(node, op, value)
 
-    def item(self, op: Op, whole: fx.Node, index: int) -> fx.Node:
+    def item(self, op: Op, node: fx.Node, index: int) -> fx.Node:
         """One of a node's several tensors, as an intermediate node of an op."""
-        return self.call(op, operator.getitem, whole, index)
+        return self.call(op, operator.getitem, node, index)
 
-    def first_of(self, op: Op, whole: fx.Node) -> None:
+    def unpack_first(self, op: Op, node: fx.Node) -> None:
         """Makes the first of a node's several tensors an op's one result."""
-        self._give(self.item(op, whole, 0), op, op.results[0])
+        self._give(self.item(op, node, 0), op, op.results[0])
 
-    def give_first(self, op: Op, node: fx.Node) -> None:
+    def set_first_result(self, op: Op, node: fx.Node) -> None:
         """Makes an existing node an op's first result."""
         self._give(node, op, op.results[0])
 
@@ -208,6 +208,10 @@ class Emitter:
         node.meta[INFO] = NodeInfo(value.name, op, value)
         self._nodes[value.name] = node
 
-    def _give_each(self, whole: fx.Node, op: Op) -> None:
+    def _give_each(self, node: fx.Node, op: Op) -> None:
         for index, value in enumerate(op.results):
-            self._give(self.item(op, whole, index), op, value)
+            self._give(self.item(op, node, index), op, value)
+
+
+Emissions = dict[type[Op], Callable[[Emitter, Op], None]]
+"""The functions that emit ops, by the ops' classes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from moec.codegen.emit.emit_sampling import SAMPLING
 from moec.codegen.emit.emit_segments import SEGMENTS
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emit_windows import WINDOWS
-from moec.codegen.emit.emitter import Emitter, WaysOf, info_of, site_of, target_name
+from moec.codegen.emit.emitter import Emissions, Emitter, WaysOf, info_of, site_of, target_name
 from moec.codegen.emit.gating.emit_balance import BALANCE
 from moec.codegen.emit.gating.emit_chosen_heads import CHOSEN_HEADS
 from moec.codegen.emit.gating.emit_gates import GATES
@@ -34,7 +34,7 @@ from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State
 
-EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+EMISSIONS: Emissions = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
     **ATTENTION,
     **CHOSEN_HEADS,
@@ -67,8 +67,8 @@ NOTING = ("moec.route.default", "moec.note_scores.default")
 class Function:
     """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
 
-    `module` is its graph, or a `RecomputedLayer` around it. `users` are the first ops that use each weight, `routers`
-    the ops of gates, in order and as often as they call an operator of `NOTING`.
+    `module` is its graph, or a `RecomputedLayer` around it. `users` maps each weight to the first op that uses it.
+    `routers` are the ops of gates, one for each call of an operator of `NOTING`, in order.
     """
 
     module: nn.Module
@@ -95,16 +95,16 @@ def emit_function(
     The names of its process groups begin with `groups`. `float64` replaces every floating dtype inside by float64.
     `ways` says how ops of experts compute their products.
     """
-    found = program.block(block)
-    graph = emit_graph(program, found, groups=groups, float64=float64, ways=ways)
+    source = program.block(block)
+    graph = emit_graph(program, source, groups=groups, float64=float64, ways=ways)
     module = fx.GraphModule(nn.Module(), graph, class_name="Block")
     return Function(
-        RecomputedLayer(module) if found.recompute == "layer" else module,
-        tuple(s.name for s in found.settings),
-        found.states,
-        tuple(p.name for p in found.parameters),
-        found.outputs,
-        weight_users(found),
+        RecomputedLayer(module) if source.recompute == "layer" else module,
+        tuple(s.name for s in source.settings),
+        source.states,
+        tuple(p.name for p in source.parameters),
+        source.outputs,
+        weight_users(source),
         _routers(graph),
     )
 

@@ -14,16 +14,16 @@ from moec.passes.ir import Block, Program
 
 
 def fx_text(program: Program) -> str:
-    """One function per block; each line says which value of the Program it gives, its layout, and its `.moe` line."""
+    """One function per block; each line ends in its value's name in the Program, its layout and its `.moe` line."""
     return "\n".join("\n".join(_function(program, block)) + "\n" for block in program.blocks)
 
 
 def _function(program: Program, block: Block) -> Iterator[str]:
     graph = emit_graph(program, block)
     name = "".join(c if c.isalnum() else "_" for c in block.name).strip("_")
-    taken = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     yield f"def {name}(  # {block.name}"
-    yield from (f"    {_noted(f'{node.name},', node)}" for node in taken)
+    yield from (f"    {_noted(f'{node.name},', node)}" for node in inputs)
     yield "):"
     yield from (f"    {_noted(_statement(node), node)}" for node in graph.nodes if node.op != "placeholder")
 

@@ -16,23 +16,23 @@ from moec.passes.ir.operator_schema import given_attributes, resolved_arguments
 def emit_operator(e: Emitter, op: Op) -> None:
     """Emits one node that calls the op's torch operator, and one node per result where it has several."""
     kind = type(op)
-    given = op.named(e.refs(op))
+    named = op.named(e.refs(op))
     required, optional = operand_names(kind)
-    operands = [given[name] for name in required if name not in kind.typing]
-    operands += [given.get(name) for name in optional]
+    operands = [named[name] for name in required if name not in kind.typing]
+    operands += [named.get(name) for name in optional]
     number = [e.layer_number()] if kind.numbered else []
     attributes = [getattr(op, name) for name in given_attributes(kind)]
     resolved = [_resolve(e, op, name) for name in resolved_arguments(kind)]
     ways = [e.ways(op)] if kind.tiled else []
     target, saves = _target_of(e, op), kind.saved and not recomputes(e, op)
-    where = e.site(op) if kind.sited else {}
+    site = e.site(op) if kind.sited else {}
     arguments = (*operands, *number, *attributes, *resolved, *ways)
     if len(op.results) == 1 and saves:
-        e.first_of(op, e.call(op, target, *arguments, **where))
+        e.unpack_first(op, e.call(op, target, *arguments, **site))
     elif len(op.results) == 1:
-        e.result(op, target, *arguments, **where)
+        e.result(op, target, *arguments, **site)
     else:
-        e.results(op, target, *arguments, **where)
+        e.results(op, target, *arguments, **site)
 
 
 def _target_of(e: Emitter, op: Op) -> Any:
@@ -42,12 +42,12 @@ def _target_of(e: Emitter, op: Op) -> Any:
 
 
 def recomputes(e: Emitter, op: Op) -> bool:
-    """Whether the backward of an op computes again what it would else save."""
+    """Whether backward recomputes an op's pre-activations instead of saving them."""
     return e.block.recompute == "experts" and isinstance(op, o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp)
 
 
 def _resolve(e: Emitter, op: Any, name: str) -> Any:
-    """An argument that follows from an attribute and the meshes."""
+    """An argument that is computed from an attribute and the meshes."""
     match name:
         case "group":
             assert isinstance(op, o.Conversion)

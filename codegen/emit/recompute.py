@@ -1,6 +1,6 @@
-"""Runs a layer whose backward computes it again, by PyTorch's own checkpointing; the router's choices are kept.
+"""Runs a layer whose backward computes it again, by PyTorch's checkpointing; the router's choices are saved.
 
-Computed again, a tie of two experts could fall the other way, and rows would have other places than in forward.
+Recomputed, a tie between two experts could go the other way, and rows would have other places than in forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHOOSING = frozenset(
     {f"moec::{op.operator}" for op in Op.registry.values() if (op.scores or op.chooses) and op.operator}
     | {"aten::max", "aten::searchsorted", "aten::topk"}
 )
-"""The operators whose results are kept: gates with scores, and the choice of those that are compositions."""
+"""The operators whose results are saved: gates with scores, and the operators that choose in gates of several ops."""
 
 
 class RecomputedLayer(nn.Module):
@@ -45,49 +45,49 @@ def recomputed(run: Callable[..., Any], *inputs: Tensor) -> Any:
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    contexts = _when_compiled if torch.compiler.is_compiling() else _kept_choices
+    contexts = _compiled_contexts if torch.compiler.is_compiling() else _choice_contexts
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the results of operators that choose experts, in order."""
+class _RecordChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the results of operators that choose experts, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: list[Any] = []
+        self.choices: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if _chooses(func):
-            self.kept.append(_detached(results))
+            self.choices.append(_detached(results))
         return results
 
 
-class _Repeating(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the results that `_Keeping` kept, from the first one each time it is entered."""
+class _ReplayChoices(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns the results that `_RecordChoices` recorded, from the first one each time the context is entered."""
 
-    def __init__(self, keeping: _Keeping) -> None:
+    def __init__(self, record: _RecordChoices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeping = keeping
+        self._record = record
         self._next: Iterator[Any] = iter(())
 
-    def __enter__(self) -> _Repeating:
-        self._next = iter(self._keeping.kept)
+    def __enter__(self) -> _ReplayChoices:
+        self._next = iter(self._record.choices)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Autograd writes its node onto the tensors that it is given: each recomputation gets its own.
+        # Autograd writes its node onto these tensors: each recomputation gets its own.
         return _detached(next(self._next)) if _chooses(func) else func(*args, **(kwargs or {}))
 
 
-def _kept_choices() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _choice_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a forward pass and of its recomputations.
 
-    Unlike torch's own, they allow several backward passes over one forward pass (`retain_graph`).
+    Unlike torch's contexts, they allow several backward passes over one forward pass (`retain_graph`).
     """
-    keeping = _Keeping()
-    return keeping, _Repeating(keeping)
+    record = _RecordChoices()
+    return record, _ReplayChoices(record)
 
 
 def _chooses(func: Any) -> bool:
@@ -95,12 +95,12 @@ def _chooses(func: Any) -> bool:
 
 
 def _detached(results: Tensor | Sequence[Tensor]) -> Any:
-    return results.detach() if isinstance(results, Tensor) else tuple(each.detach() for each in results)
+    return results.detach() if isinstance(results, Tensor) else tuple(tensor.detach() for tensor in results)
 
 
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if _chooses(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_when_compiled = partial(create_selective_checkpoint_contexts, _policy)
+_compiled_contexts = partial(create_selective_checkpoint_contexts, _policy)
 """`torch.compile` knows only torch's own contexts."""

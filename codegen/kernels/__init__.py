@@ -1,1 +1,1 @@
-"""The kernels: their shapes and tiles, their source rendered from templates, and which of them a plan launches."""
+"""The kernels: their shapes and tiles, their source rendered from templates, and the kernels that a plan launches."""

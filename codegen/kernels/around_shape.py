@@ -1,4 +1,4 @@
-"""The shape of the kernels around a library's grouped products, for what our products do in loops and epilogues."""
+"""The shape of the kernels around a library's grouped products: the work that our products do in their loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moec.codegen.kernels.tiles import GATHERING_KERNELS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundShape(ExpertsShape):
-    """Rows gathered, placed and sent through the activation, for products that a library computes.
+    """Gathers, places and activates rows, for products that a library computes.
 
     Without a tile: the kernels work on rows, and need no table of tiles. `weighted`: there is one weight per row.
     """

@@ -1,4 +1,4 @@
-"""Tiles that fit a device's shared memory: a tile that asks for more gives way to the next best one."""
+"""Replaces tiles that exceed a device's shared memory by smaller ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def buffer_bytes(tile: Tile, dtype: str) -> int:
 def fitted(ways: Ways, dtype: str, shared: int) -> Ways:
     """The same ways where every tile's buffers fit `shared` bytes: with fewer buffers, then narrower, then shallower.
 
-    Rows stay, so that products still share one table. A tile that cannot be made to fit has the smallest buffers.
+    Rows stay, so that products still share one table. A tile that cannot fit gets the smallest buffers.
     """
     tiles = {kernel: tile for kernel in KERNELS if (tile := ways.tile(kernel)) is not None}
     return replace(ways, **{kernel: _fitted(tile, dtype, shared) for kernel, tile in tiles.items()})

@@ -1,7 +1,6 @@
-"""Layer shapes → Triton source: one template per family of kernels, every number of the layer a constant in it.
+"""Renders Triton source from layer shapes: one template per family of kernels, with every number as a constant.
 
-Pure text: nothing here imports torch or triton. A shape's text is a function of the shape alone, and only text that
-this moec rendered is ever run.
+Nothing here imports torch or triton. The text depends on the shape alone, and moec runs only text that it rendered.
 """
 
 from __future__ import annotations
@@ -69,18 +68,18 @@ def render(shape: KernelShape) -> str:
 
     Raises `ValueError` for a shape that kernels do not support.
     """
-    unfit = complaint(shape)
-    if unfit is not None:
-        raise ValueError(unfit)
-    own = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    problem = complaint(shape)
+    if problem is not None:
+        raise ValueError(problem)
+    constants = {field.name: getattr(shape, field.name) for field in fields(shape)}
     dtype = getattr(shape, "dtype", "fp32")
-    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
-    text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
+    constants |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
+    text = _environment().get_template(f"{shape.template}.py.j2").render(**constants, **shape.constants())
     return re.sub(r"\n+(@triton\.jit.*)\n", r"\n\n\n\1\n", text).strip() + "\n"
 
 
 def complaint(shape: KernelShape) -> str | None:
-    """Why no kernels are rendered for a shape; None if they are. Without kernels plain torch computes, or refuses."""
+    """The reason that a shape has no kernels; None if it has. Without kernels plain torch computes, or refuses."""
     experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
     activation = getattr(shape, "activation", None)
     if experts > MAX_EXPERTS:

@@ -31,14 +31,14 @@ Heads = o.ChosenHeads | o.MixHeads
 class PlanKernel:
     """A kernel shape, the block and op that need it, and the choices per token (`k`).
 
-    `only`: the shape's kernels that are launched; if it is empty, all are.
+    `launched`: the shape's kernels that are launched; if it is empty, all are.
     """
 
     shape: KernelShape
     block: str
     k: int
     op: Op
-    only: tuple[str, ...] = ()
+    launched: tuple[str, ...] = ()
 
     @property
     def span(self) -> str | None:
@@ -48,20 +48,20 @@ class PlanKernel:
 
 def kernel_sources(plan: Plan) -> dict[str, str]:
     """The source of every kernel by its file name, with the blocks that use it."""
-    cited: dict[KernelShape, list[str]] = {}
+    users_by_shape: dict[KernelShape, list[str]] = {}
     for kernel in kernels_of(plan):
-        where = f"{kernel.block} ({kernel.span})" if kernel.span else kernel.block
-        users = cited.setdefault(kernel.shape, [])
-        if where not in users:
-            users.append(where)
-    return {f"{shape.name}.py": f"{_head(users)}{render(shape)}" for shape, users in cited.items()}
+        user = f"{kernel.block} ({kernel.span})" if kernel.span else kernel.block
+        users = users_by_shape.setdefault(kernel.shape, [])
+        if user not in users:
+            users.append(user)
+    return {f"{shape.name}.py": f"{_head(users)}{render(shape)}" for shape, users in users_by_shape.items()}
 
 
 def _head(users: list[str]) -> str:
     return "".join(f"# {user}\n" for user in users) + "\n"
 
 
-def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
+def kernels_of(plan: Plan, target: Target | None = None) -> tuple[PlanKernel, ...]:
     """The kernels that one rank of the plan launches, on its own device or another one.
 
     None for a plan for CPU, where plain torch computes everything.
@@ -71,18 +71,18 @@ def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
     return tuple(
         kernel
         for block in plan.program.blocks
-        for kernel in (*_mixture_kernels(plan, block, on), *_dense_kernels(plan, block))
+        for kernel in (*_mixture_kernels(plan, block, target), *_dense_kernels(plan, block))
         if complaint(kernel.shape) is None
     )
 
 
-def _mixture_kernels(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKernel]:
+def _mixture_kernels(plan: Plan, block: Block, target: Target | None) -> Iterator[PlanKernel]:
     if choices_of(block) is None and not any(isinstance(op, Heads | Experts) for op in block.ops):
-        return  # experts of slots, as `soft` has them, serve no choices
+        return  # experts of slots, as of `soft`, have no choices
     k = choices_per_token(block)
 
-    def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:
-        return PlanKernel(shape, block.name, k, op, only)
+    def kernel(shape: KernelShape, op: Op, *launched: str) -> PlanKernel:
+        return PlanKernel(shape, block.name, k, op, launched)
 
     launched_by_shape: dict[KernelShape, tuple[Op, list[str]]] = {}
     for op in block.ops:
@@ -95,7 +95,7 @@ def _mixture_kernels(plan: Plan, block: Block, on: Target | None) -> Iterator[Pl
     tables: set[KernelShape] = set()
     for experts in block.ops:
         if isinstance(experts, Experts):
-            up, down, by_library = _products(plan, block, experts, k, sources, on)
+            up, down, by_library = _products(plan, block, experts, k, sources, target)
             tiles = TilesShape(experts=up.experts, rows=up.rows)
             if tiles not in tables:
                 yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
@@ -110,7 +110,7 @@ def _mixture_kernels(plan: Plan, block: Block, on: Target | None) -> Iterator[Pl
 def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
     """The kernels that an op and its backward launch to choose experts, count choices and move rows."""
     experts = _experts_of(op, block)
-    own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
+    choice_queues, joint_queues = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
     moved = block.scope[op.operands[0]]  # tokens or rows
     dim = moved.shape[-1] if moved.shape else 1
     places = PlacesShape(k=k, dim=dim if isinstance(dim, int) else 1, dtype=moved.dtype, weights="fp32")
@@ -127,17 +127,17 @@ def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tu
         case o.SampleExperts():
             yield _plain_route_shape(experts, 1, "softmax", "after", False), ("route",)
         case o.Permute():
-            yield every, (*counting, "rank")
+            yield joint_queues, (*counting, "rank")
             yield places, ("fill", "add_rows")
         case o.PermutePadded():
-            yield own, (*counting, "keep")
-            yield every, (*counting, "place")
+            yield choice_queues, (*counting, "keep")
+            yield joint_queues, (*counting, "place")
             yield places, ("fill", "add_rows")
         case o.PermuteDynamic():
-            yield every, (*counting, "place")
+            yield joint_queues, (*counting, "place")
             yield places, ("fill", "add_rows")
         case o.MixtureMlp():
-            yield every, (*counting, "rank")
+            yield joint_queues, (*counting, "rank")
             yield places, ("invert", "combine", "add_parts", "add_rows")
         case o.Combine():
             yield places, ("combine", "combine_backward")
@@ -146,17 +146,17 @@ def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tu
         case o.SumRows():
             yield places, ("add_rows", "fill")
         case o.CountQueues():
-            yield own, counting
+            yield choice_queues, counting
         case o.QueueStarts():
-            yield own, ("start",)
+            yield choice_queues, ("start",)
         case o.KeepChoices():
-            yield own, (*counting, "keep")
+            yield choice_queues, (*counting, "keep")
         case o.LargestLoad():
-            yield every, counting
+            yield joint_queues, counting
 
 
 def _head_kernels(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
-    """The kernels that sort a rank's choices by groups of heads, and move rows from tokens and back.
+    """The kernels that sort a rank's choices by groups of heads, and move rows between tokens and choices.
 
     Between attention and its output each choice is a row, with the rank's heads of the chosen group.
     """
@@ -224,20 +224,20 @@ def _dense_kernels(plan: Plan, block: Block) -> Iterator[PlanKernel]:
 
 
 def _products(
-    plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target | None
+    plan: Plan, block: Block, op: Experts, k: int, sources: int, target: Target | None
 ) -> tuple[UpShape, DownShape, frozenset[Kernel]]:
     """Both projections' shapes, and the products that a library computes."""
     operands = op.named(op.operands)
     dtype = block.scope[operands["up"]].dtype
     experts, _, hidden, dim = shape_on_rank(plan.program, block, operands["up"])
     choices = k if isinstance(op, o.MixtureMlp) else 0
-    ways = ways_of(plan, block, op, on).ways
-    known = (experts, dim, hidden, op.activation, dtype, sources > 1, choices, "up_bias" in operands)
-    device = on or target_of(plan)
+    ways = ways_of(plan, block, op, target).ways
+    layer_fields = (experts, dim, hidden, op.activation, dtype, sources > 1, choices, "up_bias" in operands)
+    device = target or target_of(plan)
     bulk = in_bulk(dtype, (dim, hidden), device.family, device.name)
-    numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha, "bulk": bulk}
-    up = UpShape.of(*known, ways, **numbers)
-    down = DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
+    options: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha, "bulk": bulk}
+    up = UpShape.of(*layer_fields, ways, **options)
+    down = DownShape.of(*layer_fields, ways, weighted="weights" in op.optional, **options)
     return up, down, frozenset(name for name in KERNELS if ways.tile(name) is None)
 
 

@@ -1,4 +1,4 @@
-"""How each product of a plan's experts is computed on one device: what a job's module is emitted with."""
+"""The way in which each product of a plan's experts is computed on one device, as emitted in a job's module."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
 class Target:
     """A device that kernels run on: its name, and its family ("hopper" and later, "ampere" or "cdna").
 
-    `runnable` makes of chosen ways, of a dtype, rows, experts, widths and gatedness, those that run there; None for a
-    device that is not here, where a library is taken to run if its kind of device can.
+    `runnable` replaces the chosen ways, for a dtype, rows, experts, widths and gatedness, by ways that run there; None
+    for a device that is not here, where a library counts as runnable if its kind of device can run it.
     """
 
     name: str
@@ -43,40 +43,40 @@ def target_of(plan: Plan) -> Target:
     return Target(device.name, FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper")
 
 
-def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> Choice:
+def ways_of(plan: Plan, block: Block, op: Experts, target: Target | None = None) -> Choice:
     """The ways of an op of experts over its even share of a micro-batch, on the plan's device or on another one.
 
-    Tiles that were not tuned there are not taken, nor a library that no such device runs.
+    Excludes tiles that were tuned for another device, and a library that no such device runs.
     """
-    takes = takes_tuned(plan, on)
-    on = on or target_of(plan)
+    may_use_tuned = takes_tuned(plan, target)
+    target = target or target_of(plan)
     up = op.named(op.operands)["up"]
     experts, _, hidden, dim = shape_on_rank(plan.program, block, up)
     rows = rows_per_rank(plan, choices_per_token(block))
-    tuned = plan.tiles.by_key() if plan.tiles is not None and takes else {}
-    how = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
-    choice = choose(*how, device=on.name, family=on.family, tuned=tuned)
-    if on.runnable is not None:
-        return replace(choice, ways=on.runnable(choice.ways, *how))
-    return replace(choice, ways=without_unfit_libraries(choice.ways, *how, on.family))
+    tuned = plan.tiles.by_key() if plan.tiles is not None and may_use_tuned else {}
+    product = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
+    choice = choose(*product, device=target.name, family=target.family, tuned=tuned)
+    if target.runnable is not None:
+        return replace(choice, ways=target.runnable(choice.ways, *product))
+    return replace(choice, ways=without_unfit_libraries(choice.ways, *product, target.family))
 
 
-def takes_tuned(plan: Plan, on: Target | None = None) -> bool:
-    """Whether the plan's own tiles are those of the device: its own one, or another one.
+def takes_tuned(plan: Plan, target: Target | None = None) -> bool:
+    """Whether the plan's tiles were tuned on the device that it was compiled for, or on `target`.
 
-    A file may give its device any name; then the plan's tiles are taken to be for it, unless they name a known device.
+    A file may give its device any name; then the plan's tiles count as tuned on it, unless they name a known device.
     """
     if plan.tiles is None:
         return False
-    name = (on or target_of(plan)).name
-    unknown = on is None and name not in KNOWN and plan.tiles.device not in KNOWN
+    name = (target or target_of(plan)).name
+    unknown = target is None and name not in KNOWN and plan.tiles.device not in KNOWN
     return unknown or plan.tiles.device == name
 
 
-def ways_text(plan: Plan, block: Block, op: Op, on: Target) -> str:
+def ways_text(plan: Plan, block: Block, op: Op, target: Target) -> str:
     """The last argument of the operator of an op of experts: `str` of its `Ways`."""
     assert isinstance(op, Experts)
-    return str(ways_of(plan, block, op, on).ways)
+    return str(ways_of(plan, block, op, target).ways)
 
 
 def tokens_per_rank(plan: Plan) -> int:

@@ -12,16 +12,16 @@ from moec.codegen.kernels.tile_rule import aligned
 from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ActivationKind, kind_of
 
-MOST_ELEMENTS = 2**31
+MAX_ELEMENTS = 2**31
 """Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
 
 GROUP = 8
-"""Tiles of rows that go over all columns together, so that L2 keeps what they read."""
+"""Tiles of rows that pass over all columns together, so that L2 keeps the operands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape(KernelShape):
-    """Experts of two products, and how their rows come. `gathered`: rows are not in the experts' order.
+    """The sizes of experts with two products. `gathered`: rows are not in the experts' order.
 
     With `k` > 0 the input is tokens, and each row is gathered from its token, k per token; with 0 the input is rows.
     With `bias`, each expert adds one number to each output.
@@ -74,7 +74,7 @@ class ProductShape(ExpertsShape):
         k: int,
         bias: bool,
         ways: Ways,
-        **more: Any,
+        **options: Any,
     ) -> Self:
         """Makes the shape from positional arguments, with its three tiles of `ways`."""
         return cls(
@@ -90,7 +90,7 @@ class ProductShape(ExpertsShape):
             tile=ways.tile(cls.product),
             backward=ways.tile(cls.backward_kernel),
             weights=ways.tile(cls.weights_kernel),
-            **more,
+            **options,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class ProductShape(ExpertsShape):
             "function": self.kind.function,
             "second": self.kind.second,
             "GROUP": GROUP,
-            "wide": self.kind.parts * self.hidden * self.dim >= MOST_ELEMENTS,
+            "wide": self.kind.parts * self.hidden * self.dim >= MAX_ELEMENTS,
             "weighs": False,
         }
 
@@ -114,7 +114,7 @@ class ProductShape(ExpertsShape):
         return self.bulk and kernel in (self.product, self.backward_kernel)
 
     def resident(self, kernel: str) -> int:
-        """How many programs of a persistent kernel a multiprocessor of Hopper can hold, by their buffers."""
+        """The number of programs of a persistent kernel whose buffers fit a multiprocessor of Hopper."""
         tile = self.tile_of(kernel)
         assert tile is not None
         return max(1, min(4, 200 * 1024 // buffer_bytes(tile, self.dtype)))
@@ -183,13 +183,13 @@ class UpShape(ProductShape):
         return {**ProductShape.constants(self), "halvings": self._halvings()}
 
     def _halvings(self) -> int:
-        """How often it halves its columns before they are activated and stored.
+        """The number of times that the epilogue halves its columns before it activates and stores them.
 
         Found by compiling: 128 sums of a thread fit its registers beside every activation but `gelu`, whose error
         function takes many; rows that are not aligned, each number with its address, always need parts.
         """
         tile = self.tile
-        if tile is None or (self.aligned and not (self.kind.word == "gelu" and _many_sums(tile))):
+        if tile is None or (self.aligned and not (self.kind.word == "gelu" and _has_many_sums(tile))):
             return 0
         return min(2, _most_halvings(tile.columns // self.kind.parts))
 
@@ -207,16 +207,16 @@ class DownShape(ProductShape):
     def constants(self) -> dict[str, Any]:
         """Whether backward multiplies rows by weights, one per row or choice; the halvings of its tile's epilogue."""
         weighs = self.weighted or self.k > 0
-        more = {"weighs": weighs, "halvings": self._halvings(), "bulk_backward": self.persistent("down_backward")}
-        return {**ProductShape.constants(self), **more}
+        constants = {"weighs": weighs, "halvings": self._halvings(), "bulk_backward": self.persistent("down_backward")}
+        return {**ProductShape.constants(self), **constants}
 
     def persistent(self, kernel: str) -> bool:
-        """Down's backward is not where it would spill: with weights beside biases or beside an order of rows."""
+        """As in `ProductShape`, but not for a backward that would spill: with biases and weights, or gathered rows."""
         spills = kernel == "down_backward" and (self.gathered or (self.bias and (self.weighted or self.k > 0)))
         return ProductShape.persistent(self, kernel) and not spills
 
     def _halvings(self) -> int:
-        """How often down's backward halves its columns before it reads `hidden` beside the sums.
+        """The number of times that down's backward halves its columns before it reads `hidden`.
 
         Found by compiling: 1; 2 for a thread with 128 sums, 4 if its loop is persistent, which keeps the next tile's
         addresses; 3 where rows are not aligned, and each number has an address of its own.
@@ -224,17 +224,17 @@ class DownShape(ProductShape):
         tile = self.backward
         if tile is None or tile.columns < 32:
             return 0
-        most = _most_halvings(tile.columns)
+        limit = _most_halvings(tile.columns)
         if not self.aligned:
-            return min(3, most)
-        return min((4 if self.persistent("down_backward") else 2) if _many_sums(tile) else 1, most)
+            return min(3, limit)
+        return min((4 if self.persistent("down_backward") else 2) if _has_many_sums(tile) else 1, limit)
 
 
-def _many_sums(tile: Tile) -> bool:
+def _has_many_sums(tile: Tile) -> bool:
     """Whether a thread has 128 of a tile's sums or more, half of its registers."""
     return tile.rows * tile.columns // (32 * tile.warps) >= 128
 
 
 def _most_halvings(columns: int) -> int:
-    """Parts have 16 columns at least."""
+    """The most halvings after which parts still have 16 columns."""
     return max(0, (columns // 16).bit_length() - 1)

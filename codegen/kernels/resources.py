@@ -1,6 +1,6 @@
-"""A compiled kernel's loops, instructions, registers and memory, and what the compiler did not keep of its tile.
+"""A compiled kernel's loops, instructions, registers and memory, and the properties of its tile that are lost.
 
-A loop without its pipeline gives the same numbers several times slower, and nothing else shows it.
+A loop without its pipeline computes the same numbers several times slower, and nothing else reveals it.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ def complaints(resources: Resources, tile: Tile, *, blocks: int = 1, bulk: bool 
 
 
 def _loop_complaints(loop: Loop, target: str, tile: Tile) -> Iterator[str]:
-    wanted = instruction_columns(target, tile)
+    expected_columns = instruction_columns(target, tile)
     if loop.buffers < tile.stages:
         yield f"the loop has {count(loop.buffers, 'buffer')}, its tile asks for {tile.stages}"
     if loop.buffers > 2 and loop.copies_pending == 0:
         yield "each step waits for all copies (cp.async.wait_group 0)"
-    if wanted is None:
+    if expected_columns is None:
         return
     columns = [int(shape.split("n")[1].split("k")[0]) for shape in loop.instructions if shape.startswith("m64")]
     if not columns:
-        yield f"the loop has no wgmma, its tile asks for m64n{wanted}"
-    elif min(columns) != wanted:
-        yield f"the loop's wgmma is m64n{min(columns)}, its tile asks for m64n{wanted}"
+        yield f"the loop has no wgmma, its tile asks for m64n{expected_columns}"
+    elif min(columns) != expected_columns:
+        yield f"the loop's wgmma is m64n{min(columns)}, its tile asks for m64n{expected_columns}"
     elif loop.products_pending == 0:
         yield "each step waits for its product (wgmma.wait_group 0)"
 
@@ -91,8 +91,7 @@ def _loop_complaints(loop: Loop, target: str, tile: Tile) -> Iterator[str]:
 def instruction_columns(target: str, tile: Tile) -> int | None:
     """The columns of the warpgroup's matrix instruction (wgmma, 64 rows) of a tile; None if it has none.
 
-    Four warps are a warpgroup. Triton deals warpgroups out along the rows first, 64 rows each; those that are left
-    share the columns.
+    Four warps are a warpgroup. Triton assigns warpgroups to rows first, 64 rows each; the rest share the columns.
     """
     if target != "sm_90" or tile.rows < 64 or tile.warps < 4:
         return None

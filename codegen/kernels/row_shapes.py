@@ -22,14 +22,14 @@ class QueuesShape(KernelShape):
     def constants(self) -> dict[str, Any]:
         """Blocks of about 8,192 comparisons; about 2,048 counts summed at a time."""
         width = power_of_two(self.experts)
-        few, some = min(4, width), min(32, width)
+        narrow_block, wide_block = min(4, width), min(32, width)
         return {
             "EP": width,
             "BLOCK": max(1, min(256, 8192 // width)),
-            "BLOCK_E": few,
-            "SCAN": 2048 // few,
-            "WIDE_E": some,
-            "STEP": min(128, 2048 // some),
+            "BLOCK_E": narrow_block,
+            "SCAN": 2048 // narrow_block,
+            "WIDE_E": wide_block,
+            "STEP": min(128, 2048 // wide_block),
         }
 
     def pointers(self) -> dict[str, str]:
@@ -54,7 +54,7 @@ class PlacesShape(KernelShape):
         return {"BLOCK_D": width, "ROWS": max(1, min(64, 4096 // width)), "BLOCK": 1024}
 
     def pointers(self) -> dict[str, str]:
-        """Places, counts of rows, which places are taken, and weights as the router gives them."""
+        """Places, counts of rows, marks of taken places, and the router's weights."""
         return {
             "positions_ptr": "i64",
             "counts_ptr": "i64",

@@ -28,7 +28,7 @@ class RouteShape(KernelShape):
 
     @property
     def backward_shape(self) -> RouteShape:
-        """The shape with the kernel `route_backward`, which is given choices: it needs no groups and biases."""
+        """The shape with the kernel `route_backward`, which takes the choices: it needs no groups and biases."""
         return replace(self, groups=1, keep_groups=1, group_score="top2_sum", biased=False)
 
     def constants(self) -> dict[str, Any]:

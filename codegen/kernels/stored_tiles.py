@@ -56,7 +56,7 @@ class Measured(Data):
 
 
 class Entry(Data):
-    """How each product of one shape is computed; `measured` is null if the choice was not measured."""
+    """The way of each product of one shape; `measured` is null if the choice was not measured."""
 
     dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32|fp64)$")]
     load: Annotated[str, Field(pattern=r"^(few|some|many)$")]
@@ -124,11 +124,11 @@ def shipped(device: str) -> Mapping[TileKey, Ways]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How products are computed, who decided it ("tuned": the plan's tiles; "shipped"; "rule"), and a short reason."""
+    """The ways of products, their source ("tuned": the plan's tiles; "shipped"; "rule"), and a short reason."""
 
     ways: Ways
     source: Literal["tuned", "shipped", "rule"]
-    why: str
+    reason: str
 
 
 def choose(
@@ -155,6 +155,6 @@ def choose(
     if ways is not None:
         return Choice(ways, "shipped", f"shipped for {device} and {key.load} rows per expert")
     tiles = tiles_for(dtype, rows, experts, widths, gated, family)
-    ways, gains = with_libraries(tiles, dtype, rows, experts, widths, gated, device)
-    why = reason(dtype, rows, experts, family)
-    return Choice(ways, "rule", f"{why}; {gains}" if gains else why)
+    ways, library_gains = with_libraries(tiles, dtype, rows, experts, widths, gated, device)
+    rule_reason = reason(dtype, rows, experts, family)
+    return Choice(ways, "rule", f"{rule_reason}; {library_gains}" if library_gains else rule_reason)

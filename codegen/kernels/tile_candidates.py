@@ -30,12 +30,12 @@ def around(kernel: Kernel, default: Tile, rows: int | None, key: TileKey, shared
     `rows`: the rows of a tile, None for a gradient of weights, whose tiles may have any. `shared`: bytes of shared
     memory of a block. Only tiles that certainly do not fit are left out; the compiler may find others that do not.
     """
-    most = [_widest(extent) for extent in extents(kernel, (key.dim, key.hidden), key.gated)]
+    limits = [_widest(extent) for extent in extents(kernel, (key.dim, key.hidden), key.gated)]
     sizes = itertools.product(SIZES if rows is None else (rows,), SIZES, DEPTHS)
     tiles = (
         Tile(*size, warps, stages)
         for size, warps, stages in itertools.product(sizes, WARPS, STAGES)
-        if all(number <= widest for number, widest in zip(size, most, strict=True))
+        if all(number <= limit for number, limit in zip(size, limits, strict=True))
     )
     fitting = (tile for tile in tiles if _registers(tile, key.dtype) <= SUMS and _buffers(tile, key.dtype) <= shared)
     yield from sorted(fitting, key=lambda tile: (_distance(default, tile), _numbers(tile)))
@@ -58,7 +58,7 @@ def _buffers(tile: Tile, dtype: str) -> int:
 def _distance(default: Tile, tile: Tile) -> float:
     """Doublings of rows, columns, depth and warps, plus a half for each stage."""
     steps = sum(
-        abs(log2(ours / theirs)) for ours, theirs in zip(_numbers(tile)[:4], _numbers(default)[:4], strict=True)
+        abs(log2(number / usual)) for number, usual in zip(_numbers(tile)[:4], _numbers(default)[:4], strict=True)
     )
     return steps + abs(tile.stages - default.stages) / 2
 

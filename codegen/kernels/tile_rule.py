@@ -51,8 +51,8 @@ HALF: Mapping[str, Mapping[str, Ways]] = {
 }
 """bf16 and fp16. Blackwell takes Hopper's.
 
-On Hopper, a tile of 128 x 128 multiplies 64 times for each byte from L2, one of 128 x 256 85 times, which an H200's L2
-hardly feeds; four buffers of it fill the shared memory of a multiprocessor. No kernel spills with these tiles.
+On Hopper, a tile of 128 x 128 multiplies 64 times for each byte from L2, one of 128 x 256 85 times, which is near the
+limit of an H200's L2; four buffers of it fill the shared memory of a multiprocessor. No kernel spills with these tiles.
 """
 
 FULL: Mapping[str, Ways] = {
@@ -67,12 +67,12 @@ def tiles_for(dtype: str, rows: int, experts: int, widths: tuple[int, int], gate
 
     `family` is "hopper" (and what came after it), "ampere" or "cdna". No tile is wider than its matrix.
     """
-    chosen = FULL[dtype] if dtype in FULL else HALF[family][load_of(rows, experts)]
-    tiles = {kernel: _narrowed(kernel, tile, widths, gated) for kernel in KERNELS if (tile := chosen.tile(kernel))}
+    rule_tiles = FULL[dtype] if dtype in FULL else HALF[family][load_of(rows, experts)]
+    tiles = {kernel: _narrowed(kernel, tile, widths, gated) for kernel in KERNELS if (tile := rule_tiles.tile(kernel))}
     if not aligned(dtype, widths) and (tile := tiles.get("down_backward")):
-        # It holds most: wider, and with an address for each entry, it spills 272 bytes a thread (Triton 3.6, sm_80).
+        # It needs the most registers: wider, with an address for each entry, a thread spills 272 bytes (Triton 3.6).
         tiles["down_backward"] = replace(tile, columns=min(tile.columns, 64))
-    return replace(chosen, **tiles)
+    return replace(rule_tiles, **tiles)
 
 
 def aligned(dtype: str, widths: tuple[int, int]) -> bool:
@@ -81,14 +81,14 @@ def aligned(dtype: str, widths: tuple[int, int]) -> bool:
 
 
 def reason(dtype: str, rows: int, experts: int, family: str) -> str:
-    """Why the rule gives the tiles that it gives, in a few words."""
+    """The reason for the rule's tiles, in a few words."""
     if dtype in FULL:
         return f"{dtype} has one class of tiles"
     return f"{load_of(rows, experts)} rows per expert ({-(-rows // experts):,}) on {family}"
 
 
 INTERPRETER = "interpreter"
-"""What stands for the name of the device of CPU tensors."""
+"""The device name used for CPU tensors."""
 
 
 def in_bulk(dtype: str, widths: tuple[int, int], family: str, device: str = "") -> bool:
@@ -101,12 +101,12 @@ def in_bulk(dtype: str, widths: tuple[int, int], family: str, device: str = "") 
 
 
 def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int | None, int, int | None]:
-    """What a product's tiles cover: rows, columns and depth; None for the rows of the input, whose number varies."""
+    """The rows, columns and depth that a product's tiles cover; None for rows of the input, whose number varies."""
     dim, hidden = widths
-    both = hidden * (2 if gated else 1)
+    pre_activation_width = hidden * (2 if gated else 1)
     match kernel:
         case "up":
-            return None, both, dim
+            return None, pre_activation_width, dim
         case "down":
             return None, dim, hidden
         case "down_backward":
@@ -114,9 +114,9 @@ def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int |
         case "down_weights":
             return dim, hidden, None
         case "up_backward":
-            return None, dim, both
+            return None, dim, pre_activation_width
         case "up_weights":
-            return both, dim, None
+            return pre_activation_width, dim, None
 
 
 def _narrowed(kernel: Kernel, tile: Tile, widths: tuple[int, int], gated: bool) -> Tile:

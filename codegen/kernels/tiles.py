@@ -1,6 +1,6 @@
-"""How each grouped matrix product is computed: by a rendered kernel with a tile of its own, or by a library.
+"""The ways to compute grouped matrix products: by a rendered kernel with a tile of its own, or by a library.
 
-`tile_rule.py` chooses by family of devices, `stored_tiles.py` has what is stored for a device and shape.
+`tile_rule.py` chooses by family of devices, `stored_tiles.py` has the tiles stored for a device and shape.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Library = Literal["grouped_mm", "quack"]
 
 LIBRARIES: tuple[Library, ...] = get_args(Library)
 
-SIZES, WARPS, MOST_STAGES = (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), 8
+SIZES, WARPS, MAX_STAGES = (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), 8
 TILE_PATTERN = (
     rf"(?:{'|'.join(map(str, SIZES))})(?:x(?:{'|'.join(map(str, SIZES))})){{2}}"
-    rf"w(?:{'|'.join(map(str, WARPS))})s[1-{MOST_STAGES}]"
+    rf"w(?:{'|'.join(map(str, WARPS))})s[1-{MAX_STAGES}]"
 )
 WAY_PATTERN = rf"^(?:{'|'.join(LIBRARIES)}|{TILE_PATTERN})$"
 
@@ -72,12 +72,12 @@ def num_stages(tile: Tile, family: str, indirect: bool) -> int:
     if family == "cdna":
         return tile.stages
     wgmma = family == "hopper" and tile.rows >= 64 and tile.warps >= 4
-    ahead = tile.stages - 1 if wgmma else tile.stages
-    return (2 * ahead if indirect else ahead) + 1
+    loads_ahead = tile.stages - 1 if wgmma else tile.stages
+    return (2 * loads_ahead if indirect else loads_ahead) + 1
 
 
 Way = Tile | Library
-"""How one product is computed."""
+"""The way to compute one product."""
 
 
 def parse_way(text: str) -> Way:
@@ -90,7 +90,7 @@ def parse_way(text: str) -> Way:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How each of the six products of a layer's experts is computed.
+    """The ways of the six products of a layer's experts.
 
     Raises `ValueError` if the tiles of `ROW_KERNELS` differ in rows.
     """

@@ -33,7 +33,7 @@ class KernelWork:
         return max(self.moved / bandwidth, self.flops / peak if peak else 0.0)
 
     def bound(self, peak: float | None, bandwidth: float) -> str:
-        """What takes longer: "arithmetic" or "memory"."""
+        """The slower of the two: "arithmetic" or "memory"."""
         return "arithmetic" if peak and self.flops / peak > self.moved / bandwidth else "memory"
 
 
@@ -62,10 +62,10 @@ def work_of_rows(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Ker
 def _route_work(shape: RouteShape, kernel: str, tokens: int) -> KernelWork:
     """Forward reads logits and writes probabilities and choices; backward reads one gradient more than it writes."""
     width = DTYPE_BYTES[shape.dtype]
-    logits, weights, chosen = tokens * shape.experts * width, tokens * shape.k * width, tokens * shape.k * INDEX
+    logits, weights, choices = tokens * shape.experts * width, tokens * shape.k * width, tokens * shape.k * INDEX
     if kernel.endswith("_backward"):
-        return KernelWork(0, 3 * logits + 2 * weights + chosen)
-    return KernelWork(0, 2 * logits + weights + chosen)
+        return KernelWork(0, 3 * logits + 2 * weights + choices)
+    return KernelWork(0, 2 * logits + weights + choices)
 
 
 def _direction(work: Work, kernel: str) -> Direction:
@@ -74,16 +74,16 @@ def _direction(work: Work, kernel: str) -> Direction:
 
 def _places_work(shape: PlacesShape, kernel: str, tokens: int) -> KernelWork:
     """Assumes as many places as choices: capacity factor 1, nothing dropped."""
-    one = tokens * shape.dim * DTYPE_BYTES[shape.dtype]
-    places, taken = tokens * shape.k * INDEX, tokens * shape.k
+    token_bytes = tokens * shape.dim * DTYPE_BYTES[shape.dtype]
+    places, taken_flags = tokens * shape.k * INDEX, tokens * shape.k
     match kernel:
         case "mark":
-            return KernelWork(0, places + taken)
+            return KernelWork(0, places + taken_flags)
         case "combine_backward":
-            return KernelWork(0, one + 2 * shape.k * one + places + taken)
+            return KernelWork(0, token_bytes + 2 * shape.k * token_bytes + places + taken_flags)
         case "invert" | "add_parts":
             return KernelWork(0, 2 * places)
-    return KernelWork(0, one + shape.k * one + places)
+    return KernelWork(0, token_bytes + shape.k * token_bytes + places)
 
 
 def _queues_work(kernel: str, choices: int) -> KernelWork | None:
@@ -107,7 +107,7 @@ def _product_work(shape: ProductShape, kernel: str, work: Work) -> KernelWork:
     hidden = rows * shape.hidden * ACTIVATIONS[shape.activation].parts
     if kernel.endswith("_bias"):
         return KernelWork(0, (hidden if kernel == "up_bias" else inputs) * width)
-    beside = {"up": rows * shape.hidden, "down_backward": 2 * hidden}.get(kernel, 0)
+    extra_numbers = {"up": rows * shape.hidden, "down_backward": 2 * hidden}.get(kernel, 0)
     if kernel in GATHERING_KERNELS:
-        beside -= rows * shape.dim - inputs
-    return KernelWork(products[kernel].flops, products[kernel].moved + beside * width)
+        extra_numbers -= rows * shape.dim - inputs
+    return KernelWork(products[kernel].flops, products[kernel].moved + extra_numbers * width)

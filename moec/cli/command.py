@@ -1,4 +1,4 @@
-"""What all commands have in common: explained arguments, `--help`, and options that several commands share."""
+"""The base of all commands: explained arguments, `--help`, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses arguments and options. Raises `TooManyArguments`."""
         ctx.allow_extra_args = True
-        more = super().parse_args(ctx, args)
-        if more and not ctx.resilient_parsing:
-            raise TooManyArguments(more, ctx)
-        return more
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            raise TooManyArguments(extra, ctx)
+        return extra
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections Arguments and Options."""
@@ -67,15 +67,15 @@ class Command(click.Command):
 
 
 class UnknownCommand(click.UsageError):
-    """A group has no command of the name `word`, which `rest` follows."""
+    """A group has no command of the name `word`; `arguments` follow it."""
 
-    def __init__(self, word: str, rest: list[str], ctx: click.Context) -> None:
+    def __init__(self, word: str, arguments: list[str], ctx: click.Context) -> None:
         super().__init__(f"no such command: {word}", ctx)
-        self.word, self.rest = word, rest
+        self.word, self.arguments = word, arguments
 
 
 class TooManyArguments(click.UsageError):
-    """A command has fewer arguments than it was given: `words` are too many."""
+    """A command got more arguments than it takes: `words` are too many."""
 
     def __init__(self, words: list[str], ctx: click.Context) -> None:
         super().__init__(f"too many arguments: {' '.join(words)}", ctx)

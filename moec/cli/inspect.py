@@ -106,13 +106,13 @@ def inspect(
 
 def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
     """Raises `UsageError` for two views of a plan, or a view of a file; `views` says which options are given."""
-    asked = [option for option, is_asked in views.items() if is_asked]
-    if asked == ["--rank", "--memory"]:
+    views_given = [option for option, is_asked in views.items() if is_asked]
+    if views_given == ["--rank", "--memory"]:
         raise click.UsageError("--memory is of the rank with the most rows: leave out --rank, or --memory")
-    if len(asked) > 1:
-        raise click.UsageError(f"{' and '.join(asked)}: one view at a time")
-    if asked and asked != ["--params"] and not path.is_dir():
-        raise click.UsageError(f"{asked[0]} needs a plan, not a file")
+    if len(views_given) > 1:
+        raise click.UsageError(f"{' and '.join(views_given)}: one view at a time")
+    if views_given and views_given != ["--params"] and not path.is_dir():
+        raise click.UsageError(f"{views_given[0]} needs a plan, not a file")
 
 
 def _show_text(view: Literal["graph", "fx", "source"], text: str, style: str) -> None:

@@ -12,7 +12,7 @@ from moec.cli.command import Command, argument, output_format, path
 from moec.cli.completing import FileOrPlan
 
 WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8s"), "--image": ("k8s",)}
-"""Options that are for some ways of starting only, with these ways."""
+"""Options that apply only to some ways of starting, with these ways."""
 
 
 class LaunchCommand(Command):
@@ -101,7 +101,7 @@ def launch(
 
     _require_no_processes(plan, script)
     _require_plan_first(plan, script, "--run" if starts else f"--{way}")
-    made = make_launch(
+    chosen = make_launch(
         given_plan(plan, style),
         plan,
         script,
@@ -113,20 +113,20 @@ def launch(
         name=name,
         image=image,
     )
-    if way == "torchrun" and made.hosts.nodes == 1 and (host or port):
+    if way == "torchrun" and chosen.hosts.nodes == 1 and (host or port):
         message = "--host and --port are for several nodes; on one node torchrun takes a free port"
         raise click.UsageError(f"{message}. An option of the script goes after `--`.")
     if starts:
         from moec.commands.launching.launch_run import run
 
-        raise SystemExit(run(made, logs))
+        raise SystemExit(run(chosen, logs))
     from moec.commands.launching.launch_print import print_launch
 
-    print_launch(made, way, style)
+    print_launch(chosen, way, style)
 
 
 def _require_no_processes(plan: Path, script: tuple[str, ...]) -> None:
-    """Raises `UsageError` where torchrun's number of processes stands behind the script, which would get it."""
+    """Raises `UsageError` for torchrun's number of processes after the script, which would get it as an argument."""
     if any(word.partition("=")[0].replace("_", "-") == "--nproc-per-node" for word in script[1:]):
         raise click.UsageError(f"`{plan}` has its number of ranks: leave --nproc-per-node out")
 

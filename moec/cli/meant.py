@@ -1,4 +1,4 @@
-"""Guesses which command is meant if there is no such command, or if a command got too many arguments."""
+"""Suggests a command where there is no such command, or where a command got too many arguments."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OTHER_NAMES = {
 """Names of commands in other systems."""
 
 
-def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
+def help_for_missing_command(word: str, arguments: Sequence[str]) -> str:
     """A help for `word` where a command is expected: another system's command, or a file. Empty for other words."""
     if word in STARTS:
-        return _launch(rest)
+        return _launch(arguments)
     if word == "help":
-        return f"did you mean `{join(('moec', *rest, '--help'))}`?"
+        return f"did you mean `{join(('moec', *arguments, '--help'))}`?"
     if word in OTHER_NAMES:
-        return f"did you mean `{join(('moec', *OTHER_NAMES[word].split(), *rest))}`?"
+        return f"did you mean `{join(('moec', *OTHER_NAMES[word].split(), *arguments))}`?"
     if word.endswith(".moe"):
         return f"`moec check {quote(word)}` checks the file, `moec compile {quote(word)}` makes a plan of it"
     kind = kind_of(Path(word))
@@ -48,7 +48,7 @@ def help_for_missing_command(word: str, rest: Sequence[str]) -> str:
 
 
 def _launch(words: Sequence[str]) -> str:
-    """How to start a script, with the plan and the script that `words` contain."""
+    """The command that starts a script, with the plan and the script that `words` contain."""
     plan = next((word for word in words if word.endswith(".plan") or kind_of(Path(word)) == "plan"), "")
     file = next((word for word in words if word.endswith(".moe")), "")
     script = next((word for word in words if word.endswith(".py")), "train.py")
@@ -60,15 +60,15 @@ def _launch(words: Sequence[str]) -> str:
     return f"your script trains, and `{launch_of(script, plan)}` starts it on this machine"
 
 
-def help_for_too_many(context: click.Context, more: Sequence[str], otherwise: str) -> tuple[str, str]:
-    """The message and help for a command with `more` arguments than it takes."""
+def help_for_too_many(context: click.Context, extra: Sequence[str], default_help: str) -> tuple[str, str]:
+    """The message and help for a command with `extra` arguments."""
     name, arguments = context.command_path, [p for p in context.command.params if isinstance(p, Argument)]
     takes = " and ".join(argument.make_metavar(context) for argument in arguments) or "no argument"
-    listed = ", ".join(f"`{word}`" for word in more)
-    message = f"`{name}` takes {takes}, and {listed} {'is' if len(more) == 1 else 'are'} too much"
+    listed = ", ".join(f"`{word}`" for word in extra)
+    message = f"`{name}` takes {takes}, and {listed} {'is' if len(extra) == 1 else 'are'} too much"
     values = [context.params.get(argument.name or "") for argument in arguments]
     if len(values) != 1 or not isinstance(values[0], Path):
-        return message, otherwise
-    if any("-o" in p.opts for p in context.command.params) and Path(more[0]).suffix != values[0].suffix:
-        return message, f"the output is an option: `{name} {values[0]} -o {more[0]}`"
-    return message, f"run it for each: {', '.join(f'`{name} {path}`' for path in (values[0], *more))}"
+        return message, default_help
+    if any("-o" in p.opts for p in context.command.params) and Path(extra[0]).suffix != values[0].suffix:
+        return message, f"the output is an option: `{name} {values[0]} -o {extra[0]}`"
+    return message, f"run it for each: {', '.join(f'`{name} {path}`' for path in (values[0], *extra))}"

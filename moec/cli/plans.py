@@ -19,18 +19,18 @@ STAGES = ("ast", "spec", "ir", "placed", "fx", "kernels")
 
 
 class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The name of a pass. `more`: further words that are allowed."""
+    """The name of a pass, or one of `further_words`."""
 
     name = "pass"
 
-    def __init__(self, *more: str) -> None:
-        self.more = more
+    def __init__(self, *further_words: str) -> None:
+        self.further_words = further_words
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The name itself. Raises `BadParameter` for an unknown pass."""
         from moec.passes.pipeline import PASS_NAMES
 
-        allowed = (*PASS_NAMES, *self.more)
+        allowed = (*PASS_NAMES, *self.further_words)
         if value not in allowed:
             self.fail(f"{value!r} is not one of {', '.join(allowed)}", param, ctx)
         return value
@@ -39,7 +39,7 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         """The passes that begin with `incomplete`."""
         from moec.passes.pipeline import PASS_NAMES
 
-        return [CompletionItem(name) for name in (*PASS_NAMES, *self.more) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in (*PASS_NAMES, *self.further_words) if name.startswith(incomplete)]
 
 
 @click.command(

@@ -65,8 +65,8 @@ class Root(Group):
 
 def _format_behind(args: list[str]) -> list[str]:
     """Changes `--json check a.moe` to `check --json a.moe`, `--json checkpoint list` to `checkpoint list --json`."""
-    first = args[0] if args else ""
-    num_format_words = 2 if first == "--format" else 1 if first == "--json" or first.startswith("--format=") else 0
+    word = args[0] if args else ""
+    num_format_words = 2 if word == "--format" else 1 if word == "--json" or word.startswith("--format=") else 0
     num_command_words = (
         2 if args[num_format_words : num_format_words + 1] in (["checkpoint"], ["weights"], ["import"]) else 1
     )
@@ -84,8 +84,8 @@ def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str
 
     name = Path(os.environ.get("SHELL", "")).name if shell == "auto" else shell
     if name not in SHELLS:
-        what = f"the shell is {name}" if name else "SHELL is not set"
-        raise click.UsageError(f"{what}; name one that is known: {', '.join(SHELLS)}")
+        reason = f"the shell is {name}" if name else "SHELL is not set"
+        raise click.UsageError(f"{reason}; name one that is known: {', '.join(SHELLS)}")
     return name
 
 

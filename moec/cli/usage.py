@@ -1,4 +1,4 @@
-"""Wrong usage of the command line: one line with the mistake and what is meant, and exit code 2."""
+"""Wrong usage of the command line: one line with the mistake and a suggestion, and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moec.grammar.suggest import nearest
 
 
 def usage_error(error: click.ClickException, style: str) -> int:
-    """Prints what is wrong to stderr in `style`; returns the exit status."""
+    """Prints the mistake to stderr in `style`; returns the exit status."""
     from moec.commands.console.output import show
 
     show([diagnostic(error)], style)
@@ -32,11 +32,11 @@ def diagnostic(error: click.ClickException) -> Diagnostic:
     elif isinstance(error, TooManyArguments) and context:
         message, help = help_for_too_many(context, error.words, help)
     elif isinstance(error, click.MissingParameter) and error.param is not None and context:
-        what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[-1]
-        message = f"`{name}` needs {what}"
+        word = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[-1]
+        message = f"`{name}` needs {word}"
     elif isinstance(error, click.BadParameter) and error.param is not None and context:
-        what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[0]
-        message = f"{what}: {error.message.rstrip('.')}"
+        word = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[0]
+        message = f"{word}: {error.message.rstrip('.')}"
     return diagnose("MOE0017", None, _small(message), help=help)
 
 
@@ -53,15 +53,15 @@ def _meant_command(group: str, error: UnknownCommand) -> str:
     assert error.ctx is not None
     assert isinstance(error.ctx.command, click.Group)
     known = error.ctx.command.list_commands(error.ctx)
-    if error.ctx.parent is None and (instead := help_for_missing_command(error.word, error.rest)):
+    if error.ctx.parent is None and (instead := help_for_missing_command(error.word, error.arguments)):
         return instead
     meant = nearest(error.word, known)
     return f"did you mean `{group} {meant}`?" if meant else f"the commands are {', '.join(known)}"
 
 
-def _meant(word: str, known: list[str], otherwise: str) -> str:
+def _meant(word: str, known: list[str], default_help: str) -> str:
     meant = next((name for name in known if name.startswith(word)), None) or nearest(word, known)
-    return f"did you mean {meant}?" if meant else otherwise
+    return f"did you mean {meant}?" if meant else default_help
 
 
 def _small(text: str) -> str:

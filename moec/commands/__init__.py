@@ -1,1 +1,1 @@
-"""What each command does; `moec.cli` has their signatures."""
+"""The bodies of the commands; `moec.cli` has their signatures."""

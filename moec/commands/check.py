@@ -32,8 +32,8 @@ def run(
         if str(file) == "-":
             diagnostics_by_file.append((stdin_name, _check_stdin(stdin_name, lets)))
             continue
-        if other := not_moe(file, "moec check"):
-            diagnostics_by_file.append((str(file), (other,)))
+        if not_a_moe_file := not_moe(file, "moec check"):
+            diagnostics_by_file.append((str(file), (not_a_moe_file,)))
             continue
         diagnostics = check(file, **lets)
         if fix:
@@ -73,7 +73,7 @@ def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:
     """`✓ a.moe`, or `✗ 2 errors, 1 warning in a.moe`; warnings alone are no failure."""
     errors = sum(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics)
     numbers = (errors, "error"), (len(diagnostics) - errors, "warning")
-    counts = [f"{number} {what}{'s' * (number > 1)}" for number, what in numbers if number]
+    counts = [f"{number} {noun}{'s' * (number > 1)}" for number, noun in numbers if number]
     text = f"{', '.join(counts)} in {printable(name)}" if counts else printable(name)
     return failure(text, sys.stderr) if errors else success(text, sys.stderr)
 

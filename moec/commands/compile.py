@@ -78,7 +78,7 @@ def run(
 
 
 def _emit_stage(stage: Stage, text: str, style: str) -> None:
-    """Prints what `--emit` asks for; `text` ends a line."""
+    """Prints the text that `--emit` names, which ends in a newline."""
     if style == "json":
         print_json(EmittedStage(stage=stage, text=text))
     else:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from moec.codegen.plan import Plan
 from moec.commands.console.output import document
+from moec.commands.inspecting.summary import recomputing_layers
 from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
@@ -121,10 +122,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
     """The document of `plan`, which is in `path`."""
     spec = plan.spec
     counts, degrees, memory = tally(program, spec), choose_degrees(spec), memory_of(program, spec)
-    recompute: dict[str, list[int]] = {}
-    for layer in program.layers:
-        recompute.setdefault(program.body(layer).recompute, []).append(layer.number)
-    recompute.pop("none", None)
+
     mixtures = [moe for moe in spec.subject.mixtures if moe is not None]
     return CompiledPlan(
         plan=str(path),
@@ -149,7 +147,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
             ],
         ),
         zero=degrees.zero,
-        recompute=recompute,
+        recompute=recomputing_layers(program),
         microbatches=program.microbatches,
         sequences=round(counts.sequences),
         tokens=round(counts.tokens),

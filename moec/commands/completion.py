@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moec.commands.console.replace_file import write_whole
-from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.commands.console.replace_file import not_written, write_whole
 
+HELP = "`moec --show-completion` prints the script; source it where your shell starts"
 ZSH_FIRST = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"
 """zsh has `compdef` only after `compinit`."""
 
@@ -26,11 +26,11 @@ def install(shell: str, script: str) -> list[str]:
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     file = data / "moec" / f"completion.{shell}"
     _write(file, (ZSH_FIRST if shell == "zsh" else "") + script)
-    start = Path(os.environ.get("ZDOTDIR") or home) / ".zshrc" if shell == "zsh" else home / ".bashrc"
+    start_file = Path(os.environ.get("ZDOTDIR") or home) / ".zshrc" if shell == "zsh" else home / ".bashrc"
     line = f'source "{file}"  # moec --install-completion'
-    added = _add_line(start, line)
-    then = f"added a line to {start} that reads it" if added else f"{start} reads it already"
-    return [f"wrote {file}; {then}; new shells complete `moec`"]
+    added = _add_line(start_file, line)
+    effect = f"added a line to {start_file} that reads it" if added else f"{start_file} reads it already"
+    return [f"wrote {file}; {effect}; new shells complete `moec`"]
 
 
 def _write(file: Path, text: str) -> None:
@@ -38,22 +38,17 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, text.encode())
     except OSError as error:
-        raise _refused(file, error) from error
+        raise not_written(file, error.strerror, HELP) from error
 
 
 def _add_line(file: Path, line: str) -> bool:
-    """Adds `line` to `file`; whether it was not there yet. Only appends: the file is the user's."""
+    """Appends `line` to the user's `file` unless it has the line; returns whether it did."""
     try:
-        before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.exists() else ""
-        if line in before.splitlines():
+        text = file.read_text(encoding="utf-8", errors="surrogateescape") if file.exists() else ""
+        if line in text.splitlines():
             return False
         with file.open("a", encoding="utf-8") as stream:
-            stream.write(("" if before.endswith("\n") or not before else "\n") + line + "\n")
+            stream.write(("" if text.endswith("\n") or not text else "\n") + line + "\n")
     except OSError as error:
-        raise _refused(file, error) from error
+        raise not_written(file, error.strerror, HELP) from error
     return True
-
-
-def _refused(file: Path, error: OSError) -> DiagnosticError:
-    help = "`moec --show-completion` prints the script; source it where your shell starts"
-    return DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}", help=help)])

@@ -1,4 +1,4 @@
-"""`moec doctor`: what this machine has, what moec would use, what is missing and why it matters."""
+"""`moec doctor`: the machine's devices and packages, the ones that moec would use, and those that are missing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _gpus(gpus: int, cuda: str | None, hip: str | None) -> Iterator[Finding]:
 
 
 def _backend(device: str) -> tuple[str | None, list[Finding]]:
-    """The backend of `device`, and findings of what prevents its use."""
+    """The backend of `device`, and findings that prevent its use."""
     from moec.runtime.backends import BackendError, forced_backend, require_known
     from moec.runtime.backends.triton.triton_support import complaint
 
@@ -99,8 +99,8 @@ def _backend(device: str) -> tuple[str | None, list[Finding]]:
     except BackendError as error:
         return None, [finding("backend", "wrong", error.diagnostics[0].message, error.diagnostics[0].help)]
     if forced == "torch" or (forced is None and device == "cpu"):
-        why = "MOEC_BACKEND is `torch`" if forced else "there is no GPU"
-        return "torch", [finding("backend", "ok", f"plain torch: {why}")]
+        reason = "MOEC_BACKEND is `torch`" if forced else "there is no GPU"
+        return "torch", [finding("backend", "ok", f"plain torch: {reason}")]
     unfit = complaint(device)
     if unfit and forced:
         return None, [finding("backend", "wrong", f"MOEC_BACKEND={forced}: {unfit}", "unset MOEC_BACKEND")]
@@ -128,7 +128,7 @@ def _lines(report: DoctorDocument) -> Iterator[str]:
     yield ""
     if any(entry.state == "note" for entry in report.findings):
         yield "· a note: training works on this machine as it is"
-    where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
+    place = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
     wrong = [entry.name for entry in report.findings if entry.state == "wrong"]
     broken = f"training cannot work here; fix: {', '.join(wrong)}"
-    yield success(f"training works here, {where}") if report.ok else failure(broken)
+    yield success(f"training works here, {place}") if report.ok else failure(broken)

@@ -66,10 +66,10 @@ def versions() -> Iterator[Finding]:
             yield finding(package, "ok", version)
 
 
-def _tested(name: str, version: str, how: str) -> Finding:
+def _tested(name: str, version: str, suffix: str) -> Finding:
     oldest, newest = (".".join(map(str, bound)) for bound in TESTED[name])
     if parsed(version) < TESTED[name][0]:
-        return finding(name, "wrong", version, f"moec needs {name} {oldest} or newer{how}")
+        return finding(name, "wrong", version, f"moec needs {name} {oldest} or newer{suffix}")
     if parsed(version) > TESTED[name][1]:
         return finding(name, "note", version, f"newer than what moec is tested with, {oldest} to {newest}")
     return finding(name, "ok", version)
@@ -87,17 +87,17 @@ def installation() -> Iterator[Finding]:
     """Whether `moec` and `torch` are the installed ones, and not files of the current folder."""
     import moec
 
-    where = Path(moec.__file__).parent
-    yield finding("moec", "ok", str(where))
+    folder = Path(moec.__file__).parent
+    yield finding("moec", "ok", str(folder))
     for name in ("torch", "triton"):
         shadow = next((path for path in (Path(f"{name}.py"), Path(name, "__init__.py")) if path.is_file()), None)
         if shadow is not None:
             help = f"scripts in this folder import it in place of {name}: rename it"
             yield finding(str(shadow), "wrong", f"hides the package {name}", help)
-    other = Path("moec", "__init__.py")
-    if other.is_file() and where.resolve() != other.parent.resolve():
+    module = Path("moec", "__init__.py")
+    if module.is_file() and folder.resolve() != module.parent.resolve():
         help = "scripts in this folder import that one: work in another folder, or `pip install -e .` it"
-        yield finding("moec here", "note", f"{other.parent.resolve()} is another moec than the installed one", help)
+        yield finding("moec here", "note", f"{module.parent.resolve()} is another moec than the installed one", help)
 
 
 def machine() -> Iterator[Finding]:

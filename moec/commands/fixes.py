@@ -17,7 +17,7 @@ SYNTAX, GIVEN_TWICE = "MOE01", "MOE0204"
 """Codes of errors that no fix may add: texts that do not parse, and a name that is given twice."""
 
 _FOREIGN = re.compile(r'//|/\*|"""')
-"""The beginnings of other languages' comments. They become comments of this language before text around is edited."""
+"""The beginnings of other languages' comments. Fixes turn them into comments of this language before other edits."""
 
 Check = Callable[[str], Sequence[Diagnostic]]
 """The diagnostics of a file with another text."""
@@ -30,12 +30,12 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
     the command line are not edited. With `check`, it omits fixes that would add errors of syntax to `file`.
     Raises `DiagnosticError` MOE0014 for a file that cannot be replaced.
     """
-    before = list(diagnostics)
+    initial = list(diagnostics)
     chosen: dict[str, list[tuple[Edit, ...]]] = {}
-    taken: dict[str, list[tuple[int, int]]] = {}
-    for fix in (diagnostic.fix for diagnostic in before if _is_applicable(diagnostic.fix)):
+    edited_ranges: dict[str, list[tuple[int, int]]] = {}
+    for fix in (diagnostic.fix for diagnostic in initial if _is_applicable(diagnostic.fix)):
         name = fix[0].span.source.name
-        places = taken.setdefault(name, [])
+        places = edited_ranges.setdefault(name, [])
         if not any(_overlaps(edit, places) for edit in fix):
             chosen.setdefault(name, []).append(fix)
             for edit in fix:
@@ -45,7 +45,7 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
         target = file.parent / name
         source = fixes[0][0].span.source
         if check is not None and name == file.name:
-            fixes = _without_harm(source.text, fixes, before, check)
+            fixes = _without_harm(source.text, fixes, initial, check)
         if fixes:
             replace_file(target, source.text, edited(source.text, fixes))
             applied += fixes
@@ -54,16 +54,16 @@ def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic], check: Check | No
 
 def in_words(fix: Sequence[Edit]) -> str:
     """A line that says what a fix changed and where: "a.moe:3: `hidden_size` → `dim`"."""
-    first = fix[0].span
+    start = fix[0].span
     changes = ", ".join(dict.fromkeys(_change(edit) for edit in fix))
-    return f"{printable(first.source.name)}:{first.source.position(first.start)[0]}: {cut(changes)}"
+    return f"{printable(start.source.name)}:{start.source.position(start.start)[0]}: {cut(changes)}"
 
 
 def _change(edit: Edit) -> str:
-    before, after = (printable(" ".join(text.split())) for text in (_replaced(edit), edit.text))
-    if not before:
-        return f"`{after}` added"
-    return f"`{before}` → `{after}`" if after else f"`{before}` removed"
+    old, new = (printable(" ".join(text.split())) for text in (_replaced(edit), edit.text))
+    if not old:
+        return f"`{new}` added"
+    return f"`{old}` → `{new}`" if new else f"`{old}` removed"
 
 
 def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
@@ -76,11 +76,11 @@ def edited(text: str, fixes: Iterable[Iterable[Edit]]) -> str:
 
 
 def _is_applicable(fix: Sequence[Edit]) -> bool:
-    """Whether the fix edits a file of the user, and keeps the comments that it edits around."""
+    """Whether the fix edits a file of the user, and keeps the comments in the text that it replaces."""
     if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
         return False
-    after = "".join(edit.text for edit in fix)
-    return all(comment in after for edit in fix for comment in _comments(edit))
+    new_text = "".join(edit.text for edit in fix)
+    return all(comment in new_text for edit in fix for comment in _comments(edit))
 
 
 def _comments(edit: Edit) -> list[str]:
@@ -97,20 +97,20 @@ def _replaced(edit: Edit) -> str:
 
 
 MAX_TRIED_ALONE = 64
-"""The most fixes that are tried one by one if all together do harm."""
+"""The most fixes that are tried one by one if all together add errors."""
 
 
 def _without_harm(
-    text: str, fixes: list[tuple[Edit, ...]], before: Sequence[Diagnostic], check: Check
+    text: str, fixes: list[tuple[Edit, ...]], initial: Sequence[Diagnostic], check: Check
 ) -> list[tuple[Edit, ...]]:
-    """The fixes that add no error of syntax: all at once, or else those that do no harm after the ones before them."""
-    if not _harms(before, check(edited(text, fixes))):
+    """The fixes that add no error of syntax: all of them together, or else each that adds none to those before it."""
+    if not _harms(initial, check(edited(text, fixes))):
         return fixes
-    kept: list[tuple[Edit, ...]] = []
+    harmless: list[tuple[Edit, ...]] = []
     for fix in fixes[:MAX_TRIED_ALONE]:
-        if not _harms(before, check(edited(text, [*kept, fix]))):
-            kept.append(fix)
-    return kept
+        if not _harms(initial, check(edited(text, [*harmless, fix]))):
+            harmless.append(fix)
+    return harmless
 
 
 def _harms(before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
@@ -126,7 +126,7 @@ def _guarded_errors(diagnostics: Iterable[Diagnostic]) -> Counter[str]:
 def _overlaps(edit: Edit, places: Sequence[tuple[int, int]]) -> bool:
     """Whether the edit overlaps one of `places`, or begins where one begins; `places` are sorted and do not overlap."""
     start, end = edit.span.start, edit.span.end
-    behind = bisect_left(places, (start, start))
-    if behind < len(places) and (places[behind][0] == start or places[behind][0] < end):
+    index = bisect_left(places, (start, start))
+    if index < len(places) and (places[index][0] == start or places[index][0] < end):
         return True
-    return behind > 0 and places[behind - 1][1] > start
+    return index > 0 and places[index - 1][1] > start

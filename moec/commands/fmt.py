@@ -23,42 +23,42 @@ def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> 
     documents: list[FormattedFile] = []
     all_errors: list[Diagnostic] = []
     for file in files:
-        before, source, diagnostics = _read(file)
+        original, source, diagnostics = _read(file)
         errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
         if errors or source is None:
             all_errors += errors
             status = 1
             continue
-        after = formatted(source)
-        stdin, changed = str(file) == "-", before != after
+        result = formatted(source)
+        stdin, changed = str(file) == "-", original != result
         written = changed and not (stdin or check or diff)
-        difference = "".join(_difference(file, before, after)) if diff and changed else None
+        difference = "".join(_difference(file, original, result)) if diff and changed else None
         if written:
-            replace_file(file, before, after)
+            replace_file(file, original, result)
         if changed and (check or diff):
             status = 1
-        text = after if stdin and not (check or diff) else None
+        text = result if stdin and not (check or diff) else None
         documents.append(FormattedFile(file=str(file), changed=changed, written=written, diff=difference, text=text))
     if style == "json":
         print_json(documents)
     else:
-        for one in documents:
-            _say(one)
+        for document in documents:
+            _say(document)
     show(all_errors, style)
     return status
 
 
-def _say(done: FormattedFile) -> None:
+def _say(document: FormattedFile) -> None:
     """One file for people: text and differences on stdout, what happened on stderr."""
-    sys.stdout.write(done.text or done.diff or "")
-    if done.changed and done.text is None:
-        print(f"{done.file}: {'formatted' if done.written else 'would be formatted'}", file=sys.stderr)
+    sys.stdout.write(document.text or document.diff or "")
+    if document.changed and document.text is None:
+        print(f"{document.file}: {'formatted' if document.written else 'would be formatted'}", file=sys.stderr)
 
 
 def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:
     """The file's text, its source, and its syntax errors."""
-    if other := not_moe(file, "moec fmt"):
-        return "", None, [other]
+    if diagnostic := not_moe(file, "moec fmt"):
+        return "", None, [diagnostic]
     if str(file) == "-":
         data = sys.stdin.buffer.read()
         source, diagnostics = source_of(data, "<stdin>")
@@ -70,8 +70,8 @@ def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:
     return data.decode("utf-8", "replace"), source, diagnostics
 
 
-def _difference(file: Path, before: str, after: str) -> list[str]:
+def _difference(file: Path, original: str, result: str) -> list[str]:
     from difflib import unified_diff
 
-    lines = unified_diff(before.splitlines(True), after.splitlines(True), str(file), f"{file} (formatted)")
+    lines = unified_diff(original.splitlines(True), result.splitlines(True), str(file), f"{file} (formatted)")
     return [line if line.endswith("\n") else f"{line}\n" for line in lines]

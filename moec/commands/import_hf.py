@@ -35,17 +35,17 @@ def run(source: Path, output: Path | None, style: str) -> None:
     text = moe_text(imported, source)
     if output is not None:
         write_new(output, text)
-    after = [f"moec check {output}", f"moec compile {output}"] if output else []
+    commands = [f"moec check {output}", f"moec compile {output}"] if output else []
     if style == "json":
-        print_json(WrittenFile(file=str(output) if output else None, text=text, next=after))
+        print_json(WrittenFile(file=str(output) if output else None, text=text, next=commands))
     elif output is None:
         print(text, end="")
     else:
-        print(f"wrote {output}; next: name your cluster in {output}, then `{after[0]}` and `{after[1]}`")
+        print(f"wrote {output}; next: name your cluster in {output}, then `{commands[0]}` and `{commands[1]}`")
 
 
 def moe_text(imported: Imported, source: Path) -> str:
     """The whole file: the model, and a cluster and a training to be replaced."""
     name = source.parent.name if source.name == CONFIG and source.parent.name else source.name
-    first = f"# {name}, imported from its config.json; the weights: `moec.load_hf(module, DIR)`.\n"
-    return f"{first}{model_text(imported.spec)}\n{REST % min(imported.spec.model.context or SEQUENCE, SEQUENCE)}"
+    comment = f"# {name}, imported from its config.json; the weights: `moec.load_hf(module, DIR)`.\n"
+    return f"{comment}{model_text(imported.spec)}\n{REST % min(imported.spec.model.context or SEQUENCE, SEQUENCE)}"

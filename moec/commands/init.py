@@ -72,11 +72,11 @@ def run(file: Path | None, model: str | None = None, style: str = "full") -> Non
     if file is None:
         file = Path(f"{model.rpartition('/')[2]}.moe" if model else "model.moe")
     write_new(file, text)
-    after = [f"moec check {file}", f"moec compile {file}"]
+    commands = [f"moec check {file}", f"moec compile {file}"]
     emit(
         style,
-        lambda: [f"wrote {file}; next: `{after[0]}`, then `{after[1]}`"],
-        lambda: WrittenFile(file=str(file), text=text, next=after),
+        lambda: [f"wrote {file}; next: `{commands[0]}`, then `{commands[1]}`"],
+        lambda: WrittenFile(file=str(file), text=text, next=commands),
     )
 
 

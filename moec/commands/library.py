@@ -81,12 +81,12 @@ def starter_from(name: str) -> str:
 
 def near_models(name: str) -> list[str]:
     """The library's models that `name` may mean: in Hugging Face's spelling, abbreviated, or misspelt."""
-    wanted = _letters(name.rpartition("/")[2])
+    typed = _letters(name.rpartition("/")[2])
     letters = {model: _letters(model) for model in library_names("models")}
     for near in (
-        [model for model, its in letters.items() if its == wanted],
-        [model for model, its in letters.items() if len(wanted) >= SHORTEST_BEGINNING and its.startswith(wanted)],
-        [max((model for model, its in letters.items() if wanted.startswith(its)), key=len, default="")],
+        [model for model, known in letters.items() if known == typed],
+        [model for model, known in letters.items() if len(typed) >= SHORTEST_BEGINNING and known.startswith(typed)],
+        [max((model for model, known in letters.items() if typed.startswith(known)), key=len, default="")],
         [nearest(name.rpartition("/")[2].replace("-", "_"), letters) or ""],
     ):
         if any(near):
@@ -127,9 +127,9 @@ def _starter(name: str, model: Spec, nodes: int, zero: int) -> str:
 
 
 def _train(model: Spec, ranks: int) -> list[str]:
-    of_images = model.model.length is not None
-    batch = f"batch = {ranks:_}  # {'images' if of_images else 'sequences'} per step, over all ranks"
-    sequence = [] if of_images else [f"sequence = {min(model.model.context or SEQUENCE, SEQUENCE)}"]
+    is_image_model = model.model.length is not None
+    batch = f"batch = {ranks:_}  # {'images' if is_image_model else 'sequences'} per step, over all ranks"
+    sequence = [] if is_image_model else [f"sequence = {min(model.model.context or SEQUENCE, SEQUENCE)}"]
     return [batch, *sequence, "optimizer = adamw(lr = 3e-4)"]
 
 

@@ -50,13 +50,13 @@ def run(path: Path, output: Path | None, tries: int | None, style: str = "full")
     plan = given_plan(path, style)
     device = plan.spec.cluster.device
     if device.kind == "cpu":
-        why = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"
-        emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=device.name, shapes=[]))
+        reason = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"
+        emit(style, lambda: [reason], lambda: TunedPlan(plan=None, device=device.name, shapes=[]))
         return
     tuning = tune(plan, most=tries or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
     if not tuning.results:
-        why = f"{plan.name}: no kernel runs its experts; there is nothing to tune"
-        emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=tuning.device, shapes=[]))
+        reason = f"{plan.name}: no kernel runs its experts; there is nothing to tune"
+        emit(style, lambda: [reason], lambda: TunedPlan(plan=None, device=tuning.device, shapes=[]))
         return
     written = tuning.plan.save(output or path)
     emit(style, lambda: _lines(tuning, written), lambda: _document(tuning, written))
@@ -84,12 +84,12 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
         rows = [HEAD, *_product_rows(tuned)]
         yield from table(rows, indent=4)
         ratio = tuned.default_ms / tuned.best_ms
-        whole = (
+        result = (
             "the default stays"
             if tuned.best == tuned.default
             else f"tuned {tuned.best_ms:.3f} ms, {ratio:.2f} x as fast"
         )
-        yield f"    forward and backward as a whole: default {tuned.default_ms:.3f} ms, {whole}"
+        yield f"    forward and backward as a whole: default {tuned.default_ms:.3f} ms, {result}"
         if tuned.wrong:
             yield f"    {tuned.wrong} ways gave other numbers, and are left out"
     yield from ("", f"wrote them to tiles.json in {written}: its kernels are rendered with them")

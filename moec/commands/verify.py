@@ -1,4 +1,4 @@
-"""`moec verify`: runs the comparison, shows how far it is, and prints what it found."""
+"""`moec verify`: runs the comparison, shows its progress, and prints its report."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def run(path: Path, style: str, *, trust_nothing: bool, scale: bool | None) -> b
 def report_lines(path: Path, report: Report) -> Iterator[str]:
     """The report for people: the verdict, a table of errors and bounds, and the largest difference."""
     verdict = "equals" if report.ok else "DOES NOT equal"
-    how = "verified at toy widths" if report.scaled else "verified"
+    manner = "verified at toy widths" if report.scaled else "verified"
     ranks = count(report.world_size, "rank")
-    head = f"{path}: {ranks}, {how} on a virtual cluster: the plan {verdict} the unsharded {report.subject}"
+    head = f"{path}: {ranks}, {manner} on a virtual cluster: the plan {verdict} the unsharded {report.subject}"
     yield success(head) if report.ok else failure(head)
     if report.repeats:
         yield f"  {count(report.repeats, 'layer')} not run: of equal layers two were"

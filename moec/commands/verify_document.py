@@ -109,7 +109,7 @@ class VerifyDocument:
 
 def verify_document(path: Path, report: Report) -> VerifyDocument:
     """The report on the plan in `path`."""
-    first = report.first_difference
+    difference = report.first_difference
     return VerifyDocument(
         plan=str(path),
         ok=report.ok,
@@ -118,16 +118,16 @@ def verify_document(path: Path, report: Report) -> VerifyDocument:
         scaled=report.scaled,
         widths=[_copied(WidthDocument, width) for width in report.widths],
         repeats=report.repeats,
-        first_difference=_copied(FirstDocument, first) if first else None,
+        first_difference=_copied(FirstDocument, difference) if difference else None,
         float64=_errors(report, BOUND),
         rounding=_copied(RoundingDocument, report.rounding, step_bound=STEP_BOUND) if report.rounding else None,
         float32=_errors(report.float32, BOUND_FLOAT32) if report.float32 else None,
     )
 
 
-def _copied(cls: type[Copied], source: object, **more: float) -> Copied:
-    """The document `cls` of a dataclass with fields of the same names, and `more`."""
-    return cls(**{field.name: getattr(source, field.name) for field in fields(cls) if field.name not in more}, **more)  # type: ignore[arg-type]
+def _copied(cls: type[Copied], source: object, **extra: float) -> Copied:
+    """The document `cls` with the values of the same fields of the dataclass `source`, and `extra` values."""
+    return cls(**{field.name: getattr(source, field.name) for field in fields(cls) if field.name not in extra}, **extra)  # type: ignore[arg-type]
 
 
 def _errors(report: Report, bound: float) -> ErrorsDocument:

@@ -1,1 +1,1 @@
-"""Degrees: over how many ranks each part is cut, and how a step is worked through."""
+"""Degrees: the number of ranks that cut each part of a model, and the division of a step."""

@@ -32,7 +32,7 @@ def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
 
 
 def _advice(changes: Changes, *names: str) -> str:
-    """The changes of `names` in words; all changes if `tp` is one, since the others follow from it."""
+    """The changes of `names` in words; all changes if `tp` is among them, since the others depend on it."""
     return written(changes if "tp" in changes else {name: changes[name] for name in names})
 
 
@@ -87,28 +87,28 @@ def _expert_problems(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
             continue
         fitting = fitting_ep(spec, stated, mixtures)
         help = f"set `ep = {fitting}` ({count // fitting} per rank)"
-        if more := _more_experts(spec, mixtures, moe):
-            help += f" or `experts = {more} * …` ({more // ep} per rank)"
-        where = f"{count} experts declared here ({numbered(layers)})"
+        if larger_count := _more_experts(spec, mixtures, moe):
+            help += f" or `experts = {larger_count} * …` ({larger_count // ep} per rank)"
+        label = f"{count} experts declared here ({numbered(layers)})"
         message = f"{count} / {ep} leaves {count % ep} experts over"
-        labels = _label(moe.span("experts"), where)
+        labels = _label(moe.span("experts"), label)
         problems.append(diagnose("MOE0311", stated.span, message, labels=labels, help=help))
     return problems
 
 
 def _more_experts(spec: Spec, mixtures: Mixtures, moe: Moe) -> int | None:
     """The next number of experts that every `ep` stated for `moe` divides, if ranks and the other rules allow it."""
-    degrees = math.lcm(*(stated.ep for other, stated, _ in mixtures if other is moe and stated is not None))
-    more = -(-moe.num_experts // degrees) * degrees
+    degrees = math.lcm(*(stated.ep for candidate, stated, _ in mixtures if candidate is moe and stated is not None))
+    larger_count = -(-moe.num_experts // degrees) * degrees
     if spec.cluster.ranks % degrees or not isinstance(moe.experts, Experts):
         return None
-    larger = moe.replace(experts=moe.experts.replace(count=more))
-    before = {problem.code for problem in mixture(moe)}
-    return None if {problem.code for problem in mixture(larger)} - before else more
+    larger = moe.replace(experts=moe.experts.replace(count=larger_count))
+    broken_rules = {problem.code for problem in mixture(moe)}
+    return None if {problem.code for problem in mixture(larger)} - broken_rules else larger_count
 
 
 def _part_problems(spec: Spec, mixtures: Mixtures, moe: Moe, stated: Stated) -> Iterator[Diagnostic]:
-    """A diagnostic for each part of the experts that `ep` does not divide: a rank has as many of each as any other."""
+    """A diagnostic for each part of the experts that `ep` does not divide: all ranks have equally many of each part."""
     for part in moe.parts:
         if part.count % stated.ep:
             yield diagnose(
@@ -150,14 +150,14 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
     if sequences % parts == 0:
         return []
     assert spec.train is not None
-    more = -(-sequences // parts) * parts * dp
+    batch_that_fits = -(-sequences // parts) * parts * dp
     return [
         diagnose(
             "MOE0330",
             parallel.span("microbatches"),
             f"{sequences} / {parts} is not whole",
             labels=_label(spec.train.span("batch"), f"{sequences} {_sequences(spec)} per data-parallel rank, of {dp}"),
-            help=_advice(changes, "microbatches") + ("" if "tp" in changes else f" or `batch = {more}`"),
+            help=_advice(changes, "microbatches") + ("" if "tp" in changes else f" or `batch = {batch_that_fits}`"),
         )
     ]
 
@@ -177,15 +177,15 @@ def _width_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
         advice += _wider(spec, *next(iter(broken.values())), tp)
     problems = []
     for node, name, size in broken.values():
-        what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
-        labels = _label(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{what}")
+        noun = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
+        labels = _label(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{noun}")
         message = f"{size} / {tp} is not whole"
         problems.append(diagnose("MOE0318", spec.parallel.span("tp"), message, labels=labels, help=advice))
     return list(dict.fromkeys(problems))
 
 
 def _wider(spec: Spec, node: Node, name: str, size: int, tp: int) -> str:
-    """The other way out for a single size: the next that `tp` divides, if ranks and the other rules allow it."""
+    """A second advice for a single size: the next size that `tp` divides, if ranks and the other rules allow it."""
     wider = -(-size // tp) * tp
     if spec.cluster.ranks % tp:
         return ""

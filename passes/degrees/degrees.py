@@ -1,6 +1,6 @@
-"""Over how many ranks each part of a model is cut, and how a step is worked through: one value for all that compiles.
+"""`Degrees`: the number of ranks that cut each part of a model, and the division of a step. All passes use one value.
 
-`choose_degrees` makes it from what a file states. `moec check` runs nothing else of passes.
+`choose_degrees` computes it from the degrees that a file states. `moec check` runs nothing else of passes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ExpertDegrees(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """The degree of every axis, and every choice of how a step is worked through. Equal ones give equal Programs.
+    """The degree of every axis, and every option that divides a step. Equal degrees give equal Programs.
 
-    `experts` is in the order of the layers. `zero`: the stage, 0 to 3. `recompute`: what the backward pass of each
-    layer computes again. `microbatches`: the parts of a rank's sequences of a step. `sequence_parallel`: ranks of a tp
-    group have a piece each of a sequence between layers. `stated`: the words of these that the file has.
+    `experts` is in the order of the layers. `zero`: the stage, 0 to 3. `recompute`: the part of each layer that its
+    backward pass computes again. `microbatches`: the parts of a rank's sequences of a step. `sequence_parallel`: each
+    rank of a tp group has a piece of a sequence between layers. `stated`: the words among these that the file has.
 
     Not supported yet, and so at their defaults: `cp`, `pp`, `virtual` (stages of a rank), `schedule` (of a pipeline),
     `overlap` (parts of an exchange) and `exchange` (its algorithm).
@@ -86,7 +86,7 @@ class Degrees(NamedTuple):
         return self._replace(recompute=new)
 
     def changes_from(self, other: Degrees) -> dict[str, object]:
-        """The words that turn `other` into these degrees, which have one `ep`, or the same."""
+        """The words that turn `other` into these degrees, which have one `ep`, or those of `other`."""
         changes: dict[str, object] = {}
         if self.ep_of != other.ep_of:
             changes["ep"] = self.experts[0].ep

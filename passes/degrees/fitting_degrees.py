@@ -1,7 +1,7 @@
 """The numbers nearest to the stated ones with which all rules of degrees hold.
 
-Diagnostics of one file advise these, so that no two advise different degrees, and a file that follows one of them has
-no new error.
+All diagnostics of a file advise these degrees, so that they agree, and a file that follows one of them has no new
+error.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Changes = Mapping[str, int]
 def dense_changes(spec: Spec) -> Changes:
     """The changes with which `tp`, `dp`, the batch and its micro-batches fit each other; empty if they do.
 
-    A stated `tp` that divides the ranks and what it shards is kept. Otherwise the nearest that does is taken, and among
-    all of them one that leaves the batch as it is.
+    A stated `tp` stays if it divides the ranks and the sizes that it shards. Otherwise the nearest such `tp` replaces
+    it, if possible one with which the batch stays.
     """
     tp = number_of(spec.parallel.tp) or 1
-    if _is_kept(spec, tp):
-        return _others(spec, tp)
+    if _can_stay(spec, tp):
+        return _further_changes(spec, tp)
     sizes = shard_sizes(spec)
-    fitting = [d for d in divisors(spec.cluster.ranks) if _divides(d, sizes) and not _sequence_left(spec, d)]
-    best = min(fitting, key=lambda d: ("batch" in _others(spec, d), _ratio(d, tp), d))
-    return {"tp": best, **_others(spec, best)}
+    fitting = [d for d in divisors(spec.cluster.ranks) if _divides(d, sizes) and not _sequence_remainder(spec, d)]
+    best = min(fitting, key=lambda d: ("batch" in _further_changes(spec, d), _ratio(d, tp), d))
+    return {"tp": best, **_further_changes(spec, best)}
 
 
 def fitting_ep(spec: Spec, stated: Stated, mixtures: Mixtures) -> int:
     """The degree nearest to `stated` that divides the ranks and the experts of all its layers."""
-    mine = [moe for moe, ep, _ in mixtures if ep == stated]
-    common = math.gcd(spec.cluster.ranks, *(count for moe in mine for count in moe.counts))
+    own_mixtures = [moe for moe, ep, _ in mixtures if ep == stated]
+    common = math.gcd(spec.cluster.ranks, *(count for moe in own_mixtures for count in moe.counts))
     tp = dense_changes(spec).get("tp", number_of(spec.parallel.tp) or 1)
-    near = [d for d in divisors(common) if all(_has_near_experts(spec, moe, tp, d) for moe in mine)]
+    near = [d for d in divisors(common) if all(_has_near_experts(spec, moe, tp, d) for moe in own_mixtures)]
     return min(near or divisors(common), key=lambda d: (_ratio(d, stated.ep), d))
 
 
 def written(changes: Changes) -> str:
     """`set `tp = 2``, or `set `tp = 2` and `dp = 4``."""
-    *first, last = (f"`{name} = {value}`" for name, value in changes.items())
-    return f"set {', '.join(first)} and {last}" if first else f"set {last}"
+    *earlier, last = (f"`{name} = {value}`" for name, value in changes.items())
+    return f"set {', '.join(earlier)} and {last}" if earlier else f"set {last}"
 
 
 def shard_sizes(spec: Spec) -> set[tuple[str, int]]:
@@ -84,14 +84,14 @@ def _divides(tp: int, sizes: set[tuple[str, int]]) -> bool:
     return all(is_divided(tp, name, size) for name, size in sizes)
 
 
-def _is_kept(spec: Spec, tp: int) -> bool:
+def _can_stay(spec: Spec, tp: int) -> bool:
     """Whether `tp` divides ranks and sizes, and some sequence within the context has `tp` equal pieces."""
     if spec.cluster.ranks % tp or not _divides(tp, shard_sizes(spec)):
         return False
-    return not _sequence_left(spec, tp) or _sequence_for(spec, tp) > 0
+    return not _sequence_remainder(spec, tp) or _sequence_for(spec, tp) > 0
 
 
-def _sequence_left(spec: Spec, tp: int) -> int:
+def _sequence_remainder(spec: Spec, tp: int) -> int:
     """The tokens of `train.sequence` that are left over when `tp` ranks cut it."""
     train = spec.train
     if train is None or train.sequence is None or not spec.has_model or spec.model.length is not None:
@@ -108,8 +108,8 @@ def _sequence_for(spec: Spec, tp: int) -> int:
     return longer if context is None or longer <= context else longer - tp
 
 
-def _others(spec: Spec, tp: int) -> dict[str, int]:
-    """What else has to change with this `tp`, which divides the ranks."""
+def _further_changes(spec: Spec, tp: int) -> dict[str, int]:
+    """The further changes that this `tp`, which divides the ranks, needs."""
     parallel, train, dp = spec.parallel, spec.train, spec.cluster.ranks // tp
     changes = {}
     if number_of(parallel.dp) not in (None, dp):
@@ -121,7 +121,7 @@ def _others(spec: Spec, tp: int) -> dict[str, int]:
         changes["batch"] = -(-train.batch // (dp * parts)) * dp * parts
     elif train.batch // dp % parts:
         changes["microbatches"] = max(d for d in divisors(train.batch // dp) if d < parts)
-    if _sequence_left(spec, tp):
+    if _sequence_remainder(spec, tp):
         changes["sequence"] = _sequence_for(spec, tp)
     return changes
 
@@ -135,5 +135,5 @@ def _has_near_experts(spec: Spec, moe: Moe, tp: int, ep: int) -> bool:
     return min(parts) * moe.num_experts // ep >= gate.k
 
 
-def _ratio(one: int, other: int) -> float:
-    return max(one, other) / min(one, other)
+def _ratio(a: int, b: int) -> float:
+    return max(a, b) / min(a, b)

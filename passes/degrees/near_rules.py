@@ -36,7 +36,7 @@ def _unknown(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
 
 
 def _far(spec: Spec, moe: Moe, gate: Topology, tp: int, ep: int) -> Iterator[Diagnostic]:
-    """`share` asks a token to choose again in its own node, which needs k experts there."""
+    """With `share` a token may choose again in its own node, which must then have k experts."""
     if gate.share is None:
         return
     near = min(near_parts(spec.cluster.ranks, ranks_of_node(spec), tp, ep)) * moe.num_experts // ep
@@ -60,9 +60,9 @@ def near_parts(ranks: int, node: int, tp: int, ep: int) -> Iterator[int]:
 
     Of a rank these are neighbours: those of its expert-parallel group that are in its node.
     """
-    for first in range(0, ranks, tp):
+    for first_rank in range(0, ranks, tp):
         low, high = 0, ep
-        for rank in range(first, first + tp):
-            group, own = rank // ep * ep, rank // node * node
-            low, high = max(low, own - group), min(high, own + node - group)
+        for rank in range(first_rank, first_rank + tp):
+            group, node_start = rank // ep * ep, rank // node * node
+            low, high = max(low, node_start - group), min(high, node_start + node - group)
         yield max(0, high - low)

@@ -42,35 +42,36 @@ def data_parallel_size(spec: Spec) -> int:
 
 def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     """Every stated `ep` with its layers; for a layer with several, the last one counts."""
-    every, parallel = range(spec.subject.depth), spec.parallel
-    blocks: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
-    blocks += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
+    all_layers, parallel = range(spec.subject.depth), spec.parallel
+    blocks: list[tuple[Iterable[int], object, Span | None]] = [(all_layers, parallel.ep, parallel.span("ep"))]
+    blocks += [(block.layers or all_layers, block.ep, block.span("ep")) for block in parallel.layers]
     return [(layers, Stated(ep, span)) for layers, degree, span in blocks if (ep := number_of(degree)) is not None]
 
 
 def stated_names(spec: Spec) -> frozenset[str]:
     """The words of `parallel` that the file has; `layers.ep` and `recompute.3` are those of a block of `layers`."""
-    parallel, defaults, every = spec.parallel, Parallel(), range(spec.subject.depth)
+    parallel, defaults, all_layers = spec.parallel, Parallel(), range(spec.subject.depth)
     names = {name for name in WORDS if parallel.given(name) or getattr(parallel, name) != getattr(defaults, name)}
     names |= {"layers.ep" for block in parallel.layers if block.ep is not None}
     blocks = [block for block in parallel.layers if block.recompute is not None]
-    return frozenset(names | {f"recompute.{number}" for block in blocks for number in block.layers or every})
+    return frozenset(names | {f"recompute.{number}" for block in blocks for number in block.layers or all_layers})
 
 
 def microbatches_of(spec: Spec) -> int:
-    """The parts that a rank's sequences of a step are worked through in; 1 by default."""
+    """The number of micro-batches of a step; 1 by default."""
     return number_of(spec.parallel.microbatches) or 1
 
 
 def recomputed_of(spec: Spec) -> list[Recompute]:
-    """What each layer's backward computes again; for a layer with several words, the last one counts.
+    """The part of each layer that backward computes again; for a layer with several words, the last one counts.
 
     `experts` concerns the layers with a mixture; the others recompute nothing.
     """
     mixtures, parallel = spec.subject.mixtures, spec.parallel
     words: list[Recompute] = ["none"] * len(mixtures)
-    every = range(len(mixtures))
-    for layers, word in ((every, parallel.recompute), *((b.layers or every, b.recompute) for b in parallel.layers)):
+    all_layers = range(len(mixtures))
+    blocks = [(block.layers or all_layers, block.recompute) for block in parallel.layers]
+    for layers, word in ((all_layers, parallel.recompute), *blocks):
         assert word != "auto", "rejected earlier"
         if word is None:
             continue
@@ -93,8 +94,8 @@ def mixtures_of(spec: Spec) -> Mixtures:
     layers_of: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
     for number, moe in enumerate(mixtures):
         if moe is not None:
-            own = stated[number]
-            layers_of.setdefault((id(moe), id(own)), (moe, own, []))[2].append(number)
+            ep_of_layer = stated[number]
+            layers_of.setdefault((id(moe), id(ep_of_layer)), (moe, ep_of_layer, []))[2].append(number)
     return list(layers_of.values())
 
 

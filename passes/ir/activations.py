@@ -81,7 +81,7 @@ RELU2 = Function(
     keeps="inner",
 )
 
-# Of low-rank maps, which have no word of their own here: two products with nothing between.
+# LoRA experts are two products without an activation between them. The language has no word for this activation.
 IDENTITY = Function(
     name="identity", aten=("clone",), triton="return x", derivative="return tl.full(x.shape, 1.0, x.dtype)"
 )
@@ -119,25 +119,25 @@ def kind_of(word: str, clamp: float | None = None, alpha: float | None = None) -
 def _bounded_gate(clamp: float | None, alpha: float | None) -> Function:
     scaled = "x" if alpha is None else f"{alpha!r} * x"
     limit = "" if clamp is None else f"limit = tl.full(x.shape, {clamp!r}, x.dtype)\n"
-    below = "" if clamp is None else "beyond = x > limit\nx = tl.where(beyond, limit, x)\n"
+    clamped = "" if clamp is None else "beyond = x > limit\nx = tl.where(beyond, limit, x)\n"
     slope = f"s * (1.0 + {scaled} * (1.0 - s))"
     return Function(
         name="silu",
         aten=(),
-        triton=f"{limit}{below}return x * tl.sigmoid({scaled})",
-        derivative=f"{limit}{below}s = tl.sigmoid({scaled})\n"
+        triton=f"{limit}{clamped}return x * tl.sigmoid({scaled})",
+        derivative=f"{limit}{clamped}s = tl.sigmoid({scaled})\n"
         + (f"return {slope}" if clamp is None else f"return tl.where(beyond, 0.0, {slope})"),
     )
 
 
 def _bounded_up(clamp: float | None, alpha: float | None) -> Function:
-    one = "" if alpha is None else " + 1.0"
+    plus_one = "" if alpha is None else " + 1.0"
     if clamp is None:
-        return Function(name="add", aten=(), triton=f"return x{one}", derivative="return x * 0.0 + 1.0")
+        return Function(name="add", aten=(), triton=f"return x{plus_one}", derivative="return x * 0.0 + 1.0")
     limit = f"limit = tl.full(x.shape, {clamp!r}, x.dtype)\n"
     return Function(
         name="clamp",
         aten=(),
-        triton=f"{limit}return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x)){one}",
+        triton=f"{limit}return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x)){plus_one}",
         derivative=f"{limit}return tl.where((x > limit) | (x < -limit), 0.0, 1.0)",
     )

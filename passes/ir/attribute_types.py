@@ -38,7 +38,7 @@ class Longest(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """What a text must match as a whole."""
+    """A regular expression that the whole text must match."""
 
     pattern: str
 
@@ -54,13 +54,13 @@ class Activation(NamedTuple):
 
 
 Count = Annotated[int, Bounds(ge=1, le=MAX_DIM)]
-"""How many there are of something."""
+"""A number of things, at least 1."""
 WideCount = Annotated[int, Bounds(ge=1, lt=2**63)]
 """A numerator or denominator."""
 TokenId = Annotated[int, Bounds(ge=0, lt=MAX_DIM)]
 LayerNumber = Annotated[int, Bounds(ge=0, le=MAX_LAYER)]
 Stream = Annotated[int, Bounds(ge=0, lt=2**31)]
-"""Tells apart the random numbers of two ops."""
+"""The number of a stream of random numbers: two ops with different streams draw different numbers."""
 DimNumber = Annotated[int, Bounds(ge=0, lt=MAX_RANK)]
 Positive = Annotated[float, Bounds(gt=0)]
 AxisName = Annotated[str, Pattern(AXIS)]
@@ -70,5 +70,5 @@ ActivationName = Annotated[str, Activation()]
 ActivationParameter = Positive | None
 """A number of `PARAMETERS` that changes an activation; None is the plain activation."""
 WindowFunction = Literal["none", "gelu"]
-"""What follows a map at positions of a window; `gelu` is exact, by the error function."""
+"""The function after a map at positions of a window; `gelu` is exact, by the error function."""
 Reduction = Literal["sum", "max"]

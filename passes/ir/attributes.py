@@ -14,10 +14,10 @@ from moec.passes.ir.op import Op
 from moec.passes.ir.value import Attribute
 
 LARGEST_WHOLE = 2**63
-"""Whole numbers below this stand for floats too."""
+"""An attribute of type float may be written as a whole number below this one."""
 
 Check = Callable[[Any], Any]
-"""Gives a value that has the type, an int as a float where the type is float. Raises `ValueError` for any other."""
+"""Returns a value of the type, an int as a float where the type is float. Raises `ValueError` for another type."""
 
 
 @cache
@@ -42,7 +42,7 @@ def _check_of(annotation: Any) -> Check:
     if origin is Literal:
         return _one_of(arguments)
     if origin is tuple and arguments[1:] == (...,):
-        return _each(_check_of(arguments[0]))
+        return _list_of(_check_of(arguments[0]))
     if origin in (Union, UnionType) and len(arguments) == 2 and arguments[1] is NoneType:
         check = _check_of(arguments[0])
         return lambda value: None if value is None else check(value)
@@ -50,35 +50,35 @@ def _check_of(annotation: Any) -> Check:
 
 
 def _bounded(check: Check, bounds: Iterable[Any]) -> Check:
-    def within(value: Any) -> Any:
+    def check_bounds(value: Any) -> Any:
         checked = check(value)
         for bound in bounds:
             if complaint := bound.complaint(checked):
                 raise ValueError(complaint)
         return checked
 
-    return within
+    return check_bounds
 
 
 def _one_of(words: tuple[str, ...]) -> Check:
-    def known(value: Any) -> str:
+    def check_word(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
             raise ValueError(f"must be one of {', '.join(words)}")
         return value
 
-    return known
+    return check_word
 
 
-def _each(check: Check) -> Check:
-    def every(value: Any) -> tuple[Any, ...]:
+def _list_of(check: Check) -> Check:
+    def check_items(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, tuple):
             raise ValueError("must be a list")
         return tuple(map(check, value))
 
-    return every
+    return check_items
 
 
-def _is(kind: type, words: str) -> Check:
+def _exactly(kind: type, words: str) -> Check:
     def require_kind(value: Any) -> Any:
         if type(value) is not kind:
             raise ValueError(f"must be {words}")
@@ -95,10 +95,10 @@ def _number(value: Any) -> float:
 
 
 _SCALARS: Mapping[Any, Check] = {
-    int: _is(int, "a whole number"),
+    int: _exactly(int, "a whole number"),
     float: _number,
-    bool: _is(bool, "true or false"),
-    str: _is(str, "a text"),
+    bool: _exactly(bool, "true or false"),
+    str: _exactly(str, "a text"),
 }
 
 

@@ -22,7 +22,7 @@ from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 FORWARD = "forward"
 
 COUNTS: tuple[Role, ...] = ("counts", "head_counts", "made")
-"""What layers count: rows of experts, choices of groups of heads, choices made; `forward` gives those of each layer."""
+"""The counts of a layer, which `forward` gives: rows of experts, choices of groups of heads, choices made."""
 
 BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "real", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""
@@ -91,8 +91,8 @@ def has_interface(program: Program) -> None:
     in_order = layers == [call.layer for call in calls] == list(range(len(layers)))
     _require(in_order, "forward does not call the layers 0, 1, … once each, in order")
     for call, layer in zip(calls, program.layers, strict=True):
-        right = layer.bodies == (call.block,)
-        _require(right, f"{call.block}, which forward runs, is not the one body of layer {call.layer}")
+        is_body = layer.bodies == (call.block,)
+        _require(is_body, f"{call.block}, which forward runs, is not the one body of layer {call.layer}")
     require_updates(program, program.layer_blocks)
     known = {*(forward.name for forward in stages), *names, *program.layer_blocks, *update_blocks(program)}
     unknown = sorted(set(program.block_map) - known)
@@ -119,7 +119,7 @@ def _require_counts(program: Program, forward: Block) -> None:
 
 
 def _require_settings(block: Block, *, in_layer: bool) -> None:
-    """Requires settings that there are. A layer has only `training`: it may run again in backward, in a later step."""
+    """Requires settings of `SETTINGS`. A layer has only `training`: it may run again in backward, in a later step."""
     for setting in block.settings:
         known = SETTINGS.get(setting.name)
         _require(known == replace(setting, layout=None), f"there is no setting ${setting.name} in {block.name}")
@@ -128,8 +128,8 @@ def _require_settings(block: Block, *, in_layer: bool) -> None:
 
 def _require_roles(block: Block) -> None:
     """Requires that inputs have different roles, outputs different keys, and all values the type of their role."""
-    taken = [value.role for value in block.inputs]
-    _require(len(set(taken)) == len(taken), f"{block.name} takes two inputs of one role, or without one")
+    input_roles = [value.role for value in block.inputs]
+    _require(len(set(input_roles)) == len(input_roles), f"{block.name} takes two inputs of one role, or without one")
     keys = [output.key for output in block.outputs]
     _require(len(set(keys)) == len(keys), f"{block.name} gives two outputs of one role")
     for value in block.inputs:
@@ -150,75 +150,75 @@ def _has_type_of(value: Value, role: Role) -> bool:
     spec = ROLES[role]
     if value.dtype not in spec.dtypes or value.ragged is not None:
         return False
-    return any(_has_shape(value, shape) for shape in (spec.shape, spec.of_images) if shape is not None)
+    return any(_has_shape(value, shape) for shape in (spec.shape, spec.image_shape) if shape is not None)
 
 
 def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
     if len(value.shape) != len(shape):
         return False
     pairs = zip(value.shape, shape, strict=True)
-    return all(isinstance(dim, int) if wanted == WIDTH else dim == wanted for dim, wanted in pairs)
+    return all(isinstance(dim, int) if expected == WIDTH else dim == expected for dim, expected in pairs)
 
 
 def _require_stages(stages: Sequence[Block]) -> None:
-    """Requires that the first stage takes what the model takes, that the last gives its result, and that each other
-    one takes the residual stream and the balance terms that the one before gives."""
+    """Requires that the first stage takes the model's inputs, that the last one gives the model's result, and that each
+    stage after the first takes the residual stream and the balance terms that the stage before it gives."""
     first, last = stages[0], stages[-1]
-    beside = [value.role for value in first.inputs[1:]]
+    extras = [value.role for value in first.inputs[1:]]
     allowed: tuple[Role, ...] = () if first.input("residual") is not None else BESIDE_TOKENS
     if first.input("images") is not None:
         allowed = ("sequences",)
-    known = [role for role in allowed if role in beside]
-    _require(bool(first.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens, images or x")
+    expected = [role for role in allowed if role in extras]
+    _require(bool(first.inputs) and extras == expected, f"forward takes {_listed(extras)} beside tokens, images or x")
     _require(bool(last.outputs), "forward gives nothing")
-    taken, result = first.inputs[0].role, last.outputs[0]
-    wanted: dict[Role | None, Role] = {"tokens": "logits", "images": "logits", "residual": "residual"}
-    _require(wanted.get(taken) == result.role, f"forward takes {taken} and gives {result.role} first")
-    dims = 2 if taken == "images" else 3
-    _require(len(last.output_values()[0].shape) == dims, f"of {taken}, forward does not give {dims} dims")
+    input_role, result = first.inputs[0].role, last.outputs[0]
+    result_roles: dict[Role | None, Role] = {"tokens": "logits", "images": "logits", "residual": "residual"}
+    _require(result_roles.get(input_role) == result.role, f"forward takes {input_role} and gives {result.role} first")
+    dims = 2 if input_role == "images" else 3
+    _require(len(last.output_values()[0].shape) == dims, f"of {input_role}, forward does not give {dims} dims")
     if result.role == "residual":
         y, x = last.output_values()[0], first.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
     for forward in stages:
-        _, *others = forward.outputs
-        of_model = ("balance", "routes") if forward is last else ("balance",)
-        fits = all(output.role in (of_model if output.layer is None else COUNTS) for output in others)
-        more = f"{forward.name} gives more than its result, balance, routes and layers' counts"
-        _require(fits and forward.outputs[0].layer is None, more)
-    taken_routes, given_routes = first.input("routes"), last.output("routes")
-    shapes = [None if value is None else value.shape for value in (taken_routes, given_routes)]
+        _, *other_outputs = forward.outputs
+        allowed_roles = ("balance", "routes") if forward is last else ("balance",)
+        fits = all(output.role in (allowed_roles if output.layer is None else COUNTS) for output in other_outputs)
+        complaint = f"{forward.name} gives more than its result, balance, routes and layers' counts"
+        _require(fits and forward.outputs[0].layer is None, complaint)
+    routes_in, routes_out = first.input("routes"), last.output("routes")
+    shapes = [None if value is None else value.shape for value in (routes_in, routes_out)]
     _require(shapes[0] == shapes[1], "forward does not give routes as it takes them")
-    for one, other in pairwise(stages):
-        _require_handed_to_next(one, other, first)
+    for stage, successor in pairwise(stages):
+        _require_handed_to_next(stage, successor, first)
 
 
 HANDED_ON: tuple[Role, ...] = ("residual", "balance")
-"""What a stage is given by the one before. Whole numbers, as positions and segments, it computes from the batch."""
+"""The outputs of a stage that the next stage takes. Each stage computes positions and segments from the batch."""
 
 
-def _require_handed_to_next(one: Block, other: Block, first: Block) -> None:
-    taken = [value.role for value in other.inputs]
+def _require_handed_to_next(stage: Block, successor: Block, first: Block) -> None:
+    roles = [value.role for value in successor.inputs]
     allowed = [*HANDED_ON, *(value.role for value in first.inputs)]
-    known = [role for role in allowed if role in taken]
-    _require(taken == known and taken[:1] == ["residual"], f"{other.name} takes {_listed(taken)}")
+    ordered = [role for role in allowed if role in roles]
+    _require(roles == ordered and roles[:1] == ["residual"], f"{successor.name} takes {_listed(roles)}")
     for role in HANDED_ON:
-        given, wanted = one.output(role), other.input(role)
-        types = [value and (value.shape, value.dtype, value.layout) for value in (given, wanted)]
-        _require(types[0] == types[1], f"{one.name} does not give the {role} that {other.name} takes")
+        output, expected = stage.output(role), successor.input(role)
+        types = [value and (value.shape, value.dtype, value.layout) for value in (output, expected)]
+        _require(types[0] == types[1], f"{stage.name} does not give the {role} that {successor.name} takes")
 
 
 def _require_scalar(block: Block, first: Block, last: Block) -> None:
-    roles, gives = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
-    taken = [value.role for value in block.inputs]
+    roles, output_role = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
+    input_roles = [value.role for value in block.inputs]
     counted = first.input("real") or first.inputs[0]
-    wanted = [*(roles or (counted.role,))]
-    _require(taken == wanted, f"{block.name} takes {_listed(taken)}")
+    expected_roles = [*(roles or (counted.role,))]
+    _require(input_roles == expected_roles, f"{block.name} takes {_listed(input_roles)}")
     for value in block.inputs:
         assert value.role is not None
-        same = first.input(value.role) or last.output(value.role) or value
-        _require((same.shape, same.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
+        source = first.input(value.role) or last.output(value.role) or value
+        _require((source.shape, source.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
     keys = [output.key for output in block.outputs]
-    _require(keys == [(gives, None, None)], f"{block.name} does not give one scalar, {gives}")
+    _require(keys == [(output_role, None, None)], f"{block.name} does not give one scalar, {output_role}")
     _require(not block.parameters, f"{block.name} has parameters")
     reduced = not any(
         isinstance(p, Partial) for v in block.output_values() for _, p in (v.layout or REPLICATED).placements
@@ -227,37 +227,37 @@ def _require_scalar(block: Block, first: Block, last: Block) -> None:
 
 
 def _require_layer(block: Block) -> None:
-    taken, keys = [value.role for value in block.inputs], [output.key for output in block.outputs]
-    takes = taken[:1] == ["residual"] and all(role is not None and ROLES[role].in_layers for role in taken[1:])
-    _require(takes, f"{block.name} takes {_listed(taken)}")
-    gives = keys[:1] == [("residual", None, None)] and set(keys[1:]) <= {
+    roles, keys = [value.role for value in block.inputs], [output.key for output in block.outputs]
+    inputs_fit = roles[:1] == ["residual"] and all(role is not None and ROLES[role].in_layers for role in roles[1:])
+    _require(inputs_fit, f"{block.name} takes {_listed(roles)}")
+    outputs_fit = keys[:1] == [("residual", None, None)] and set(keys[1:]) <= {
         *((role, None, None) for role in COUNTS),
         ("balance", None, None),
         ("probabilities", None, None),
         ("counted", None, None),
         ("choices", None, None),
     }
-    _require(gives, f"{block.name} gives {_listed(role for role, *_ in keys)}")
+    _require(outputs_fit, f"{block.name} gives {_listed(role for role, *_ in keys)}")
 
 
 def _require_gates_of_replay(block: Block) -> None:
-    """Requires that given choices replace those that a gate made by the same scores."""
-    made = {value.name: op for op in block.ops for value in op.results}
+    """Requires that replayed choices replace the choices that a gate made by the same scores."""
+    producers = {value.name: op for op in block.ops for value in op.results}
     for op in (op for op in block.ops if isinstance(op, Replay)):
         scores, experts, _ = op.operands
-        gate = made.get(experts)
+        gate = producers.get(experts)
         results = {} if gate is None else dict(zip(gate.gives.split(), gate.results, strict=False))
-        chose = gate is not None and gate.scores and gate.named(gate.operands)[gate.scores] == scores
-        _require(bool(chose) and results["experts"].name == experts, f"%{experts}, which no gate chose by %{scores}")
+        fits = gate is not None and gate.scores and gate.named(gate.operands)[gate.scores] == scores
+        _require(bool(fits) and results["experts"].name == experts, f"%{experts}, which no gate chose by %{scores}")
 
 
 def _require_handed_on(program: Program, call: Call, forward: Block) -> None:
     """Requires that `forward` passes its inputs on to a layer that has inputs of the same roles."""
     for name, value in zip(call.operands, program.block(call.block).inputs, strict=True):
         # A model numbers the segments that it is given.
-        same = None if value.role in (None, "residual", "segments") else forward.input(value.role)
-        right = same is None or same.name == name
-        _require(right, f"forward hands layer {call.layer} %{name} as {value.role}")
+        forwarded = None if value.role in (None, "residual", "segments") else forward.input(value.role)
+        is_forwarded = forwarded is None or forwarded.name == name
+        _require(is_forwarded, f"forward hands layer {call.layer} %{name} as {value.role}")
 
 
 def _listed(roles: Iterable[object]) -> str:

@@ -20,7 +20,7 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-def at_most(count: int, most: int, what: str) -> None:
-    """Requires that `count` is at most `most`. Raises `UnreadableLineError`."""
-    if count > most:
-        raise UnreadableLineError(f"there are more than {most:_} {what}")
+def at_most(count: int, limit: int, items: str) -> None:
+    """Requires at most `limit` of some `items`. Raises `UnreadableLineError`."""
+    if count > limit:
+        raise UnreadableLineError(f"there are more than {limit:_} {items}")

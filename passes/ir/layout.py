@@ -77,8 +77,8 @@ class Layout:
         """This layout with another placement on `axis`; None replicates. A new cut is the last cut of its dim."""
         if placement == self.get(axis):
             return self
-        others = tuple((a, p) for a, p in self.placements if a != axis)
-        return Layout(others if placement is None else (*others, (axis, placement)))
+        placements = tuple((a, p) for a, p in self.placements if a != axis)
+        return Layout(placements if placement is None else (*placements, (axis, placement)))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -96,6 +96,10 @@ class Layout:
     def only(self, placement: Placement) -> Layout:
         """The axes that have this placement; the others replicate."""
         return Layout.of((axis, p) for axis, p in self.placements if p == placement)
+
+    def as_partial(self, reduce: str = "sum") -> Layout:
+        """The layout of a reduction over everything that this layout shards: a partial value on each of its axes."""
+        return Layout.of(dict.fromkeys(self.axes, Partial(reduce)))
 
     def can_undo(self, axis: str) -> bool:
         """Whether one collective over `axis` can undo its placement: only the last cut of a dim can be undone."""
@@ -119,11 +123,11 @@ class Layout:
 
 def _canonical(placements: Sequence[tuple[str, Placement]]) -> tuple[tuple[str, Placement], ...]:
     """Cuts of one dim in the order given and side by side; dims and partial sums sorted by their first axis."""
-    together: dict[object, list[tuple[str, Placement]]] = {}
+    by_dim: dict[object, list[tuple[str, Placement]]] = {}
     for axis, placement in placements:
         key = placement.dim if isinstance(placement, Shard) else axis
-        together.setdefault(key, []).append((axis, placement))
-    in_order = sorted(together.values(), key=lambda cuts: cuts[0][0])
+        by_dim.setdefault(key, []).append((axis, placement))
+    in_order = sorted(by_dim.values(), key=lambda cuts: cuts[0][0])
     return tuple(placed for cuts in in_order for placed in cuts)
 
 

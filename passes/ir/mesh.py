@@ -33,8 +33,8 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`; an axis that this mesh does not have is of size 1."""
         names = [name for name, _ in self.axes]
-        after = names.index(axis) + 1 if axis in names else len(names)
-        return math.prod(size for _, size in self.axes[after:])
+        inner = names.index(axis) + 1 if axis in names else len(names)
+        return math.prod(size for _, size in self.axes[inner:])
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Position of `rank` along `axis`."""
@@ -43,8 +43,8 @@ class Mesh:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The rank lists along `axis`: each is one communicator, in the order of its coordinate."""
         stride, size = self.stride(axis), self.size(axis)
-        firsts = (rank for rank in range(self.ranks) if rank // stride % size == 0)
-        return tuple(tuple(first + i * stride for i in range(size)) for first in firsts)
+        first_ranks = (rank for rank in range(self.ranks) if rank // stride % size == 0)
+        return tuple(tuple(first + i * stride for i in range(size)) for first in first_ranks)
 
 
 EXPERT_AXES = ("edp", "ep", "etp")

@@ -18,12 +18,12 @@ Permutation = Permute | PermutePadded | PermuteDynamic
 
 def choices_of(block: Block) -> Value | None:
     """The expert ids of each token's choices that the mixture uses, `[batch, sequence, k]`; None without a mixture."""
-    makers = {value.name: op for op in block.ops for value in op.results}
+    producers = {value.name: op for op in block.ops for value in op.results}
     for op in block.ops:
         if isinstance(op, Permutation | MixtureMlp):
-            chosen = op.operands[1]
-            part = makers.get(chosen)
-            return block.scope[part.operands[0] if isinstance(part, SelectExperts) else chosen]
+            experts = op.operands[1]
+            selection = producers.get(experts)
+            return block.scope[selection.operands[0] if isinstance(selection, SelectExperts) else experts]
     return None
 
 
@@ -39,8 +39,8 @@ def choices_per_token(block: Block) -> int:
 class MixtureValues:
     """The names of a mixture's values in a lowered block, before `communicate` and `fuse`; of one part of its experts.
 
-    `choices` are expert ids, `weights` and `positions` those of the choices, `rows` the results of the experts, and
-    `mixed` the result per token. `of_rows` are all values with a row for each choice.
+    `choices` are expert ids, `weights` and `positions` belong to the choices, `rows` are the results of the experts,
+    and `mixed` is the result per token. `row_values` are all values with a row for each choice.
     """
 
     num_experts: int
@@ -49,36 +49,36 @@ class MixtureValues:
     positions: str
     rows: str
     mixed: str
-    of_rows: frozenset[str]
+    row_values: frozenset[str]
 
     @classmethod
     def of(cls, block: Block) -> tuple[MixtureValues, ...]:
         """The mixture values of `block`, one entry for each part of its experts; none without a mixture."""
-        makers = {value.name: op for op in block.ops for value in op.results}
+        producers = {value.name: op for op in block.ops for value in op.results}
         mixtures = []
         for op in block.ops:
             if isinstance(op, Combine | CombinePadded):
                 rows, positions, weights = op.operands
-                permute = makers[positions]
+                permute = producers[positions]
                 assert isinstance(permute, Permutation)
                 num_experts = permute.results[1].shape[1]  # of the counts
                 assert isinstance(num_experts, int)
-                own = cls(
+                mixture = cls(
                     num_experts=num_experts,
                     choices=permute.operands[1],
                     weights=weights,
                     positions=positions,
                     rows=rows,
                     mixed=op.results[0].name,
-                    of_rows=frozenset(_between(permute.results[0].name, rows, makers)),
+                    row_values=frozenset(_row_chain(permute.results[0].name, rows, producers)),
                 )
-                mixtures.append(own)
+                mixtures.append(mixture)
         return tuple(mixtures)
 
 
-def _between(first: str, last: str, makers: Mapping[str, Op]) -> Iterator[str]:
+def _row_chain(first: str, last: str, producers: Mapping[str, Op]) -> Iterator[str]:
     """The names of the values from `last` back to `first`, by the first operands of their ops."""
     while last != first:
         yield last
-        last = makers[last].operands[0]
+        last = producers[last].operands[0]
     yield first

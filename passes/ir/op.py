@@ -92,11 +92,11 @@ class Op(ABC):
     typing: ClassVar[frozenset[str]] = frozenset()
     """Operands that only the type rule needs; the torch operator does not take them."""
     sited: ClassVar[bool] = False
-    """Whether the torch operator takes the part of the model that it serves, for messages."""
+    """Whether the torch operator takes the name of the part of the model that it belongs to, for messages."""
     numbered: ClassVar[bool] = False
     """Whether the torch operator takes the layer's number, after its operands."""
     tiled: ClassVar[bool] = False
-    """Whether the torch operator takes how its products are computed, after its attributes."""
+    """Whether the torch operator takes the kernels of its products (`Ways`), after its attributes."""
     scores: ClassVar[str] = ""
     """The operand by which the op chooses experts; its result `experts` follows from it, and so does `weights`, if it
     has one. Empty for other ops."""
@@ -134,7 +134,7 @@ class Op(ABC):
     def other_tokens(self, operands: Sequence[Value]) -> str:
         """The reason, in words of the language, why a token's result depends on other tokens in evaluation; else empty.
 
-        An op with one cannot generate token by token. Earlier tokens that attention caches do not count.
+        An op with such a reason cannot generate token by token. Earlier tokens in an attention cache are no reason.
         """
         return f"`{self.mnemonic}`, which looks at several tokens"
 
@@ -147,8 +147,8 @@ class Op(ABC):
         names = (*required, *self.optional)
         if required[-1].endswith("*"):
             names = (*required[:-1], *(f"{required[-1][:-1]}{i}" for i in range(len(operands) - len(required) + 1)))
-        known = tuple(name for name in optional if name in self.optional)
-        require(known == self.optional, self, f"takes {', '.join(optional) or 'nothing'} beside, in this order")
+        in_order = tuple(name for name in optional if name in self.optional)
+        require(in_order == self.optional, self, f"takes {', '.join(optional) or 'nothing'} beside, in this order")
         require(len(operands) == len(names), self, f"takes {', '.join(names)}, not {len(operands)} operands")
         return dict(zip(names, operands, strict=True))
 
@@ -161,8 +161,8 @@ class Op(ABC):
     def taking(cls, operands: Mapping[str, str]) -> dict[str, Any]:
         """The fields `operands` and `optional` of an op, from operands by the names that the class declares."""
         required, optional = operand_names(cls)
-        beside = tuple(name for name in optional if name in operands)
-        return {"operands": tuple(operands[name] for name in (*required, *beside)), "optional": beside}
+        present = tuple(name for name in optional if name in operands)
+        return {"operands": tuple(operands[name] for name in (*required, *present)), "optional": present}
 
     def attributes(self) -> dict[str, Attribute]:
         """The op's attributes by name, in order."""
@@ -191,7 +191,6 @@ class TokenOp(Op):
     """Base of ops that in evaluation compute a token from no other token."""
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
-        """Empty: there are none."""
         return ""
 
 
@@ -214,7 +213,7 @@ def _attribute_defaults(op: type[Op]) -> Mapping[str, Attribute]:
 
 
 T = TypeVar("T", bound=Op)
-Fact = str | bool | tuple[int, int] | set[str] | Mapping[str, str] | None
+ClassVariable = str | bool | tuple[int, int] | set[str] | Mapping[str, str] | None
 """The value of a class variable of an op; a set becomes a frozen one."""
 
 
@@ -223,25 +222,25 @@ class TypeRuleError(Exception):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def op(mnemonic: str, signature: str = "", **facts: Fact) -> Callable[[type[T]], type[T]]:
+def op(mnemonic: str, signature: str = "", **variables: ClassVariable) -> Callable[[type[T]], type[T]]:
     """Makes a class an op that the text form can name, and a frozen dataclass of its attributes.
 
-    `signature` is the class's `takes` and `gives`, `"x bias? -> y"`; without one the class inherits both. `facts` are
-    other class variables of `Op` or of a base between.
+    `signature` is the class's `takes` and `gives`, `"x bias? -> y"`; without one the class inherits both.
+    `variables` are other class variables of `Op` or of a base class between.
     """
 
-    def registered(cls: type[T]) -> type[T]:
+    def register(cls: type[T]) -> type[T]:
         takes, arrow, gives = signature.partition("->")
-        facts.update({"mnemonic": mnemonic} | ({"takes": takes.strip(), "gives": gives.strip()} if arrow else {}))
-        for name, value in facts.items():
+        variables.update({"mnemonic": mnemonic} | ({"takes": takes.strip(), "gives": gives.strip()} if arrow else {}))
+        for name, value in variables.items():
             assert name in ("mnemonic", "takes", "gives") or hasattr(cls, name), f"{cls.__name__} has no {name}"
             setattr(cls, name, frozenset(value) if isinstance(value, set) else value)
         assert mnemonic not in Op.registry, mnemonic
-        made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
-        Op.registry[mnemonic] = made
-        return made
+        op_class = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        Op.registry[mnemonic] = op_class
+        return op_class
 
-    return registered
+    return register
 
 
 def require(condition: bool, op: Op, complaint: str) -> None:
@@ -266,9 +265,9 @@ def gradient_sums(op: Op, operands: Sequence[Value], placing: Placing) -> tuple[
     if op.moves:
         return (frozenset(),) * len(operands)
     names = op.named(operands)
-    working = {axis for layout in (*placing.operands, *placing.results) for axis in layout.axes}
+    used_axes = {axis for layout in (*placing.operands, *placing.results) for axis in layout.axes}
     return tuple(
-        frozenset(working.difference(layout.axes) if _has_gradient(op, name, value) else ())
+        frozenset(used_axes.difference(layout.axes) if _has_gradient(op, name, value) else ())
         for name, value, layout in zip(names, operands, placing.operands, strict=True)
     )
 

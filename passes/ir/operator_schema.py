@@ -53,8 +53,8 @@ def given_attributes(op: type[Op]) -> tuple[str, ...]:
 
 def attributes_among(op: type[Op], arguments: Sequence[Any]) -> dict[str, Any]:
     """The attributes of an op, by name, among the positional arguments of its torch operator."""
-    names, first = given_attributes(op), num_tensors(op)
-    return dict(zip(names, arguments[first : first + len(names)], strict=True))
+    names, start = given_attributes(op), num_tensors(op)
+    return dict(zip(names, arguments[start : start + len(names)], strict=True))
 
 
 @cache
@@ -82,9 +82,9 @@ def _torch_type(annotation: Any) -> str:
     """`int`, `float`, `bool`, `str`, a list of one of them, or `float?` where None is allowed."""
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
-        kind, none = get_args(annotation)
-        assert none is NoneType
-        return f"{_torch_type(kind)}?"
+        inner, none_type = get_args(annotation)
+        assert none_type is NoneType
+        return f"{_torch_type(inner)}?"
     if origin is Annotated:
         return _torch_type(get_args(annotation)[0])
     if origin is Literal:

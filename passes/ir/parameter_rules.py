@@ -12,34 +12,34 @@ from moec.passes.ir.value import Parameter, Value
 def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
     """The rule that the layouts of a placed parameter break; empty where they break none.
 
-    `axes` are the wide axes that it may lie on, with sizes. Ops use what is left of the weight without ZeRO's cuts. The
-    weight, the gradient and the optimizer state are each cut as the layout before is, and perhaps further: gathers undo
-    what they have more. The gradient is cut further only over axes over which it is summed; all are on one mesh.
+    `axes` are the wide axes that may cut it, with sizes. Ops use the weight without ZeRO's cuts. The weight, the
+    gradient and the optimizer state are each cut as the layout before is, and perhaps further: gathers undo the further
+    cuts. The gradient is cut further only over axes over which it is summed. All axes belong to one mesh.
     """
-    name, compute, summed = f"@{parameter.name}", parameter.layout, parameter.sum_over or ()
+    label, compute, summed = f"@{parameter.name}", parameter.layout, parameter.sum_over or ()
     weight, gradient, state = parameter.weight, parameter.gradient, parameter.optimizer_state
     if complaint := _unfoldable(parameter):
         return complaint
     if compute is None or weight is None or gradient is None or state is None:
         missing = "gradient" if gradient is None else "optimizer state" if state is None else "weight"
-        return f"{name} has no layout for its {missing}"
+        return f"{label} has no layout for its {missing}"
     if parameter.frozen and (summed or not weight == gradient == state):
-        return f"{name} is frozen, and has no gradient to sum or to cut"
-    stored = {"weight": weight, "gradient": gradient, "optimizer state": state}
-    for what, layout in stored.items():
+        return f"{label} is frozen, and has no gradient to sum or to cut"
+    stored_layouts = {"weight": weight, "gradient": gradient, "optimizer state": state}
+    for name, layout in stored_layouts.items():
         if not axes.keys() >= set(layout.axes):
-            return f"the {what} of {name} lies on {layout}, axes are {set(axes)}"
+            return f"the {name} of {label} lies on {layout}, axes are {set(axes)}"
         if complaint := uneven(parameter, layout, axes):
-            return f"the {what} of {name} is {layout}: {complaint}"
+            return f"the {name} of {label} is {layout}: {complaint}"
     if compute != Layout.of((axis, cut) for axis, cut in weight.placements if axis not in ZERO_AXES):
-        return f"ops use {name} as {compute}, which is not {weight} without the cuts over {' and '.join(ZERO_AXES)}"
+        return f"ops use {label} as {compute}, which is not {weight} without the cuts over {' and '.join(ZERO_AXES)}"
     if unsummed := sorted(set(gradient.axes) - {*compute.axes, *summed}) if not parameter.frozen else ():
-        return f"the gradient of {name} is cut over {unsummed[0]}, over which it is not summed"
-    for (what, layout), before in zip(stored.items(), (compute, weight, gradient), strict=True):
-        if not layout.refines(before):
-            return f"the {what} of {name} is {layout}, which is not {before} cut further"
+        return f"the gradient of {label} is cut over {unsummed[0]}, over which it is not summed"
+    for (name, layout), outer in zip(stored_layouts.items(), (compute, weight, gradient), strict=True):
+        if not layout.refines(outer):
+            return f"the {name} of {label} is {layout}, which is not {outer} cut further"
     if not _on_one_mesh({*state.axes, *summed}):
-        return f"the optimizer state of {name} is {state}, which are axes of two meshes"
+        return f"the optimizer state of {label} is {state}, which are axes of two meshes"
     return ""
 
 

@@ -137,8 +137,8 @@ class Layer:
 class Stage:
     """A pipeline stage: the consecutive ranks that run the block `forward`, which calls the stage's layers in order.
 
-    The Program's meshes factor the ranks of one stage, and are those of every stage. The inputs and outputs of the
-    block are what stages hand on, by their roles: the residual stream, and the balance terms so far.
+    The Program's meshes factor the ranks of one stage, and every stage has the same meshes. The block takes and gives,
+    by roles, the values that stages hand on: the residual stream, and the sum of the balance terms so far.
     """
 
     index: int
@@ -159,9 +159,8 @@ class Program:
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
-    `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh. `microbatches` is the
-    number of parts that a rank's sequences are worked through in, in one training step; the reference of a plan has
-    them all at once.
+    `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh. A training step divides a
+    rank's sequences into `microbatches` parts; the reference of a plan computes all parts at once.
     """
 
     name: str
@@ -197,10 +196,10 @@ class Program:
     @cached_property
     def layers_by_block(self) -> Mapping[str, list[int]]:
         """For each block the numbers of the layers whose body it is; an empty list for other blocks."""
-        found: dict[str, list[int]] = {block.name: [] for block in self.blocks}
+        numbers: dict[str, list[int]] = {block.name: [] for block in self.blocks}
         for layer in self.layers:
-            found[layer.body].append(layer.number)
-        return found
+            numbers[layer.body].append(layer.number)
+        return numbers
 
     def prefixes(self, block: Block) -> list[str]:
         """What the full names of its parameters begin with in each layer whose body it is, nothing in other blocks."""

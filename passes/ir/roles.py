@@ -1,4 +1,4 @@
-"""Roles: what the inputs and outputs of blocks mean. `ROLES` says all that a role says of its values."""
+"""Roles: the meanings of the inputs and outputs of blocks. `ROLES` has the shape, dtypes and layout of each role."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Role = Literal[
 """The meaning of a block's input or output. Code finds values by role, never by name."""
 
 Lies = Literal["sharded over dp", "replicated", "source by source", "partial", "as tokens", "as given"]
-"""Where an input of a role lies on the dense mesh. In this order: cut over dp by sequences, and whole on each rank of a
-tp group; equal on every rank; cut by its first dim over the ranks that have different tokens; a partial sum over these
-ranks; in the layout of the residual stream; as `forward` gives its output of the role."""
+"""The layout of an input of a role on the dense mesh. In this order: cut over dp by sequences, and whole on each rank
+of a tp group; equal on every rank; cut by its first dim over the ranks that have different tokens; a partial sum over
+these ranks; the layout of the residual stream; the layout of the output of `forward` that has the role."""
 
 IGNORED_LABEL = -100
 """The label of a token whose loss does not count."""
 
 FREE_ROUTE = -2
-"""In `routes`: the gate chooses this one itself."""
+"""An entry of `routes` that leaves the choice to the gate."""
 
 WIDTH = -1
 """In the shape of a role: a dim of any constant size."""
@@ -53,11 +53,11 @@ WIDTH = -1
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """The values of one role: their shape, the dtypes that they may have, and where an input of the role lies.
+    """The values of one role: their shape, the dtypes that they may have, and the layout of an input of the role.
 
-    `of_images` is their shape in a model of images, where it is another. `in_layers`: whether a layer may have such an
-    input beside the residual stream. No value has a role without a shape,
-    except outputs of the role `state`, whose type is that of the state.
+    `image_shape` is their shape in a model of images, where it differs. `in_layers`: whether a layer may have such an
+    input beside the residual stream. No value has a role without a shape, except outputs of the role `state`, which
+    have the type of the state.
     """
 
     doc: str
@@ -65,7 +65,7 @@ class RoleSpec:
     dtypes: tuple[str, ...] = ("int64",)
     lies: Lies | None = None
     in_layers: bool = False
-    of_images: tuple[Dim, ...] | None = None
+    image_shape: tuple[Dim, ...] | None = None
 
 
 _FLOATING = ("bf16", "fp16", "fp32", "fp64")
@@ -96,7 +96,7 @@ ROLES: Mapping[Role, RoleSpec] = {
         f"the ids that the model is to predict, {IGNORED_LABEL} where none is, [batch, sequence]; classes [batch]",
         ("batch", "sequence"),
         lies="sharded over dp",
-        of_images=("batch",),
+        image_shape=("batch",),
     ),
     "residual": RoleSpec(
         "the residual stream, or x and y of a layer by itself, [batch, sequence, dim]",
@@ -109,7 +109,7 @@ ROLES: Mapping[Role, RoleSpec] = {
         ("batch", "sequence", WIDTH),
         _FLOATING,
         "as given",
-        of_images=("batch", WIDTH),
+        image_shape=("batch", WIDTH),
     ),
     "routes": RoleSpec(
         "the experts that each token goes to in each mixture, -1 for none, [batch, sequence, mixtures, k]",

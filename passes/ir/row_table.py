@@ -1,4 +1,4 @@
-"""The size of `table`, what operators of experts save so that backward need not order rows again."""
+"""The size of `table`: operators of experts save the order of rows in it, so that backward need not sort them again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ LEAST_ROWS = 16
 """Rows of the lowest tile that kernels use."""
 
 ALIGNED = 4
-"""Each part of a table begins at a multiple of so many int32 numbers: 16 bytes, which kernels load at once."""
+"""Each part of a table begins at a multiple of 4 int32 numbers: 16 bytes, which a kernel loads in one instruction."""
 
 
 def table_parts(num_rows: int, num_experts: int) -> tuple[int, ...]:

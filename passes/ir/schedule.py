@@ -1,6 +1,6 @@
-"""`Order`: what the ranks of a stage do in a training step, action by action.
+"""`Order`: the actions of the ranks of a stage in a training step.
 
-The job runs it, `moec verify` runs the same one, memory walks it, time counts it, and a plan's text has it.
+The job and `moec verify` run an Order, the estimates of memory and time follow it, and a plan's text contains it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ActionKind = Literal[
 ]
 # fmt: on
 
-OF_MICROBATCH: tuple[ActionKind, ...] = (
+MICROBATCH_ACTIONS: tuple[ActionKind, ...] = (
     "receive",
     "forward",
     "send",
@@ -25,10 +25,10 @@ OF_MICROBATCH: tuple[ActionKind, ...] = (
     "backward",
     "send_gradients",
 )
-"""The actions of one micro-batch, in the order in which a stage takes them. A stage receives what the one before
-hands on, and the gradients of what it has handed on."""
+"""The actions of one micro-batch, in the order in which a stage takes them. A stage receives the outputs of the stage
+before it, and the gradients of the outputs that it sent to the next stage."""
 
-AT_END: tuple[ActionKind, ...] = ("sum", "states", "clip", "update")
+FINAL_ACTIONS: tuple[ActionKind, ...] = ("sum", "states", "clip", "update")
 """The actions after the last backward pass: the sums of gradients end, states get new values, gradients are clipped,
 the optimizer updates parameters. A script calls the last two."""
 
@@ -46,7 +46,7 @@ class Action:
         return f"{self.kind}{stage}" + ("" if self.microbatch is None else f" of {self.microbatch}")
 
     def later(self, microbatches: int) -> Action:
-        """The same action of the micro-batch that comes so many later."""
+        """This action on the micro-batch that comes `microbatches` later."""
         return self if self.microbatch is None else replace(self, microbatch=self.microbatch + microbatches)
 
 
@@ -60,7 +60,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The actions of the ranks of one stage, in order. Iteration gives those of a round in each repetition."""
+    """The actions of the ranks of one stage, in order. Iteration yields the actions of every repetition of a round."""
 
     stage: int
     parts: tuple[Action | Round, ...]
@@ -83,7 +83,7 @@ class Order:
         )
 
     def count(self, kind: ActionKind) -> int:
-        """How often a step has an action of this kind."""
+        """The number of actions of this kind in a step."""
         parts = ((part, 1) if isinstance(part, Action) else (part, part.times) for part in self.parts)
         return sum(
             times * sum(action.kind == kind for action in ((part,) if isinstance(part, Action) else part.actions))
@@ -97,7 +97,7 @@ def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool)
     A step over a single layer has no `loss`, which its host computes.
     """
     is_first, is_last = stage == 0, stage == stages - 1
-    left_out = {
+    omitted = {
         "receive": is_first,
         "send": is_last,
         "loss": not (is_last and has_loss),
@@ -105,12 +105,12 @@ def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool)
         "send_gradients": is_first,
         "states": not has_states,
     }
-    return [kind for kind in ("agree", *OF_MICROBATCH, *AT_END) if not left_out.get(kind)]
+    return [kind for kind in ("agree", *MICROBATCH_ACTIONS, *FINAL_ACTIONS) if not omitted.get(kind)]
 
 
 def in_turn(stage: int, stages: int, microbatches: int, *, has_loss: bool = True, has_states: bool = False) -> Order:
     """The order of a stage where each micro-batch goes through all stages, forward and backward, before the next."""
     kinds = kinds_of_stage(stage, stages, has_loss=has_loss, has_states=has_states)
-    passes = tuple(Action(kind, None if kind == "loss" else stage, 0) for kind in kinds if kind in OF_MICROBATCH)
+    passes = tuple(Action(kind, None if kind == "loss" else stage, 0) for kind in kinds if kind in MICROBATCH_ACTIONS)
     repeated = passes if microbatches == 1 else (Round(passes, microbatches),)
-    return Order(stage, (Action("agree"), *repeated, *(Action(kind) for kind in kinds if kind in AT_END)))
+    return Order(stage, (Action("agree"), *repeated, *(Action(kind) for kind in kinds if kind in FINAL_ACTIONS)))

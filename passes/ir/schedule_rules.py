@@ -1,4 +1,4 @@
-"""The rules of a step's order: each action once, after those whose results it takes."""
+"""The rules of a step's order: each action occurs once, after the actions whose results it takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.program import Program
-from moec.passes.ir.schedule import AT_END, OF_MICROBATCH, Action, ActionKind, Order, Round, kinds_of_stage
+from moec.passes.ir.schedule import FINAL_ACTIONS, MICROBATCH_ACTIONS, Action, ActionKind, Order, Round, kinds_of_stage
 
 
 class OrderError(ValueError):
@@ -18,28 +18,28 @@ class OrderRules:
     """Takes the actions of a stage's order one by one. Every method raises `OrderError`."""
 
     def __init__(self, stage: int, microbatches: int, kinds: Sequence[ActionKind]) -> None:
-        """`kinds`: those that the stage has (`kinds_of_stage`)."""
+        """`kinds` are the kinds of actions that the stage has (`kinds_of_stage`)."""
         self._stage, self._microbatches = stage, microbatches
-        self._passes = [kind for kind in kinds if kind in OF_MICROBATCH]
-        self._end = [kind for kind in kinds if kind in AT_END]
+        self._passes = [kind for kind in kinds if kind in MICROBATCH_ACTIONS]
+        self._end = [kind for kind in kinds if kind in FINAL_ACTIONS]
         self._done: Counter[ActionKind] = Counter()
 
     @classmethod
     def of(cls, program: Program, stage: int, microbatches: int) -> OrderRules:
-        """The rules for the ranks of a stage of `program`, in a step of so many micro-batches."""
+        """The rules for the ranks of a stage of `program`, in a step of `microbatches` micro-batches."""
         has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
         kinds = kinds_of_stage(stage, len(program.stages), has_loss=has_loss, has_states=has_states)
         return cls(stage, microbatches, kinds)
 
     def take(self, action: Action) -> None:
-        """The next action."""
+        """Takes the next action."""
         kind = action.kind
         if kind not in ("agree", *self._passes, *self._end):
             raise OrderError(f"this stage has no `{kind}`")
-        of_stage, of_microbatch = kind in OF_MICROBATCH and kind != "loss", kind in OF_MICROBATCH
-        if (action.stage is None) is of_stage or (action.microbatch is None) is of_microbatch:
+        needs_stage, needs_microbatch = kind in MICROBATCH_ACTIONS and kind != "loss", kind in MICROBATCH_ACTIONS
+        if (action.stage is None) is needs_stage or (action.microbatch is None) is needs_microbatch:
             raise OrderError(f"`{action}` names no stage or micro-batch where it should, or one where it should not")
-        if of_stage and action.stage != self._stage:
+        if needs_stage and action.stage != self._stage:
             raise OrderError(f"`{action}` is of another stage than {self._stage}")
         self._require_inputs(action)
         self._done[kind] += 1
@@ -51,29 +51,29 @@ class OrderRules:
             number = self._done[kind]
             if action.microbatch != number or number >= self._microbatches:
                 complete = number >= self._microbatches
-                wanted = "there are no more micro-batches" if complete else f"micro-batch {number} is the next"
-                raise OrderError(f"`{action}`, but {wanted}")
-            before = ["agree", *self._passes][place]
+                expected = "there are no more micro-batches" if complete else f"micro-batch {number} is the next"
+                raise OrderError(f"`{action}`, but {expected}")
+            earlier = ["agree", *self._passes][place]
             if place == 0 and self._done["backward"] < number:
                 raise OrderError("several micro-batches under way at once are not supported yet")
-            self._require_done(action, before, 1 if place == 0 else number + 1)
+            self._require_done(action, earlier, 1 if place == 0 else number + 1)
             return
         if self._done[kind]:
             raise OrderError(f"`{kind}` stands twice")
         if kind in self._end:
             place = self._end.index(kind)
-            before = self._end[place - 1] if place else "backward"
-            self._require_done(action, before, 1 if place else self._microbatches)
+            earlier = self._end[place - 1] if place else "backward"
+            self._require_done(action, earlier, 1 if place else self._microbatches)
 
-    def _require_done(self, action: Action, before: ActionKind, times: int) -> None:
-        if self._done[before] < times:
-            missing = f"{before} of {self._done[before]}" if before in OF_MICROBATCH else before
+    def _require_done(self, action: Action, earlier: ActionKind, times: int) -> None:
+        if self._done[earlier] < times:
+            missing = f"{earlier} of {self._done[earlier]}" if earlier in MICROBATCH_ACTIONS else earlier
             raise OrderError(f"`{action}` stands before `{missing}`, whose result it takes")
 
     def repeat(self, actions: Sequence[Action], times: int) -> None:
-        """The other repetitions of actions that were taken once.
+        """Takes the further repetitions of actions that were taken once.
 
-        Each moves on by one micro-batch, so that what the last repetition may take the others may too.
+        Each repetition moves on by one micro-batch. If the last one keeps the rules, so do those before it.
         """
         kinds = Counter(action.kind for action in actions)
         if times < 2 or not actions or any(number > 1 for number in kinds.values()):
@@ -103,7 +103,7 @@ def scheduled(program: Program) -> None:
 
 
 def order_complaint(program: Program, order: Order, microbatches: int) -> str:
-    """The first rule that a step of so many micro-batches breaks; empty if it keeps all."""
+    """The first rule that `order` breaks in a step of `microbatches` micro-batches; empty if it keeps all."""
     rules = OrderRules.of(program, order.stage, microbatches)
     try:
         for part in order.parts:

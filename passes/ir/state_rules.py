@@ -83,13 +83,13 @@ def _layer_complaints(program: Program, block: Block) -> Iterator[str]:
     elif not block.states or {s.name: s for s in block.states} != {s.name: s for s in update.states}:
         yield f"{update.name} has other states"
     else:
-        counts, taken = block.output("counts"), update.input("counts")
-        if counts is None or taken is None or (counts.shape, counts.dtype) != (taken.shape, taken.dtype):
+        counts, loads = block.output("counts"), update.input("counts")
+        if counts is None or loads is None or (counts.shape, counts.dtype) != (loads.shape, loads.dtype):
             yield f"{update.name} takes other counts than {block.name} gives"
         elif not _is_per_rank(counts, program.mesh(block.experts or "dense")):
             yield f"the layout of %{counts.name} is {counts.layout}: each rank must have its own"
-        elif not _is_per_rank(taken, program.mesh("dense")):
-            yield f"the layout of %{taken.name} of {update.name} is {taken.layout}: each rank must have its own"
+        elif not _is_per_rank(loads, program.mesh("dense")):
+            yield f"the layout of %{loads.name} of {update.name} is {loads.layout}: each rank must have its own"
 
 
 def _is_per_rank(counts: Value, mesh: Mesh) -> bool:

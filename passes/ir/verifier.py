@@ -25,8 +25,8 @@ def check_program(program: Program) -> None:
 
     Raises `InternalError` that names the block, the op and its line.
     """
-    of_blocks = (well_typed, called_once, placed, laid_out, evenly_cut, connected)
-    for invariant in (*of_blocks, staged, has_interface, scheduled):
+    block_invariants = (well_typed, called_once, placed, laid_out, evenly_cut, connected)
+    for invariant in (*block_invariants, staged, has_interface, scheduled):
         invariant(program)
 
 
@@ -82,8 +82,8 @@ def placed(program: Program) -> None:
         "dense" in names and len(names) == len(program.meshes), "two meshes have one name, or no mesh is called dense"
     )
     for axis, placement in program.tokens.placements:
-        lies = placement == Shard(TOKEN_DIM_OF.get(axis, -1)) and program.mesh("dense").size(axis) > 1
-        _check_program(lies, f"the residual stream cannot have {axis}:{placement}")
+        is_cut = placement == Shard(TOKEN_DIM_OF.get(axis, -1)) and program.mesh("dense").size(axis) > 1
+        _check_program(is_cut, f"the residual stream cannot have {axis}:{placement}")
     for block in program.blocks:
         _check(block.experts is None or block.experts in names, block, f"there is no mesh {block.experts}")
 
@@ -99,9 +99,9 @@ def laid_out(program: Program) -> None:
                 raise _failure(block, f"{name} lies on {value.layout}, axes are {set(axes)}")
         for parameter in block.parameters:
             _check(not parameter.shard, block, f"@{parameter.name} has a layout, and says how to shard it")
-            over = parameter.sum_over or ()
-            if not axes.keys() >= set(over) or len(set(over)) < len(over):
-                raise _failure(block, f"@{parameter.name} is summed over {over}, axes are {set(axes)}")
+            axes_summed = parameter.sum_over or ()
+            if not axes.keys() >= set(axes_summed) or len(set(axes_summed)) < len(axes_summed):
+                raise _failure(block, f"@{parameter.name} is summed over {axes_summed}, axes are {set(axes)}")
         for state in block.states:
             _check(state.layout == REPLICATED, block, f"^{state.name} is {state.layout}, and states are whole")
         for op in block.ops:
@@ -142,8 +142,8 @@ def evenly_cut(program: Program) -> None:
                 raise _failure(block, f"{name} is {value.layout}: {cut[key]}")
         for value in (*block.inputs, *block.parameters):
             partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
-            of_balance = block.final or value.role == "balance"
-            allowed = of_balance and not value.shape and not isinstance(value, Parameter)
+            may_be_partial = block.final or value.role == "balance"
+            allowed = may_be_partial and not value.shape and not isinstance(value, Parameter)
             _check(not partial or allowed, block, f"{value.name} is given as a partial sum")
 
 
@@ -169,16 +169,16 @@ def connected(program: Program) -> None:
                 sums = gradient_sums(op, operands, placing)
             _lie_as(block, op, operands, placing.operands)
             _lie_as(block, op, op.results, placing.results)
-            for name, over in zip(op.operands, sums, strict=True):
-                if not op.moves and name not in block.frozen and over != summed.get(name, _NOTHING):
+            for name, axes_summed in zip(op.operands, sums, strict=True):
+                if not op.moves and name not in block.frozen and axes_summed != summed.get(name, _NOTHING):
                     stated = set(summed.get(name, _NOTHING))
-                    raise _failure(block, f"the gradient of {name} is summed over {stated}, not {set(over)}", op)
+                    raise _failure(block, f"the gradient of {name} is summed over {stated}, not {set(axes_summed)}", op)
             if isinstance(op, Conversion):
-                before = summed.get(op.operands[0], _NOTHING)
-                own = {op.axis} if op.partial_gradient else _NOTHING
-                if before & own:
+                summed_before = summed.get(op.operands[0], _NOTHING)
+                new_axes = {op.axis} if op.partial_gradient else _NOTHING
+                if summed_before & new_axes:
                     raise _failure(block, f"the gradient of {op.operands[0]} is summed over {op.axis} twice", op)
-                summed[op.results[0].name] = before | own
+                summed[op.results[0].name] = summed_before | new_axes
 
 
 _NOTHING: frozenset[str] = frozenset()
@@ -195,7 +195,7 @@ def _lie_as(block: Block, op: Op, values: Sequence[Value], layouts: Sequence[Lay
 def staged(program: Program) -> None:
     """Stages have consecutive ranks, as many as the meshes, and each a block `forward` of its own.
 
-    Blocks `forward` have no parameter in common: of a parameter that stages share one would have to own the update.
+    Blocks `forward` have no parameter in common: one of the stages would have to own the update of a shared parameter.
     """
     ranks = program.mesh("dense").ranks
     for number, stage in enumerate(program.stages):

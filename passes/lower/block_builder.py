@@ -89,8 +89,8 @@ class Builder:
         self.scope[value.name] = value
         return value.name
 
-    def maker(self, name: str) -> Op:
-        """The op that gave the value `name`."""
+    def producer(self, name: str) -> Op:
+        """The op with the result `name`."""
         return next(op for op in self.ops if any(value.name == name for value in op.results))
 
     def setting(self, setting: Setting) -> str:
@@ -114,26 +114,26 @@ class Builder:
         *operands: str,
         to: str,
         span: Located = None,
-        beside: Mapping[str, str] = _NONE,
+        optional: Mapping[str, str] = _NONE,
         **attributes: Any,
     ) -> list[str]:
         """Appends an op. `to` lists names for its results; returns these names, made unique.
 
-        `beside` maps the names of optional operands, as the op's class declares them, to operands.
+        `optional` maps the names of optional operands, as the op's class declares them, to operands.
         """
         names = [self._fresh(name) for name in to.split()]
-        unnamed = tuple(Value(name=name, shape=(), dtype="") for name in names)
-        optional = tuple(name for name in operand_names(op)[1] if name in beside)
-        operands = (*operands, *(beside[name] for name in optional))
-        placed = SourceLine.of(span) or self.span
-        made = op(operands=operands, optional=optional, results=unnamed, span=placed, **attributes)
-        types = made.infer([self.scope[name] for name in operands], self.blocks)
+        untyped = tuple(Value(name=name, shape=(), dtype="") for name in names)
+        present = tuple(name for name in operand_names(op)[1] if name in optional)
+        operands = (*operands, *(optional[name] for name in present))
+        line = SourceLine.of(span) or self.span
+        added = op(operands=operands, optional=present, results=untyped, span=line, **attributes)
+        types = added.infer([self.scope[name] for name in operands], self.blocks)
         results = [
             Value(name=name, shape=t.shape, dtype=t.dtype, ragged=t.ragged)
             for name, t in zip(names, types, strict=True)
         ]
         self.scope.update({v.name: v for v in results})
-        self.ops.append(made.with_results(results))
+        self.ops.append(added.with_results(results))
         return names
 
     def one(
@@ -142,11 +142,11 @@ class Builder:
         *operands: str,
         to: str,
         span: Located = None,
-        beside: Mapping[str, str] = _NONE,
+        optional: Mapping[str, str] = _NONE,
         **attributes: Any,
     ) -> str:
         """`add` for an op with one result."""
-        (name,) = self.add(op, *operands, to=to, span=span, beside=beside, **attributes)
+        (name,) = self.add(op, *operands, to=to, span=span, optional=optional, **attributes)
         return name
 
     def biased(self, x: str, name: str, span: Located, shard: Mapping[str, int] | None = None) -> str:

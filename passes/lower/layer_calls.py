@@ -25,19 +25,19 @@ def called_layers(blocks: Iterable[Block]) -> tuple[Layer, ...]:
     return tuple(Layer(call.layer, (call.block,)) for call in calls)
 
 
-def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
+def with_one_balance(b: Builder, outputs: Sequence[Output]) -> list[Output]:
     """A layer's outputs beside the residual stream, with the balance terms of its experts and of its heads as one."""
-    terms = [output for output in others if output.role == "balance"]
+    terms = [output for output in outputs if output.role == "balance"]
     if len(terms) < 2:
-        return list(others)
+        return list(outputs)
     total = b.one(o.Add, *(output.name for output in terms), to="balance")
     added = Output(total, "balance")
-    return [added if output is terms[0] else output for output in others if output not in terms[1:]]
+    return [added if output is terms[0] else output for output in outputs if output not in terms[1:]]
 
 
-def forward_outputs(b: Builder, first: Output, layer_outputs: Sequence[Output]) -> list[Output]:
+def forward_outputs(b: Builder, result: Output, layer_outputs: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
     counts = [output for output in layer_outputs if output.role in COUNTS]
     balances = [output.name for output in layer_outputs if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
-    return [first, *balance, *given_routes(b, layer_outputs), *counts]
+    return [result, *balance, *given_routes(b, layer_outputs), *counts]

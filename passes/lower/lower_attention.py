@@ -17,7 +17,7 @@ from moec.passes.lower.rotary import rotation, score_factor
 def attend(
     b: Builder, model: Model, attention: Attention, h: str, marks: Mapping[str, str], context: int | None
 ) -> str:
-    """Attention over h `[batch, sequence, dim]`; returns the name of what it adds to the residual stream.
+    """Attention over h `[batch, sequence, dim]`; returns the name of its result, which the residual stream adds.
 
     `marks` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence,
     None where the file does not say it.
@@ -43,16 +43,16 @@ def attended(b: Builder, model: Model, attention: Attention, q: str, k: str, v: 
     width, heads = (b.scope[q].shape[dim] for dim in (3, 2))
     assert isinstance(width, int)
     assert isinstance(heads, int)
-    how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
-    beside = dict(marks)
+    attributes = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
+    optional = dict(marks)
     if attention.grid is not None:
-        beside["segments"] = window_numbers(b, model, attention.grid, v)
+        optional["segments"] = window_numbers(b, model, attention.grid, v)
     if attention.sinks:
         line, zeros = attention.span("sinks"), Init(kind="zeros")
-        beside["sinks"] = b.parameter(
+        optional["sinks"] = b.parameter(
             "attention.sinks", (heads,), model.subject.dtype_of("sinks"), zeros, line, {"tp": 0}
         )
-    return b.one(o.Attention, q, k, v, beside=beside, to="attended", span=attention.span(), **how)
+    return b.one(o.Attention, q, k, v, optional=optional, to="attended", span=attention.span(), **attributes)
 
 
 def gated(b: Builder, model: Model, attention: Attention, h: str, a: str) -> str:
@@ -128,7 +128,7 @@ def turned(b: Builder, attention: Attention, name: str, x: str, marks: Mapping[s
     width = b.scope[x].shape[3]
     assert isinstance(width, int)
     turning = rotation(attention.rope, width, context)
-    return b.one(o.Rope, x, beside=marks, to=name, span=attention.rope.span(), **turning)
+    return b.one(o.Rope, x, optional=marks, to=name, span=attention.rope.span(), **turning)
 
 
 def _scale(attention: Attention, width: int) -> float:

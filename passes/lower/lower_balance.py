@@ -32,8 +32,8 @@ class Routed:
 
     `kept` are the choices that the experts get: `e`, or fewer where a capacity has queues of texts or in another order
     than that of tokens. `real` names the marks of real tokens in a model with a padding id. `segments` names the
-    segments of the tokens where each is a routing group, else None. `outer`: the choices of outer experts in a mixture
-    of mixtures, which balance terms count. `chosen_w`: the weights of `e` before drops, where reroutes or
+    segments of the tokens where each is a routing group, else None. `outer` are the choices of outer experts in a
+    mixture of mixtures, which balance terms count. `chosen_w` are the weights of `e` before drops, where reroutes or
     renormalisation have changed `gated.w`; else None.
     """
 
@@ -52,7 +52,7 @@ class Routed:
         return bool(self.real) or self.gated.some_are_none
 
     @property
-    def beside(self) -> dict[str, str]:
+    def real_operand(self) -> dict[str, str]:
         """The optional operand `real` of a balance term."""
         return dict(zip(("real",), self.real, strict=False))
 
@@ -60,20 +60,20 @@ class Routed:
 def balance_terms(b: Builder, moe: Moe | Moa, routed: Routed) -> list[str]:
     """The weighted balance terms of a mixture, of experts or of heads, and its gate's own terms, as one scalar, a sum
     over tokens; nothing without."""
-    own = [*routed.gated.terms, *_gate_terms(b, moe.gate, routed)]
+    gate_terms = [*routed.gated.terms, *_gate_terms(b, moe.gate, routed)]
     layer_terms = [term for term in moe.balance if getattr(term, "over", "layer") == "layer"]
-    if not layer_terms and not own:
+    if not layer_terms and not gate_terms:
         return []
-    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in layer_terms] + [name for name, _ in own]
-    weights = (*(term.weight for term in layer_terms), *(weight for _, weight in own))
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in layer_terms] + [name for name, _ in gate_terms]
+    weights = (*(term.weight for term in layer_terms), *(weight for _, weight in gate_terms))
     span = moe.span("balance") or moe.gate.span()
     return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
 
 
 def _gate_terms(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, float]]:
-    """The term of a gate over the choices that are made, or given, in the end."""
+    """The term of a gate over its choices, or over those that replace them in a replay."""
     if isinstance(gate, PlacedTopology) and gate.weight:
-        yield topology_loss(b, gate, routed.gated, routed.e, routed.beside), gate.weight
+        yield topology_loss(b, gate, routed.gated, routed.e, routed.real_operand), gate.weight
 
 
 def _switch_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
@@ -97,9 +97,9 @@ def _loss_of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed
     if routed.segments is not None:
         experts, segments = routed.experts, routed.segments
         choices = b.one(o.CountInSegments, e, segments, to="choices", span=span, num_experts=experts)
-        return b.one(o.SegmentLoss, p, choices, segments, beside=routed.beside, to=to, span=span)
+        return b.one(o.SegmentLoss, p, choices, segments, optional=routed.real_operand, to=to, span=span)
     choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=routed.experts, group=group)
-    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=to, span=span, group=group)
+    return b.one(o.SwitchLoss, p, choices, optional=routed.real_operand, to=to, span=span, group=group)
 
 
 def _importance_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
@@ -114,7 +114,7 @@ def _importance_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> 
 
 def _before_noise(b: Builder, moe: Moe | Moa, routed: Routed) -> str:
     """The probabilities of all experts without the noise that a gate adds to its logits in training."""
-    p, clean, score = routed.gated.p, routed.gated.others.get("clean"), getattr(moe.gate, "score", "softmax")
+    p, clean, score = routed.gated.p, routed.gated.extras.get("clean"), getattr(moe.gate, "score", "softmax")
     assert p is not None, "the language refuses a term over what the gate does not give"
     if clean is None:
         return p
@@ -134,16 +134,16 @@ def _load_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
         p, span = _before_noise(b, moe, routed), term.span()
         loads = b.one(o.LoadsAbove, p, gated.logits, gated.e, to="parts", span=span, deviation=gate.noise)
         return _variation(b, moe, term, routed, loads)
-    clean, deviation = (gated.others[name] for name in ("clean", "deviation"))
+    clean, deviation = (gated.extras[name] for name in ("clean", "deviation"))
     loads = b.one(o.ExpectedLoads, clean, gated.logits, deviation, gated.e, to="parts", span=term.span())
     return _variation(b, moe, term, routed, loads)
 
 
 def _variation(b: Builder, moe: Moe | Moa, term: Node, routed: Routed, parts: str) -> str:
     """The squared coefficient of variation of the experts' `parts`, summed over each routing group."""
-    span, real = term.span(), routed.beside
-    totals = b.one(o.GroupTotals, parts, beside=real, to="totals", span=span, group=moe.group)
-    return b.one(o.VariationLoss, parts, totals, beside=real, to=str(term.word), span=span, group=moe.group)
+    span, real = term.span(), routed.real_operand
+    totals = b.one(o.GroupTotals, parts, optional=real, to="totals", span=span, group=moe.group)
+    return b.one(o.VariationLoss, parts, totals, optional=real, to=str(term.word), span=span, group=moe.group)
 
 
 def _sequence_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
@@ -174,13 +174,13 @@ def _device_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     assert groups is not None, "the lowering of a model completes the term"
     choices = b.one(o.CountChoices, routed.e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
     choices, p = (b.one(o.SumGroups, x, to=to, span=span, groups=groups) for x, to in ((choices, "choices"), (p, "p")))
-    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to="device_loss", span=span, group=moe.group)
+    return b.one(o.SwitchLoss, p, choices, optional=routed.real_operand, to="device_loss", span=span, group=moe.group)
 
 
 def _z_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     logits = routed.gated.logits
     assert logits is not None, "the language refuses a term over what the gate does not give"
-    return b.one(o.ZLoss, logits, beside=routed.beside, to="z_loss", span=term.span())
+    return b.one(o.ZLoss, logits, optional=routed.real_operand, to="z_loss", span=term.span())
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Moe | Moa, Node, Routed], str]] = {

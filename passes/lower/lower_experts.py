@@ -1,4 +1,4 @@
-"""Lowers the feed-forwards of experts over rows that a mixture sent to them, one function for each kind."""
+"""Lowers the feed-forwards of experts over the rows of a mixture, one function for each kind of expert."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _activated(b: Builder, sent: Sent) -> str:
     (up, down), biases, numbers = activated_weights(b, sent)
     span = sent.experts.span()
     if sent.counts is not None:
-        return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, beside=biases, to="y", span=span, **numbers)
+        return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, optional=biases, to="y", span=span, **numbers)
     numbers["all_places"] = sent.all_places
-    return b.one(o.ExpertMlpPadded, sent.rows, up, down, beside=biases, to="y", span=span, **numbers)
+    return b.one(o.ExpertMlpPadded, sent.rows, up, down, optional=biases, to="y", span=span, **numbers)
 
 
 def _linear(b: Builder, sent: Sent) -> str:
@@ -89,7 +89,7 @@ def _linear(b: Builder, sent: Sent) -> str:
     if body.bias:
         zeros = Init(kind="zeros")
         bias["bias"] = b.parameter(f"{sent.prefix}.bias", (count, dim), dtype, zeros, body.span("bias"), SHARD, EXPERTS)
-    return b.one(o.ExpertLinear, sent.rows, weight, beside={**bias, **sent.counted}, to="y", span=span)
+    return b.one(o.ExpertLinear, sent.rows, weight, optional={**bias, **sent.counted}, to="y", span=span)
 
 
 def _lora(b: Builder, sent: Sent) -> str:
@@ -112,15 +112,15 @@ def _conv(b: Builder, sent: Sent) -> str:
     shapes = {"up": (count, body.hidden, body.kernel, dim), "down": (count, dim, body.kernel, body.hidden)}
     inits = {"up": normal(), "down": residual_init(sent.subject.depth)}
     y = sent.rows
-    for part, positions, then in (("up", body.kernel, "gelu"), ("down", 1, "none")):
+    for part, positions, function in (("up", body.kernel, "gelu"), ("down", 1, "none")):
         shape = shapes[part]
         weight = b.parameter(f"{sent.prefix}.{part}.weight", shape, dtype, inits[part], span, SHARD, DOWN)
         bias = {}
         if body.bias:
             name, at = f"{sent.prefix}.{part}.bias", body.span("bias")
             bias["bias"] = b.parameter(name, shape[:2], dtype, zeros, at, SHARD, EXPERTS)
-        beside = {**bias, **sent.counted}
-        y = b.one(o.ExpertLinear, y, weight, beside=beside, to="y", span=span, positions=positions, then=then)
+        operands = {**bias, **sent.counted}
+        y = b.one(o.ExpertLinear, y, weight, optional=operands, to="y", span=span, positions=positions, then=function)
     return y
 
 

@@ -22,7 +22,7 @@ def parameters_of(body: Activated) -> dict[str, Any]:
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
-    """`down(activation(up(h)))`, or what the word says, with parameters named under `prefix`; the result's name."""
+    """`down(activation(up(h)))`, or the map of the word, with parameters named under `prefix`; the result's name."""
     if isinstance(body, LinearMap):
         return _linear(b, subject, body, prefix, h)
     if isinstance(body, Lora):
@@ -70,13 +70,13 @@ def _conv(b: Builder, subject: Subject, body: Conv, prefix: str, h: str) -> str:
     shapes = {"up": (body.hidden, body.kernel, dim), "down": (dim, body.kernel, body.hidden)}
     inits = {"up": normal(), "down": residual_init(subject.depth)}
     y = windows(b, body, h)
-    for part, positions, then in (("up", body.kernel, "gelu"), ("down", 1, "none")):
+    for part, positions, function in (("up", body.kernel, "gelu"), ("down", 1, "none")):
         shape = shapes[part]
         weight = b.parameter(f"{prefix}.{part}.weight", shape, dtype, inits[part], span, matrices=PROJECTION)
         bias = {}
         if body.bias:
             bias["bias"] = b.parameter(f"{prefix}.{part}.bias", shape[:1], dtype, zeros, body.span("bias"))
-        y = b.one(o.WindowLinear, y, weight, beside=bias, to="y", span=span, positions=positions, then=then)
+        y = b.one(o.WindowLinear, y, weight, optional=bias, to="y", span=span, positions=positions, then=function)
     return y
 
 
@@ -90,26 +90,26 @@ def windows(b: Builder, body: Node, h: str) -> str:
         return h
     reach = body.kernel - 1
     causal = all(getattr(op, "causal", True) for op in b.ops if isinstance(op, o.Attention))
-    beside = {str(value.role): value.name for value in b.inputs if value.role in ("segments", "real")}
+    marks = {str(value.role): value.name for value in b.inputs if value.role in ("segments", "real")}
     before, after = (2 * reach, 0) if causal else (reach, reach)
-    return b.one(o.Windows, h, beside=beside, to="window", span=body.span(), before=before, after=after)
+    return b.one(o.Windows, h, optional=marks, to="window", span=body.span(), before=before, after=after)
 
 
 def scale_of(body: Node) -> float:
-    """What a feed-forward's result is multiplied by: alpha / rank of a low-rank map (Hu et al. 2021, section 4.1)."""
+    """The factor on a feed-forward's result: alpha / rank of a low-rank map (Hu et al. 2021, section 4.1), else 1."""
     return body.alpha / body.rank if isinstance(body, Lora) and body.alpha is not None else 1.0
 
 
-def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:
+def add_dense_paths(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:
     """`mixed · c₀ + residual(h) · c₁ + shared(h)`, with the terms that the layer has; returns the result's name."""
     if moe.residual is not None:
         span = moe.residual.span()
-        beside = feed_forward(b, subject, moe.residual, "moe.residual", h)
+        residual = feed_forward(b, subject, moe.residual, "moe.residual", h)
         # DeepSpeed's coefficients have a bias (deepspeed/moe/layer.py, 0.19.8).
         logits = b.biased(
             _logits(b, subject, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span
         )
-        mixed = b.one(o.Mix, mixed, beside, logits, to="mixed", span=span)
+        mixed = b.one(o.Mix, mixed, residual, logits, to="mixed", span=span)
     if moe.shared is not None:
         shared = feed_forward(b, subject, moe.shared, "moe.shared", h)
         if getattr(moe.shared, "gated", False):

@@ -19,12 +19,12 @@ PARTS: Mapping[ModelPart, Sequence[str]] = {
     "residual": ("moe.residual",),
     "head": ("head",),
 }
-"""The first words of the names of each part's parameters. What weighs experts, `residual` and `shared` is `gate`'s."""
+"""The prefixes of the names of each part's parameters. The weights of `residual` and `shared` belong to `gate`."""
 
 
 def part_of(name: str) -> ModelPart:
     """The part that the parameter `name` of a block belongs to."""
-    return next(part for part, of in PARTS.items() for words in of if f"{name}.".startswith(f"{words}."))
+    return next(part for part, prefixes in PARTS.items() for words in prefixes if f"{name}.".startswith(f"{words}."))
 
 
 def freeze(blocks: Sequence[Block], frozen: Iterable[ModelPart]) -> list[Block]:

@@ -24,16 +24,16 @@ def attend_by_groups(
     model: Model,
     moa: Moa,
     h: str,
-    beside: Mapping[Role, str],
+    by_role: Mapping[Role, str],
     marks: Mapping[str, str],
     context: int | None,
 ) -> tuple[str, list[Output]]:
-    """Attention over h `[batch, sequence, dim]`: the name of what it adds to the residual stream, the counts of choices
-    of each group, and the balance term of its gate if it has one.
+    """Attention over h `[batch, sequence, dim]`: the name of its result, the outputs with the counts of choices of each
+    group, and the balance term of its gate if it has one.
 
-    `beside` names the layer's inputs beside the residual stream. `marks` and `context` are as in `attend`.
+    `by_role` names the layer's inputs beside the residual stream. `marks` and `context` are as in `attend`.
     """
-    routed = _routed(b, model.subject, moa, h, beside)
+    routed = _routed(b, model.subject, moa, h, by_role)
     width, span, e, w = moa.head_dim or model.dim // moa.heads, moa.span(), routed.e, routed.gated.w
     if moa.normalize:
         w = b.one(o.DetachedShares, w, to="shares", span=moa.span("normalize"))
@@ -44,7 +44,7 @@ def attend_by_groups(
         line, zeros = moa.span("bias"), Init(kind="zeros")
         bias["bias"] = b.parameter("attention.q.bias", shape[:3], model.dtype, zeros, line, {"tp": 1}, Matrices(1))
     some_are_none = routed.some_are_none
-    q = b.one(o.ChosenHeads, h, e, weight, beside=bias, to="q", span=span, some_are_none=some_are_none)
+    q = b.one(o.ChosenHeads, h, e, weight, optional=bias, to="q", span=span, some_are_none=some_are_none)
     kv_heads = moa.kv_heads or moa.heads
     k = project(b, model, moa, h, "k", kv_heads)
     v = clipped(b, moa, "v", project(b, model, moa, h, "v", kv_heads))
@@ -59,13 +59,13 @@ def attend_by_groups(
     return y, [Output(counts, "head_counts"), *balance]
 
 
-def _routed(b: Builder, subject: Subject, moa: Moa, h: str, beside: Mapping[Role, str]) -> Routed:
+def _routed(b: Builder, subject: Subject, moa: Moa, h: str, by_role: Mapping[Role, str]) -> Routed:
     """The groups of each token, −1 for padding tokens."""
-    gated = lower_gate(b, subject, moa.gate, moa.experts, h, beside, moa.group, of_heads=True).rounded(
+    gated = lower_gate(b, subject, moa.gate, moa.experts, h, by_role, moa.group, for_heads=True).rounded(
         b, subject, moa.gate.span()
     )
-    e, real = gated.e, (beside["real"],) if "real" in beside else ()
+    e, real = gated.e, (by_role["real"],) if "real" in by_role else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moa.gate.span())
-    segments = beside.get("segments") if moa.group == "sequence" else None
+    segments = by_role.get("segments") if moa.group == "sequence" else None
     return Routed(gated=gated, e=e, kept=e, experts=moa.experts, real=real, segments=segments)

@@ -1,4 +1,4 @@
-"""Lowers what a model of images has in place of ids: patches, and the logits of a class."""
+"""Lowers the patches of a model of images, which replace ids, and the logits of classes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def images_of(patches: Patches) -> Value:
 
 def patch_numbers(b: Builder, model: Model, patches: Patches) -> str:
     """The number of each token in its image, in place of ids."""
-    span, first = patches.span(), model.has_class_token
-    return b.one(o.PatchNumbers, "images", to="patches", span=span, size=patches.size, first=first)
+    span, has_class_token = patches.span(), model.has_class_token
+    return b.one(o.PatchNumbers, "images", to="patches", span=span, size=patches.size, first=has_class_token)
 
 
 def patch_vectors(b: Builder, model: Model, patches: Patches) -> str:
@@ -27,12 +27,12 @@ def patch_vectors(b: Builder, model: Model, patches: Patches) -> str:
     """
     shape = (model.dim, patches.channels, patches.size, patches.size)
     weight = b.parameter("embedding.weight", shape, model.dtype, normal(), patches.span(), matrices=TABLE)
-    first = {}
+    class_token = {}
     if model.has_class_token:
         assert model.head is not None
         zeros, line = Init(kind="zeros"), model.head.span("pool")
-        first["first"] = b.parameter("class_token.weight", (model.dim,), model.dtype, zeros, line)
-    return b.one(o.PatchEmbed, "images", weight, beside=first, to="x", span=patches.span())
+        class_token["first"] = b.parameter("class_token.weight", (model.dim,), model.dtype, zeros, line)
+    return b.one(o.PatchEmbed, "images", weight, optional=class_token, to="x", span=patches.span())
 
 
 def window_numbers(b: Builder, model: Model, windows: Windows, v: str) -> str:

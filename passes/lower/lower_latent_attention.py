@@ -25,7 +25,7 @@ def latent_heads(
     A head's query and key have `nope_dim` dims without positions, then `rope_dim` with them; the latter part of a key
     is one vector for all heads (equations 14 to 17).
     """
-    span, heads, own, turning = attention.span(), attention.heads, attention.nope_dim, attention.rope_dim
+    span, heads, nope_dim, rope_dim = attention.span(), attention.heads, attention.nope_dim, attention.rope_dim
 
     def latent(name: str, rank: int) -> str:
         """The normed latent vector (equations 9 and 12)."""
@@ -40,7 +40,7 @@ def latent_heads(
             return x
         return b.biased(x, f"attention.{name}.bias", attention.span("bias"))
 
-    def made(name: str, x: str, rank: int, width: int) -> str:
+    def projected(name: str, x: str, rank: int, width: int) -> str:
         shape = (heads, width, rank)
         weight = b.parameter(
             f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, HEADS_ARE_ROWS
@@ -48,16 +48,16 @@ def latent_heads(
         return b.one(o.Linear, x, weight, to=name, span=span)
 
     if attention.q_rank is None:
-        q = made("q", h, model.dim, own + turning)
+        q = projected("q", h, model.dim, nope_dim + rope_dim)
     else:
-        q = made("q", latent("q_down", attention.q_rank), attention.q_rank, own + turning)
+        q = projected("q", latent("q_down", attention.q_rank), attention.q_rank, nope_dim + rope_dim)
     kv = latent("kv_down", attention.kv_rank)
-    k, v = made("k", kv, attention.kv_rank, own), made("v", kv, attention.kv_rank, attention.value_dim)
-    shape = (1, turning, model.dim)
+    k, v = projected("k", kv, attention.kv_rank, nope_dim), projected("v", kv, attention.kv_rank, attention.value_dim)
+    shape = (1, rope_dim, model.dim)
     weight = b.parameter("attention.k_rope.weight", shape, model.dtype, normal(), span, matrices=HEADS_ARE_ROWS)
     shared = biased(b.one(o.Linear, h, weight, to="k_rope", span=span), "k_rope")
     if attention.rope is not None:
-        line, how = attention.rope.span(), rotation(attention.rope, turning, context)
-        q = b.one(o.Rope, q, beside=marks, to="q", span=line, **{**how, "start": own, "width": turning})
-        shared = b.one(o.Rope, shared, beside=marks, to="k_rope", span=line, **how)
+        line, rotary = attention.rope.span(), rotation(attention.rope, rope_dim, context)
+        q = b.one(o.Rope, q, optional=marks, to="q", span=line, **{**rotary, "start": nope_dim, "width": rope_dim})
+        shared = b.one(o.Rope, shared, optional=marks, to="k_rope", span=line, **rotary)
     return q, b.one(o.JoinShared, k, shared, to="k", span=span), v

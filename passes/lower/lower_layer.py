@@ -21,8 +21,8 @@ def layer_blocks(layer: LayerModule, subject: Subject) -> list[Block]:
     span = layer.span()
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype, role="residual")
     b = Builder(f"layers{layer_set_name([0])}", [x], span)
-    mixed, others = mixture(b, subject, layer.moe, "x", {})
-    body, *updates = with_update(b.block([Output(mixed, "residual"), *others]), layer.moe.gate, [0])
+    mixed, outputs = mixture(b, subject, layer.moe, "x", {})
+    body, *updates = with_update(b.block([Output(mixed, "residual"), *outputs]), layer.moe.gate, [0])
     forward = _forward_block(x, body)
     balance = balance_blocks_of_vectors(x, span) if body.output("balance") is not None else ()
     return [body, forward, *balance, *updates]
@@ -30,5 +30,5 @@ def layer_blocks(layer: LayerModule, subject: Subject) -> list[Block]:
 
 def _forward_block(x: Value, body: Block) -> Block:
     b = Builder("forward", [x], body.span)
-    y, *beside = call_layer(b, body, 0, ["x"], to="y")
-    return b.block(forward_outputs(b, Output(y.name, "residual"), beside))
+    y, *outputs = call_layer(b, body, 0, ["x"], to="y")
+    return b.block(forward_outputs(b, Output(y.name, "residual"), outputs))

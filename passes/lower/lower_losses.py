@@ -69,7 +69,7 @@ def _aux_loss_block(span: Span | None) -> Block:
     return b.block([Output(b.one(o.Mean, "balance", "num_tokens", to="aux_loss"), "loss")], final=True)
 
 
-def _count_block(name: str, counted: Value, op: type[Op], role: Role, span: Span | None, **attributes: Any) -> Block:
-    """The block `name`, which counts `counted` over all ranks with `op`."""
-    b = Builder(name, [counted], span)
-    return b.block([Output(b.one(op, counted.name, to="count", **attributes), role)], final=True)
+def _count_block(name: str, value: Value, op: type[Op], role: Role, span: Span | None, **attributes: Any) -> Block:
+    """The block `name`, which counts `value` over all ranks with `op`."""
+    b = Builder(name, [value], span)
+    return b.block([Output(b.one(op, value.name, to="count", **attributes), role)], final=True)

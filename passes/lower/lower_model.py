@@ -53,7 +53,7 @@ def _model_blocks(spec: Spec) -> list[Block]:
         for layer, numbers in layers
     ]
     blocks = [block for block, *_ in lowered]
-    updates = [update for _, *rest in lowered for update in rest]
+    updates = [update for _, *updates_of_layer in lowered for update in updates_of_layer]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     balance = balance_blocks_of_tokens(model) if forward.output("balance") is not None else []
@@ -74,17 +74,17 @@ def _stated_context(spec: Spec) -> int | None:
 def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     model, replay = spec.model, spec.train is not None and spec.train.replay
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
-    beside = {role: token_input(role) for role in _beside_residual(model, layer)}
-    marks: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
-    if "real" in beside and not layer.attention.causal:
+    inputs = {role: token_input(role) for role in _beside_residual(model, layer)}
+    marks: dict[str, str] = {role: role for role in ("segments", "positions") if role in inputs}
+    if "real" in inputs and not layer.attention.causal:
         marks["real"] = "real"
-    b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    named = {role: value.name for role, value in beside.items()}
-    parallel, others, of_heads = model.parallel_residual, list[Output](), list[Output]()
+    b = Builder(f"layers{layer_set_name(numbers)}", [x, *inputs.values()], layer.span())
+    by_role = {role: value.name for role, value in inputs.items()}
+    parallel, outputs, head_outputs = model.parallel_residual, list[Output](), list[Output]()
     h = before(b, model, "x", "attention")
     if isinstance(layer.attention, Moa):
         context = _stated_context(spec)
-        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, marks, context)
+        attended, head_outputs = attend_by_groups(b, model, layer.attention, h, by_role, marks, context)
     else:
         attended = attend(b, model, layer.attention, h, marks, _stated_context(spec))
     residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
@@ -93,23 +93,23 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
     else:
-        fed, others = mixture(b, subject, layer.moe, h, named, replay=replay)
+        fed, outputs = mixture(b, subject, layer.moe, h, by_role, replay=replay)
     if parallel != "none":  # under tp two partial sums are one, and reduced once (PaLM, arXiv 2204.02311, section 2)
         fed = b.one(o.Add, attended, fed, to="both", span=model.span("parallel_residual"))
     y = added(b, model, residual, fed, "ffn")
-    return b.block([Output(y, "residual"), *with_one_balance(b, [*others, *of_heads])])
+    return b.block([Output(y, "residual"), *with_one_balance(b, [*outputs, *head_outputs])])
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     """The roles of a layer's inputs beside the residual stream, which its attention and its mixture use."""
-    texts: tuple[Role, ...] = ()
+    packing: tuple[Role, ...] = ()
     if model.embedding.packs:
-        texts = ("segments", "positions") if layer.attention.rope is not None else ("segments",)
+        packing = ("segments", "positions") if layer.attention.rope is not None else ("segments",)
     by_heads = isinstance(layer.attention, Moa)
     gates = (*(layer.moe.inputs() if layer.moe else ()), *layer.attention.inputs())
     gate: tuple[Role, ...] = tuple(dict.fromkeys(gates))
-    looks = layer.moe is not None or by_heads or isinstance(layer.ffn, Conv) or not layer.attention.causal
-    return (*texts, *gate, *(("real",) if looks and model.embedding.padding is not None else ()))
+    needs_real = layer.moe is not None or by_heads or isinstance(layer.ffn, Conv) or not layer.attention.causal
+    return (*packing, *gate, *(("real",) if needs_real and model.embedding.padding is not None else ()))
 
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
@@ -123,23 +123,23 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
         ids = patch_numbers(b, model, embedding)
-    handed, choices = _numbers_of_tokens(b, model, layers, ids), choices_of_layers(b, layers)
+    names_by_role, choices = _numbers_of_tokens(b, model, layers, ids), choices_of_layers(b, layers)
     x, table = _vectors(b, model)
     if embedding.positions == "learned":
         line = embedding.span("positions")
         shape = (context_of(spec), model.dim)
-        learned = b.parameter("positions.weight", shape, model.dtype, normal(), line, matrices=TABLE)
-        beside = {"positions": handed["positions"]} if "positions" in handed else {}
-        added = b.one(o.EmbedPositions, ids, learned, beside=beside, to="positions", span=line)
-        x = b.one(o.Add, x, added, to="x", span=embedding.span())
+        table_of_positions = b.parameter("positions.weight", shape, model.dtype, normal(), line, matrices=TABLE)
+        optional = {"positions": names_by_role["positions"]} if "positions" in names_by_role else {}
+        positions = b.one(o.EmbedPositions, ids, table_of_positions, optional=optional, to="positions", span=line)
+        x = b.one(o.Add, x, positions, to="x", span=embedding.span())
     layer_outputs, pooled = list[Output](), Pooled(b)
     for number, block in enumerate(layers):
-        handed["choices"] = choices[number]
-        stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
+        names_by_role["choices"] = choices[number]
+        stream, *outputs = call_layer(b, block, number, [x, *(names_by_role[value.role] for value in block.inputs[1:])])
         x = stream.name
-        layer_outputs += others
-        pooled.add(model.layers[number].moe, others)
-    layer_outputs += pooled.balance(handed.get("real"))
+        layer_outputs += outputs
+        pooled.add(model.layers[number].moe, outputs)
+    layer_outputs += pooled.balance(names_by_role.get("real"))
     return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), layer_outputs))
 
 
@@ -178,10 +178,10 @@ def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: s
     """The whole numbers of each token that `forward` has or computes for layers, by role. `ids` has one per token."""
     embedding = model.embedding
     numbers: dict[Role | None, str] = {"tokens": ids}
-    taken = {value.role for block in layers for value in block.inputs}
+    roles = {value.role for block in layers for value in block.inputs}
     if embedding.padding == "given":
         numbers["real"] = "real"
-    elif "real" in taken:
+    elif "real" in roles:
         padding = embedding.span("padding")
         numbers["real"] = b.one(o.RealTokens, "tokens", to="real", span=padding, padding=embedding.padding)
     if embedding.separator is not None:
@@ -192,7 +192,7 @@ def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: s
         line = embedding.span("segments")
         names = b.add(o.NumberSegments, "segments", to="segments positions", span=line)
         numbers["segments"], numbers["positions"] = names
-    if "keys" in taken:
+    if "keys" in roles:
         settings = b.setting(SEED), b.setting(STEP)
         numbers["keys"] = b.one(o.TokenKeys, ids, "sequences", *settings, to="keys", span=model.span())
     return numbers

@@ -1,4 +1,4 @@
-"""Lowers norms, and what stands around a layer's sublayers (attention, feed-forward): norms and the residual sum."""
+"""Lowers norms, and the norms and residual sums around a layer's sublayers (attention, feed-forward)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def norm(b: Builder, model: Model, x: str, name: str, to: str = "h") -> str:
         return b.one(o.RmsNorm, x, weight, to=to, span=span, eps=norm.eps)
     zeros = Init(kind="zeros")
     bias = {"bias": b.parameter(f"{name}.bias", (model.dim,), model.dtype, zeros, span)} if norm.bias else {}
-    return b.one(o.LayerNorm, x, weight, beside=bias, to=to, span=span, eps=norm.eps)
+    return b.one(o.LayerNorm, x, weight, optional=bias, to=to, span=span, eps=norm.eps)
 
 
 def before(b: Builder, model: Model, x: str, sublayer: str) -> str:
@@ -24,19 +24,19 @@ def before(b: Builder, model: Model, x: str, sublayer: str) -> str:
     return norm(b, model, x, f"{sublayer}_norm") if model.norm_place in ("pre", "sandwich") else x
 
 
-def added(b: Builder, model: Model, x: str, more: str, sublayer: str) -> str:
-    """The residual stream after a sublayer that gives `more`: `x + residual_multiplier · more`, with r the multiplier:
+def added(b: Builder, model: Model, x: str, y: str, sublayer: str) -> str:
+    """The residual stream x after a sublayer with the result y, where r is `residual_multiplier`:
 
-    - `pre`: `x + r · more` (Radford et al. 2019; Xiong et al. 2020, arXiv 2002.04745);
-    - `post`: `norm(x + r · more)` (Vaswani et al. 2017, arXiv 1706.03762, section 3.1);
-    - `res_post`: `x + r · norm(more)` (Swin V2, Liu et al. 2021, arXiv 2111.09883, section 3.2; OLMo 2, arXiv
+    - `pre`: `x + r · y` (Radford et al. 2019; Xiong et al. 2020, arXiv 2002.04745);
+    - `post`: `norm(x + r · y)` (Vaswani et al. 2017, arXiv 1706.03762, section 3.1);
+    - `res_post`: `x + r · norm(y)` (Swin V2, Liu et al. 2021, arXiv 2111.09883, section 3.2; OLMo 2, arXiv
       2501.00656, section 3.1);
     - `sandwich`: the same, with a norm before the sublayer too (CogView, Ding et al. 2021, arXiv 2105.13290, section
       2.4; Gemma 2, arXiv 2408.00118, section 2).
     """
     place, name = model.norm_place, f"{sublayer}_post_norm"
     if place in ("res_post", "sandwich"):
-        more = norm(b, model, more, name)
-    more = b.scaled(more, model.residual_multiplier, model.span("residual_multiplier"))
-    total = b.one(o.Add, x, more, to="x")
+        y = norm(b, model, y, name)
+    y = b.scaled(y, model.residual_multiplier, model.span("residual_multiplier"))
+    total = b.one(o.Add, x, y, to="x")
     return norm(b, model, total, name, to="x") if place == "post" else total

@@ -1,4 +1,4 @@
-"""Lowers a balance term over the tokens of all layers: what layers give to it, and its sum in `forward`."""
+"""Lowers a balance term over the tokens of all layers: the outputs of layers, and their sum in `forward`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pooled:
     choices: str = ""
 
     def add(self, moe: Moe | None, outputs: Sequence[Output]) -> None:
-        """Adds what the call of a layer gave."""
+        """Adds the outputs of a layer's call."""
         if moe is None or (term := moe.pooled) is None:
             return
         names = {output.role: output.name for output in outputs}
@@ -55,10 +55,8 @@ class Pooled:
             return []
         term, group = self.layers[0].pooled, self.layers[0].group
         assert term is not None
-        beside = {"real": real} if real else {}
-        loss = self.b.one(
-            o.SwitchLoss, self.p, self.choices, beside=beside, to="switch_loss", span=term.span(), group=group
-        )
+        marks, span = {"real": real} if real else {}, term.span()
+        loss = self.b.one(o.SwitchLoss, self.p, self.choices, optional=marks, to="switch_loss", span=span, group=group)
         weights = (term.weight / len(self.layers),)
         weighted = self.b.one(o.WeightedSum, loss, to="pooled_balance", span=term.span(), weights=weights)
         return [Output(weighted, "balance")]

@@ -14,39 +14,39 @@ from moec.passes.lower.gates import BIAS
 from moec.passes.lower.lower_balance import Routed
 
 QUEUES = 7
-"""The stream of random numbers of a queue's order, which no gate has."""
+"""The stream of random numbers for the order of queues; no gate has this stream."""
 
 
 def capacity_of(moe: Moe) -> dict[str, Any]:
     """The attributes of an op with the capacity of a mixture that drops choices."""
     capacity = moe.capacity
     if isinstance(capacity, Factor):
-        factor, evaluated, least = capacity.factor, capacity.eval or capacity.factor, capacity.min
+        factor, eval_factor, minimum = capacity.factor, capacity.eval or capacity.factor, capacity.min
     else:
         assert isinstance(capacity, Dynamic)
         assert capacity.max is not None
-        factor, evaluated, least = capacity.max, capacity.max, 1
+        factor, eval_factor, minimum = capacity.max, capacity.max, 1
     return {
         "group": moe.group,
         "parts": factor.numerator,
         "whole": factor.denominator,
-        "eval_parts": evaluated.numerator,
-        "eval_whole": evaluated.denominator,
-        "least": least,
+        "eval_parts": eval_factor.numerator,
+        "eval_whole": eval_factor.denominator,
+        "least": minimum,
     }
 
 
 def varying(b: Builder, moe: Moe) -> dict[str, str]:
     """The optional operand `training` of an op whose capacity differs in evaluation."""
-    how = capacity_of(moe)
-    differs = how["parts"] * how["eval_whole"] != how["eval_parts"] * how["whole"]
+    capacity = capacity_of(moe)
+    differs = capacity["parts"] * capacity["eval_whole"] != capacity["eval_parts"] * capacity["whole"]
     return {"training": b.setting(TRAINING)} if differs else {}
 
 
-def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
+def with_places(b: Builder, moe: Moe, routed: Routed, by_role: Mapping[Role, str]) -> Routed:
     """The choices after drops, where an op beside the permutation drops them: in queues of texts or in another order
     than that of tokens, by reroutes, and where the kept weights are divided by their sum."""
-    placed, capacity = _placed(b, moe, routed, beside), moe.capacity
+    placed, capacity = _placed(b, moe, routed, by_role), moe.capacity
     if not (isinstance(capacity, Factor) and capacity.renormalize):
         return placed
     kept = places_in_order(b, moe, placed.e) if placed.kept == placed.e else placed.kept
@@ -66,35 +66,35 @@ def starts_of(b: Builder, moe: Moe, e: str) -> str:
 def places_in_order(b: Builder, moe: Moe, e: str) -> str:
     """The choices that find a place, in the order of tokens; −1 for those that are dropped."""
     return b.one(
-        o.KeepChoices, e, starts_of(b, moe, e), beside=varying(b, moe), to="kept",
+        o.KeepChoices, e, starts_of(b, moe, e), optional=varying(b, moe), to="kept",
         span=moe.span("capacity"), **capacity_of(moe),
     )  # fmt: skip
 
 
-def _placed(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
-    capacity, how = moe.capacity, capacity_of(moe) if moe.drops else {}
+def _placed(b: Builder, moe: Moe, routed: Routed, by_role: Mapping[Role, str]) -> Routed:
+    capacity, attributes = moe.capacity, capacity_of(moe) if moe.drops else {}
     if moe.drops and routed.segments is not None:
         return replace(routed, kept=_kept_in_segments(b, moe, routed, routed.segments))
     if moe.order in ("weight", "token"):
         return replace(routed, kept=_best(b, moe, routed))
-    ordered = {"priorities": _priorities(b, moe, routed, beside)} if moe.order != "sequence" else {}
+    priorities = {"priorities": _priorities(b, moe, routed, by_role)} if moe.order != "sequence" else {}
     if moe.overflow == "reroute":
-        return _rerouted(b, moe, routed, ordered)
-    if not ordered:
+        return _rerouted(b, moe, routed, priorities)
+    if not priorities:
         return routed
     kept = b.one(
-        o.KeepFirst, routed.e, *ordered.values(), beside=varying(b, moe), to="kept",
-        span=capacity.span("order") or moe.span("capacity"), num_experts=routed.experts, **how,
+        o.KeepFirst, routed.e, *priorities.values(), optional=varying(b, moe), to="kept",
+        span=capacity.span("order") or moe.span("capacity"), num_experts=routed.experts, **attributes,
     )  # fmt: skip
     return replace(routed, kept=kept)
 
 
 def _kept_in_segments(b: Builder, moe: Moe, routed: Routed, segments: str) -> str:
     """The name of the choices, −1 for those beyond the capacity of their segment."""
-    how = {name: value for name, value in capacity_of(moe).items() if name != "group"}
+    attributes = {name: value for name, value in capacity_of(moe).items() if name != "group"}
     return b.one(
-        o.KeepInSegments, routed.e, segments, beside=varying(b, moe), to="kept", span=moe.span("capacity"),
-        num_experts=routed.experts, **how,
+        o.KeepInSegments, routed.e, segments, optional=varying(b, moe), to="kept", span=moe.span("capacity"),
+        num_experts=routed.experts, **attributes,
     )  # fmt: skip
 
 
@@ -103,33 +103,33 @@ def _best(b: Builder, moe: Moe, routed: Routed) -> str:
     assert moe.overflow != "reroute", "the language refuses reroutes in such an order"
     priorities = {"priorities": routed.gated.w} if moe.order == "weight" else {}
     return b.one(
-        o.KeepBest, routed.e, beside={**priorities, **varying(b, moe)}, to="kept", span=moe.capacity.span("order"),
+        o.KeepBest, routed.e, optional={**priorities, **varying(b, moe)}, to="kept", span=moe.capacity.span("order"),
         num_experts=routed.experts, **capacity_of(moe),
     )  # fmt: skip
 
 
-def _rerouted(b: Builder, moe: Moe, routed: Routed, ordered: Mapping[str, str]) -> Routed:
-    """Weights are by the gate's own rule, of the experts that choices got; a dropped choice counts as its first one."""
+def _rerouted(b: Builder, moe: Moe, routed: Routed, priorities: Mapping[str, str]) -> Routed:
+    """The gate's rule weighs the experts that the choices got; for a dropped choice, its first expert."""
     gate, span, logits = moe.gate, moe.span("overflow"), routed.gated.logits
     assert logits is not None, "the language refuses reroutes of other gates"
     bias = {"bias": f"^{BIAS}"} if isinstance(getattr(gate, "bias", None), Online) else {}
     rule: dict[str, Any] = {name: getattr(gate, name, default) for name, default in _RULE.items()}
     kept, scored = b.add(
-        o.Reroute, logits, routed.e, beside={**ordered, **bias, **varying(b, moe)}, to="rerouted scored", span=span,
-        score=rule["score"], **capacity_of(moe),
+        o.Reroute, logits, routed.e, optional={**priorities, **bias, **varying(b, moe)}, to="rerouted scored",
+        span=span, score=rule["score"], **capacity_of(moe),
     )  # fmt: skip
     weights = b.one(o.ChosenWeights, logits, scored, to="w", span=span, **rule)
     return replace(routed, kept=kept, chosen_w=routed.gated.w, gated=replace(routed.gated, w=weights))
 
 
 _RULE = {"score": "softmax", "order": "before", "normalize": False, "scale": 1.0}
-"""How a gate weighs choices: its options, and what `switch` and `batch_priority` do."""
+"""The options by which a gate weighs choices, with the values of `switch` and `batch_priority`."""
 
 
-def _priorities(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> str:
+def _priorities(b: Builder, moe: Moe, routed: Routed, by_role: Mapping[Role, str]) -> str:
     span = moe.capacity.span("order") or moe.gate.span()
     scores = routed.gated.p or routed.gated.w
     if moe.order == "random":  # equal numbers in evaluation
-        keys, training = beside["keys"], b.setting(TRAINING)
+        keys, training = by_role["keys"], b.setting(TRAINING)
         scores = b.one(o.Uniform, keys, training, to="numbers", span=span, count=1, stream=QUEUES)
     return b.one(o.BestScore, scores, to="priorities", span=span)

@@ -1,4 +1,4 @@
-"""Lowers what a model with `train { replay = true }` has more: routes that it takes, and routes that it gives."""
+"""Lowers the routes of a model with `train { replay = true }`: those that it takes, and those that it gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moec.passes.lower.lower_losses import TOKENS
 
 def replayed(b: Builder, gated: Gated, span: Located) -> Gated:
     """The gate's results with the choices of a new input of the layer, and the weights that the gate gives them."""
-    gate = b.maker(gated.e)
+    gate = b.producer(gated.e)
     assert gate.scores, "the language refuses `replay` for gates without scores"
     scores, k = gate.named(gate.operands)[gate.scores], b.scope[gated.e].shape[-1]
     choices = b.input(Value(name="choices", shape=(*TOKENS, k), dtype="int64", role="choices"))
@@ -35,8 +35,8 @@ def choices_of_layers(b: Builder, layers: Sequence[Block]) -> list[str]:
     for number, block in enumerate(layers):
         width, mixture = _width(block), sum(map(bool, names))
         to = f"given_{number}"
-        taken = b.one(o.TakeRoutes, "routes", to=to, span=block.span, mixture=mixture, k=width) if width else ""
-        names.append(taken)
+        choices = b.one(o.TakeRoutes, "routes", to=to, span=block.span, mixture=mixture, k=width) if width else ""
+        names.append(choices)
     return names
 
 
@@ -45,14 +45,14 @@ def given_routes(b: Builder, layer_outputs: Sequence[Output]) -> list[Output]:
     choices = [output.name for output in layer_outputs if output.role == "choices"]
     if not choices:
         return []
-    most = max(width for name in choices if isinstance(width := b.scope[name].shape[-1], int))
-    stacked = b.one(o.StackRoutes, *choices, to="stacked", most=most)
+    largest_k = max(width for name in choices if isinstance(width := b.scope[name].shape[-1], int))
+    stacked = b.one(o.StackRoutes, *choices, to="stacked", most=largest_k)
     return [Output(b.one(o.WholeSequences, stacked, to="chosen"), "routes")]
 
 
 def _width(block: Block) -> int:
     """The choices of a token that a layer takes; 0 of a layer that takes none."""
-    taken = block.input("choices")
-    width = 0 if taken is None else taken.shape[-1]
+    choices = block.input("choices")
+    width = 0 if choices is None else choices.shape[-1]
     assert isinstance(width, int)
     return width

@@ -72,8 +72,8 @@ def _ntk(scaling: Ntk, theta: float, width: int, context: int | None) -> list[fl
 def _llama3(scaling: Llama3, frequency: float) -> float:
     """Frequencies are kept above `high` turns in the original context, divided below `low`, mixed between."""
     turns = scaling.original * frequency / (2 * math.pi)
-    kept = min(max((turns - scaling.low) / (scaling.high - scaling.low), 0.0), 1.0)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+    high_share = min(max((turns - scaling.low) / (scaling.high - scaling.low), 0.0), 1.0)
+    return (1 - high_share) * frequency / scaling.factor + high_share * frequency
 
 
 def _longrope(scaling: LongRope, plain: list[float], context: int | None) -> tuple[list[float], float]:
@@ -81,9 +81,9 @@ def _longrope(scaling: LongRope, plain: list[float], context: int | None) -> tup
     sqrt(1 + ln(context / original) / ln(original)) (Ding et al. 2024, section 3.3)."""
     assert context is not None, "the language requires a context or a train.sequence"
     if context <= scaling.original:
-        return [frequency / by for frequency, by in zip(plain, scaling.short, strict=True)], 1.0
+        return [frequency / factor for frequency, factor in zip(plain, scaling.short, strict=True)], 1.0
     growth = math.log(context / scaling.original) / math.log(scaling.original)
-    return [frequency / by for frequency, by in zip(plain, scaling.long, strict=True)], math.sqrt(1 + growth)
+    return [frequency / factor for frequency, factor in zip(plain, scaling.long, strict=True)], math.sqrt(1 + growth)
 
 
 def _yarn(scaling: Yarn, theta: float, plain: list[float]) -> list[float]:

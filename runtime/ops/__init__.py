@@ -1,12 +1,11 @@
 # ruff: noqa: F401  (operators are called by name)
 """The operators that compiled graphs are made of, registered as `torch.ops.moec.*` on import.
 
-Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered
-operators, and its arithmetic in a backend (`moec.runtime.backends`). None aliases its inputs, and only
-`cached_attention` of generation, which has no gradient, mutates one. Letters in
-shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G parts of an activation
-(2 if gated, else 1). The collectives, in `ragged_collectives.py` and `dense_collectives.py`, are operators of the same
-kind.
+Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered operators,
+and its arithmetic in a backend (`moec.runtime.backends`). None aliases its inputs, and only `cached_attention` of
+generation, which has no gradient, mutates one. Letters in shapes: B sequences, S tokens each, D model dim, E experts, k
+choices, R rows, F hidden width, G parts of an activation (2 if gated, else 1). The collectives, in
+`ragged_collectives.py` and `dense_collectives.py`, are operators of the same kind.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.backends.torch import torch_routing
-from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.ops.registry import check, define, differentiate, save_inputs
 
 # ---- count_choices -----------------------------------------------------------------------------------
 
@@ -26,13 +26,9 @@ def _check_count_choices(experts: Tensor, num_experts: int, groups: int) -> None
     )
 
 
-def _fake_count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:
-    return experts.new_empty((groups or experts.shape[0], num_experts))
-
-
 count_choices = define(
     schema_of(o.CountChoices),
-    fake=_fake_count_choices,
+    fake=lambda experts, num_experts, groups: experts.new_empty((groups or experts.shape[0], num_experts)),
     check=_check_count_choices,
     gives_integers=True,
 )
@@ -57,13 +53,9 @@ def _check_switch_loss(probabilities: Tensor, choices: Tensor) -> None:
     )
 
 
-def _fake_switch_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
-    return probabilities.new_empty(())
-
-
 switch_loss = define(
     "switch_loss(Tensor probabilities, Tensor choices) -> Tensor",
-    fake=_fake_switch_loss,
+    fake=lambda probabilities, choices: probabilities.new_empty(()),
     check=_check_switch_loss,
 )
 """Sum over groups of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
@@ -76,23 +68,11 @@ balanced. 0 if there are no tokens.
 """
 
 
-def _check_switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> None:
-    _check_switch_loss(probabilities, choices)
-
-
-def _fake_switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
-    return probabilities.new_empty(probabilities.shape)
-
-
 switch_loss_backward = define(
     "switch_loss_backward(Tensor grad, Tensor probabilities, Tensor choices) -> Tensor",
-    fake=_fake_switch_loss_backward,
-    check=_check_switch_loss_backward,
+    fake=lambda grad, probabilities, choices: probabilities.new_empty(probabilities.shape),
+    check=lambda grad, probabilities, choices: _check_switch_loss(probabilities, choices),
 )
-
-
-def _setup_switch_loss(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -102,8 +82,8 @@ def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 differentiate(
     switch_loss,
-    setup=_setup_switch_loss,
+    setup=save_inputs,
     backward=_differentiate_switch_loss,
     composition=lambda inputs, outputs: (torch_routing.switch_loss(*inputs),),
-    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+    saved_inputs=lambda ctx, grad: (ctx.saved_tensors, ()),
 )

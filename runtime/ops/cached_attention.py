@@ -1,8 +1,8 @@
 """`cached_attention` and `turn`: attention and rotary positions of generation, over keys and values of earlier tokens.
 
-A cache has a place for each token of a sequence, in order: a token at place p sees the places 0 to p. Places of padding
-at the end of a prompt are written too, and written again by the tokens that come there, before any token sees them.
-These operators have no gradient. `cached_attention` writes to the cache that it is given.
+A cache has a place for each token of a sequence, in order: a token at place p sees the places 0 to p. Padding at the
+end of a prompt is written to its places too; the tokens that come there overwrite it before any token sees it. These
+operators have no gradient. `cached_attention` writes to its operands `keys` and `values`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor
 from moec.runtime.backends.torch.torch_rope import turned
 from moec.runtime.ops.masked_attention import added_mask, attend, with_sink_token
 from moec.runtime.ops.registry import check, define
-
-__all__ = ["cached_attention", "turn"]
 
 aten = torch.ops.aten
 
@@ -53,31 +51,31 @@ def _attend(
         keys[rows, :, places], values[rows, :, places] = k, v
     if begin == 0 and tokens == end:
         return attend(q, k, v, sinks, starts, None, True, window, scale)[0]
-    first = max(0, begin - window + 1) if window and begin >= 0 else 0
-    seen = keys[:, :, first:end], values[:, :, first:end]
-    sees_all = begin >= 0 and begin + 1 == end and starts is None
-    mask = None if sees_all else _mask(places, starts, first, end, window)
+    first_place = max(0, begin - window + 1) if window and begin >= 0 else 0
+    cached = keys[:, :, first_place:end], values[:, :, first_place:end]
+    no_mask = begin >= 0 and begin + 1 == end and starts is None
+    mask = None if no_mask else _mask(places, starts, first_place, end, window)
     if q.device.type != "cpu":
-        k, v = (x.transpose(1, 2) for x in seen)
+        k, v = (x.transpose(1, 2) for x in cached)
         return with_sink_token(q, k, v, sinks, mask, False, scale).contiguous()
     attended, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), *seen, 0.0, False, attn_mask=added_mask(mask, q.dtype), scale=scale
+        q.transpose(1, 2), *cached, 0.0, False, attn_mask=added_mask(mask, q.dtype), scale=scale
     )
     if sinks is not None:
         shares = torch.exp(sums - torch.logaddexp(sums, sinks.to(sums.dtype)[:, None]))
         attended = attended * shares[..., None].to(q.dtype)
-    whole: Tensor = attended.transpose(1, 2).contiguous()
-    return whole
+    result: Tensor = attended.transpose(1, 2).contiguous()
+    return result
 
 
-def _mask(places: Tensor, starts: Tensor | None, first: int, end: int, window: int) -> Tensor:
-    """Which of the places `first` to `end` each token sees, bool [B, 1, T, end − first]."""
-    at, there = places[:, :, None], torch.arange(first, end, device=places.device)
-    mask = there <= at
+def _mask(places: Tensor, starts: Tensor | None, first_place: int, end: int, window: int) -> Tensor:
+    """The places from `first_place` to `end` that each token sees, bool [B, 1, T, end − first_place]."""
+    own_places, seen_places = places[:, :, None], torch.arange(first_place, end, device=places.device)
+    mask = seen_places <= own_places
     if window:
-        mask = mask & (there > at - window)
+        mask = mask & (seen_places > own_places - window)
     if starts is not None:
-        mask = mask & (there >= starts[:, :, None])
+        mask = mask & (seen_places >= starts[:, :, None])
     return mask[:, None]
 
 
@@ -99,9 +97,9 @@ token's text begins, which it sees nothing before. `window`, `sinks`, `scale`: a
 
 def _check_turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> None:
     width = cos.shape[-1]
-    whole = width == x.shape[-1] and start == 0 and not interleaved
+    is_whole_head = width == x.shape[-1] and start == 0 and not interleaved
     check(
-        x.dim() == 4 and cos.shape == sin.shape and (whole or start + 2 * width <= x.shape[3]),
+        x.dim() == 4 and cos.shape == sin.shape and (is_whole_head or start + 2 * width <= x.shape[3]),
         lambda: f"moec::turn: {width} pairs from dim {start} must be in heads {list(x.shape)}",
     )
 

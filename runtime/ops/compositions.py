@@ -1,8 +1,8 @@
 """The operators as compositions of PyTorch's own, which can be differentiated in every mode and any number of times.
 
-`derivatives.py` runs them for what the operators' own rules do not give: second derivatives, forward mode, transforms
-of `torch.func`. They take choices, positions and counts from the operator's results, so that these stay what they are.
-They compute in at least float32, as the operators do, and are slower and need more memory than these.
+`derivatives.py` runs them for derivatives that the operators' own rules do not give: second derivatives, forward mode,
+transforms of `torch.func`. They take choices, positions and counts from the operator's results, so that these do not
+change. They compute in at least float32, as the operators do, are slower than the operators and need more memory.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def linear_by_expert(rows: Tensor, experts: Tensor, weight: Tensor, bias: Tensor
     """Each row times its expert's matrix: rows [R, I], experts [R], −1 for zeros, weight [E, O, I] -> [R, O]."""
     parts, places = [rows.new_zeros(0, weight.shape[1])], [experts.new_zeros(0)]
     for expert in range(weight.shape[0]):
-        where = (experts == expert).nonzero()[:, 0]
-        if where.shape[0]:
-            parts.append(F.linear(rows[where], weight[expert], None if bias is None else bias[expert]))
-            places.append(where)
+        row_numbers = (experts == expert).nonzero()[:, 0]
+        if row_numbers.shape[0]:
+            parts.append(F.linear(rows[row_numbers], weight[expert], None if bias is None else bias[expert]))
+            places.append(row_numbers)
     return rows.new_zeros(rows.shape[0], weight.shape[1]).index_copy(0, torch.cat(places), torch.cat(parts))
 
 
@@ -138,10 +138,10 @@ def mlp_by_expert(
     return linear_by_expert(activated(hidden, activation, clamp, alpha), experts, down, down_bias)
 
 
-def mixture(x: Tensor, experts: Tensor, weights: Tensor, *of_experts: object) -> Tensor:
+def mixture(x: Tensor, experts: Tensor, weights: Tensor, *parameters: object) -> Tensor:
     """`mixture_mlp`'s first result: x [B, S, D], experts and weights [B, S, k]."""
     rows = x[:, :, None].expand(*experts.shape, x.shape[2]).reshape(-1, x.shape[2])
-    out = mlp_by_expert(rows, experts.reshape(-1), *of_experts)  # type: ignore[arg-type]
+    out = mlp_by_expert(rows, experts.reshape(-1), *parameters)  # type: ignore[arg-type]
     return (wide(out).view(*experts.shape, x.shape[2]) * weights[..., None]).sum(2).to(x.dtype)
 
 
@@ -171,21 +171,21 @@ def turned(
     factor: float = 1.0,
 ) -> Tensor:
     """`rope`: x [B, S, H, head dim], positions [B, S] -> like x."""
-    width, own = width or x.shape[3] - start, wide(x)
-    cos, sin = rope_tables(x.shape[1], width, theta, own.dtype, x.device, tuple(frequencies), factor)
+    width, wide_x = width or x.shape[3] - start, wide(x)
+    cos, sin = rope_tables(x.shape[1], width, theta, wide_x.dtype, x.device, tuple(frequencies), factor)
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    before, turning, after = torch.split(own, [start, width, x.shape[3] - start - width], -1)
+    unturned_start, turning, unturned_end = torch.split(wide_x, [start, width, x.shape[3] - start - width], -1)
     pairs = turning.reshape(*turning.shape[:-1], *((width // 2, 2) if interleaved else (2, width // 2)))
-    first, second = pairs.unbind(-1 if interleaved else -2)
-    both = torch.stack([first * cos - second * sin, second * cos + first * sin], -1 if interleaved else -2)
-    return torch.cat([before, both.flatten(-2), after], -1).to(x.dtype)
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    result = torch.stack([a * cos - b * sin, b * cos + a * sin], -1 if interleaved else -2)
+    return torch.cat([unturned_start, result.flatten(-2), unturned_end], -1).to(x.dtype)
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm`: x [B, S, D], weight and bias [D] -> like x."""
-    of_bias = None if bias is None else wide(bias)
-    return F.layer_norm(wide(x), list(weight.shape), wide(weight), of_bias, eps).to(x.dtype)
+    wide_bias = None if bias is None else wide(bias)
+    return F.layer_norm(wide(x), list(weight.shape), wide(weight), wide_bias, eps).to(x.dtype)
 
 
 def embedded(ids: Tensor, table: Tensor) -> Tensor:

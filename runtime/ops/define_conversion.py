@@ -1,4 +1,4 @@
-"""How the operator of a conversion is defined: kernel, check and fake here, its backward from the declared class."""
+"""Defines the operator of a conversion from a kernel, a check and a fake, and its backward from the op's class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def define_conversion(
 ) -> Any:
     """Defines the operator of a conversion, with the backward that the class declares, and returns its overload.
 
-    `fixed` are attributes that the operator's name says (`reduce="max"`). Backward calls the operator of
+    `fixed` are attributes that the operator's name contains (`reduce="max"`). Backward calls the operator of
     `Conversion.backward` with the gradient and the other operands of forward.
     """
     operator = define(schema_of(kind, kind.operator_of(**fixed)), fake=fake, check=check, kernel=kernel)
@@ -39,23 +39,23 @@ def define_conversion(
             ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
 
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        *beside, layer = ctx.saved_tensors
-        found = _converted(ctx.conversion, gradient, beside, ctx.site, layer)
+        *operands, layer = ctx.saved_tensors
+        converted = _converted(ctx.conversion, gradient, operands, ctx.site, layer)
         if ctx.rows is not None:
             # Tells a compiler, to which the size is data, that as many rows come back as were sent.
-            _check_rows(operator, found, ctx.rows)
-        return (found, *(None for _ in range(ctx.num_inputs - 1)))
+            _check_rows(operator, converted, ctx.rows)
+        return (converted, *(None for _ in range(ctx.num_inputs - 1)))
 
     differentiate(operator, setup=setup, backward=backward)
     return operator
 
 
-def _converted(by: Conversion | Unconverted, gradient: Tensor, beside: list[Tensor], site: str, layer: Layer) -> Tensor:
-    if isinstance(by, str):
+def _converted(op: Conversion | Unconverted, gradient: Tensor, inputs: list[Tensor], site: str, layer: Layer) -> Tensor:
+    if isinstance(op, str):
         return gradient
-    operator = getattr(torch.ops.moec, by.torch_operator()).default
-    attributes = (getattr(by, name) for name in given_attributes(type(by)))
-    converted: Tensor = operator(gradient, *beside, *attributes, by.axis, backward_of(site), layer)
+    operator = getattr(torch.ops.moec, op.torch_operator()).default
+    attributes = (getattr(op, name) for name in given_attributes(type(op)))
+    converted: Tensor = operator(gradient, *inputs, *attributes, op.axis, backward_of(site), layer)
     return converted
 
 

@@ -52,9 +52,9 @@ def _copied(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tenso
 def _gathered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
     pieces = x.new_empty((resolve(group).size(), *x.shape))
     # Flat: gloo requires dim 0 of the output to be as long as all inputs together, and a scalar has no dim 0.
-    flat, own = pieces.view(-1), x.contiguous().view(-1)
+    flat, local = pieces.view(-1), x.contiguous().view(-1)
     with collective("all_gather", group, site, layer) as peers:
-        _all_gather_single(flat, own, group=peers)
+        _all_gather_single(flat, local, group=peers)
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of the operators beyond one backward pass: each is right, or an error says that there is none.
+"""Derivatives of the operators beyond one backward pass: each is correct, or raises an error.
 
 An operator's own rule gives first derivatives, in the time of a training step. Second derivatives, forward mode and the
 transforms of `torch.func` run the operator's composition (`compositions.py`), which PyTorch differentiates. An operator
@@ -19,18 +19,18 @@ from torch._library.utils import fill_defaults
 from moec.runtime.refused_derivatives import beyond_backward, is_tracked, no_derivative
 
 Composition = Callable[[Sequence[Any], Sequence[Any]], tuple[Tensor, ...]]
-"""From an operator's arguments and results: its differentiable results again, which are its first ones."""
+"""Recomputes, from an operator's arguments and results, its differentiable results: the first ones."""
 
-Given = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
-"""From `ctx` of backward and the gradients: arguments and results, as far as the composition uses them.
+SavedInputs = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+"""From `ctx` of backward and the gradients: the arguments and results that the composition uses.
 
-An argument of which only the shape matters may be zeros; one that is None or left out has no gradient.
+An argument of which only the shape matters may be zeros; an argument that is None or left out has no gradient.
 """
 
 
 @dataclass(slots=True)
 class Rule:
-    """How an operator is differentiated. With neither field it refuses."""
+    """The derivatives of an operator: `ordinary` in backward, `composition` elsewhere. Without both it refuses."""
 
     ordinary: Callable[..., Any] | None = None
     composition: Composition | None = None
@@ -65,16 +65,16 @@ def _below(operator: Any, keyset: Any, arguments: Sequence[Any]) -> Any:
 
 def _recomposed(operator: Any, composition: Composition, arguments: Sequence[Any], results: Any) -> Any:
     several = isinstance(results, (tuple, list))
-    given, _ = fill_defaults(operator._schema, arguments, {})  # type: ignore[no-untyped-call]
+    inputs, _ = fill_defaults(operator._schema, arguments, {})  # type: ignore[no-untyped-call]
     results = tuple(results) if several else (results,)
     try:
-        found = composition(given, results)
+        differentiable = composition(inputs, results)
     except RuntimeError as error:
         if "vmap" in str(error):  # of sizes that depend on data, such as those of `nonzero`
             help = "differentiate each part of the batch in a loop"
             raise no_derivative(operator.name(), "derivative inside of `torch.func.vmap`", help) from error
         raise
-    results = (*found, *results[len(found) :])
+    results = (*differentiable, *results[len(differentiable) :])
     return results if several else results[0]
 
 
@@ -83,24 +83,24 @@ def ordinary(operator: Any, setup: Callable[..., None], backward: Callable[..., 
     return make_autograd_impl(operator, Info(backward, setup))
 
 
-def gradients_of(composition: Composition, given: Given, ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+def gradients_of(composition: Composition, saved: SavedInputs, ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
     """Backward by the composition: differentiable, with a graph where gradients have one."""
-    inputs, outputs = given(ctx, *gradients)
+    inputs, outputs = saved(ctx, *gradients)
     needed = [
         i for i, (needs, x) in enumerate(zip(ctx.needs_input_grad, inputs, strict=False)) if needs and x is not None
     ]
     with torch.enable_grad():
-        own = {}
+        leaves = {}
         for i in needed:  # a view for each: one tensor may be given as two arguments
             x = inputs[i]
-            own[i] = (x if x.requires_grad else x.detach().requires_grad_()).view_as(x)
-        results = composition([own.get(i, x) for i, x in enumerate(inputs)], outputs)
+            leaves[i] = (x if x.requires_grad else x.detach().requires_grad_()).view_as(x)
+        results = composition([leaves.get(i, x) for i, x in enumerate(inputs)], outputs)
         pairs = [(r, g) for r, g in zip(results, gradients, strict=False) if g is not None and r.requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(needed)
+    computed: Sequence[Tensor | None] = [None] * len(needed)
     if pairs:
-        tensors, of_tensors = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            tensors, list(own.values()), of_tensors, create_graph=torch.is_grad_enabled(), allow_unused=True
+        tensors, result_gradients = zip(*pairs, strict=True)
+        computed = torch.autograd.grad(
+            tensors, list(leaves.values()), result_gradients, create_graph=torch.is_grad_enabled(), allow_unused=True
         )
-    by_index = {i: torch.zeros_like(own[i]) if g is None else g for i, g in zip(needed, found, strict=True)}
+    by_index = {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(needed, computed, strict=True)}
     return tuple(by_index.get(i) for i in range(len(ctx.needs_input_grad)))

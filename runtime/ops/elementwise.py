@@ -46,7 +46,7 @@ def _check_rope(
     )
 
 
-def _fake_rope(x: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
+def _fake_rope(x: Tensor, positions: Tensor | None, *attributes: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -63,13 +63,13 @@ are computed in float32, or in float64 for float64.
 
 
 def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, positions, *ctx.how = inputs
+    _, positions, *ctx.attributes = inputs
     ctx.save_for_backward(positions)
 
 
 def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (positions,) = ctx.saved_tensors
-    return rope_backward(grad, positions, *ctx.how), None, *(None for _ in ctx.how)
+    return rope_backward(grad, positions, *ctx.attributes), None, *(None for _ in ctx.attributes)
 
 
 differentiate(
@@ -77,7 +77,7 @@ differentiate(
     setup=_setup_rope,
     backward=_differentiate_rope,
     composition=lambda inputs, outputs: (compositions.turned(*inputs),),
-    given=lambda ctx, grad: ((torch.zeros_like(grad), *ctx.saved_tensors, *ctx.how), ()),
+    saved_inputs=lambda ctx, grad: ((torch.zeros_like(grad), *ctx.saved_tensors, *ctx.attributes), ()),
 )
 
 # ---- gated -------------------------------------------------------------------------------------------
@@ -93,16 +93,8 @@ def _check_gated(x: Tensor, activation: str, *parameters: float | None) -> None:
     check(x.is_floating_point(), lambda: f"moec::gated: x must be floating point, not {x.dtype}")
 
 
-def _check_gated_backward(grad: Tensor, x: Tensor, activation: str, *parameters: float | None) -> None:
-    _check_gated(x, activation, *parameters)
-
-
 def _fake_gated(x: Tensor, activation: str, *_: float | None) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
-
-
-def _fake_gated_backward(grad: Tensor, x: Tensor, activation: str, *_: float | None) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 GATED = tuple(kind.word for kind in ACTIVATIONS.values() if kind.gated)
@@ -112,8 +104,8 @@ _PARAMETERS = "float? clamp=None, float? alpha=None"
 gated = define(f"gated(Tensor x, str activation, {_PARAMETERS}) -> Tensor", fake=_fake_gated, check=_check_gated)
 gated_backward = define(
     f"gated_backward(Tensor grad, Tensor x, str activation, {_PARAMETERS}) -> Tensor",
-    fake=_fake_gated_backward,
-    check=_check_gated_backward,
+    fake=lambda grad, x, *_: x.new_empty(x.shape),
+    check=lambda grad, *arguments: _check_gated(*arguments),
 )
 """`gated`: `f(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020) with the function f of a gated activation; clamp
 and alpha as in `kind_of`.
@@ -137,5 +129,5 @@ differentiate(
     setup=_setup_gated,
     backward=_differentiate_gated,
     composition=lambda inputs, outputs: (compositions.activated(*inputs),),
-    given=lambda ctx, grad: ((*ctx.saved_tensors, *ctx.activation), ()),
+    saved_inputs=lambda ctx, grad: ((*ctx.saved_tensors, *ctx.activation), ()),
 )

@@ -16,8 +16,6 @@ from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["embed", "sum_by_id"]
-
 
 def sum_by_id(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Sums grad [..., D] by ids [...] into [rows, D], in at least float32; rounds once, to the gradient's dtype."""
@@ -73,5 +71,5 @@ differentiate(
     setup=_setup_embed,
     backward=_differentiate_embed,
     composition=lambda inputs, outputs: (compositions.embedded(*inputs),),
-    given=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1])), ()),
+    saved_inputs=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1])), ()),
 )

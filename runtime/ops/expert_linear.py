@@ -1,4 +1,4 @@
-"""`expert_linear`: every local expert's matrix over the rows it was sent."""
+"""`expert_linear`: every local expert's matrix over the rows that it received."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ Raises `RuntimeError` if the counts do not add up to R.
 
 def _check_backward(grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool) -> None:
     _check(rows, counts, weight, None)
-    wanted = rows.shape[0], weight.shape[1]
-    check(grad.shape == wanted, lambda: f"moec::expert_linear_backward: grad must be {list(wanted)}")
+    shape = rows.shape[0], weight.shape[1]
+    check(grad.shape == shape, lambda: f"moec::expert_linear_backward: grad must be {list(shape)}")
 
 
 def _fake_backward(
     grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_bias = weight.new_empty(weight.shape[:2] if has_bias else 0)
-    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), of_bias
+    grad_bias = weight.new_empty(weight.shape[:2] if has_bias else 0)
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), grad_bias
 
 
 expert_linear_backward = define(
@@ -82,14 +82,14 @@ def _compose(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
     return (compositions.linear_by_expert(rows, compositions.experts_of_rows(counts), *matrices),)
 
 
-def _given(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
+def _saved_inputs(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
     rows, counts, weight = ctx.saved_tensors
     return (rows, counts, weight, weight.new_zeros(weight.shape[:2]) if ctx.has_bias else None), ()
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    of_rows, of_weight, of_bias = expert_linear_backward(grad, *ctx.saved_tensors, ctx.has_bias)
-    return of_rows, None, of_weight, of_bias if ctx.has_bias else None
+    grad_rows, grad_weight, grad_bias = expert_linear_backward(grad, *ctx.saved_tensors, ctx.has_bias)
+    return grad_rows, None, grad_weight, grad_bias if ctx.has_bias else None
 
 
 differentiate(
@@ -97,5 +97,5 @@ differentiate(
     setup=_setup,
     backward=_differentiate,
     composition=_compose,
-    given=_given,
+    saved_inputs=_saved_inputs,
 )

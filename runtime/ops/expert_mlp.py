@@ -1,4 +1,4 @@
-"""`expert_mlp`: every local expert's feed-forward over the rows it was sent."""
+"""`expert_mlp`: every local expert's feed-forward over the rows that it received."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moec.passes.ir.row_table import table_length
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
-HOW = 4
-"""The last arguments, which are no tensors: activation, clamp, alpha and ways."""
+NUM_ATTRIBUTES = 4
+"""The last arguments are attributes, not tensors: activation, clamp, alpha and ways."""
 
 
 def check_expert_mlp(
@@ -80,13 +80,13 @@ def check_activation(name: str, activation: str, *parameters: float | None) -> N
         activation in ACTIVATIONS,
         lambda: f"moec::{name}: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
     )
-    given = [parameter for parameter in parameters if parameter is not None]
+    stated = [parameter for parameter in parameters if parameter is not None]
     check(
-        not given or bool(ACTIVATIONS[activation].parameters), lambda: f"moec::{name}: {activation} has no parameters"
+        not stated or bool(ACTIVATIONS[activation].parameters), lambda: f"moec::{name}: {activation} has no parameters"
     )
     check(
-        all(0 < parameter < math.inf for parameter in given),
-        lambda: f"moec::{name}: {' and '.join(PARAMETERS)} must be positive and finite, not {given}",
+        all(0 < parameter < math.inf for parameter in stated),
+        lambda: f"moec::{name}: {' and '.join(PARAMETERS)} must be positive and finite, not {stated}",
     )
 
 
@@ -115,7 +115,7 @@ def _fake_expert_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    *how: Any,
+    *attributes: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows = rows.shape[0]
     table = counts.new_empty(table_length(num_rows, up.shape[0]), dtype=torch.int32)
@@ -141,8 +141,8 @@ Raises `RuntimeError` if the counts do not add up to R.
 """
 
 
-def _check_backward(grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *others: Any) -> None:
-    check_expert_mlp(rows, counts, *others)
+def _check_backward(grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *operands: Any) -> None:
+    check_expert_mlp(rows, counts, *operands)
     check_table("expert_mlp_backward", table, rows.shape[0], counts.shape[1])
 
 
@@ -166,16 +166,16 @@ def _fake_expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     weights: Tensor | None,
-    *how: Any,
+    *attributes: Any,
 ) -> tuple[Tensor, ...]:
-    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
-    return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias), of_weights
+    grad_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+    return *(t.new_empty(t.shape) for t in (rows, up, down)), *bias_gradients(up, up_bias, down_bias), grad_weights
 
 
-def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def bias_gradients(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Allocates the biases' gradients, of shape [0] without a bias: operators return no optional tensors."""
-    of_up, of_down = (up.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
-    return of_up, of_down
+    grad_up_bias, grad_down_bias = (up.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return grad_up_bias, grad_down_bias
 
 
 expert_mlp_backward = define(
@@ -193,38 +193,39 @@ activated hidden row (plus `grad` times down_bias), so that forward need not sav
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, counts, *of_experts, weights = inputs[:-HOW]
-    ctx.how = inputs[-HOW:]
+    rows, counts, *parameters, weights = inputs[:-NUM_ATTRIBUTES]
+    ctx.attributes = inputs[-NUM_ATTRIBUTES:]
     _, hidden, table = output
     ctx.mark_non_differentiable(hidden, table)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, hidden, table, counts, *of_experts, weights)
+    ctx.save_for_backward(rows, hidden, table, counts, *parameters, weights)
 
 
 def compose_expert_mlp(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
-    """Without a hidden that forward saved: it depends on the rows."""
-    rows, counts, *of_experts, weights = inputs[:-HOW]
-    out = compositions.mlp_by_expert(rows, compositions.experts_of_rows(counts), *of_experts, *inputs[-HOW:-1])
+    """The composition of `expert_mlp`. It computes `hidden` again, because `hidden` depends on the rows."""
+    rows, counts, *parameters, weights = inputs[:-NUM_ATTRIBUTES]
+    experts, attributes = compositions.experts_of_rows(counts), inputs[-NUM_ATTRIBUTES:-1]
+    out = compositions.mlp_by_expert(rows, experts, *parameters, *attributes)
     return (out if weights is None else (compositions.wide(out) * weights[:, None]).to(out.dtype),)
 
 
-def _given_expert_mlp(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
-    rows, _, _, *others = ctx.saved_tensors
-    return (rows, *others, *ctx.how), ()
+def _saved_inputs(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    rows, _, _, *operands = ctx.saved_tensors
+    return (rows, *operands, *ctx.attributes), ()
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * (7 + HOW)
+        return (None,) * (7 + NUM_ATTRIBUTES)
     *saved, weights = ctx.saved_tensors
-    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, *ctx.how)
-    of_up_bias, of_down_bias, of_weights = of_given(others, (*saved[-2:], weights))
-    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, *(None,) * HOW
+    grad_rows, grad_up, grad_down, *optional = expert_mlp_backward(grad, *saved, weights, *ctx.attributes)
+    grad_up_bias, grad_down_bias, grad_weights = optional_gradients(optional, (*saved[-2:], weights))
+    return grad_rows, None, grad_up, grad_down, grad_up_bias, grad_down_bias, grad_weights, *(None,) * NUM_ATTRIBUTES
 
 
-def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def optional_gradients(gradients: Sequence[Tensor], operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients of optional operands, such as biases; None for an operand that is None."""
-    return tuple(None if one is None else gradient for gradient, one in zip(gradients, given, strict=True))
+    return tuple(None if operand is None else gradient for gradient, operand in zip(gradients, operands, strict=True))
 
 
 differentiate(
@@ -232,5 +233,5 @@ differentiate(
     setup=_setup_expert_mlp,
     backward=_differentiate_expert_mlp,
     composition=compose_expert_mlp,
-    given=_given_expert_mlp,
+    saved_inputs=_saved_inputs,
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops.gating.group_gate_ops import BalancedAssignment, ChooseTokens
+from moec.runtime.ops.padded_rows import check_groups
 from moec.runtime.ops.registry import check, define
 
 
@@ -16,7 +17,7 @@ def _check_group(operator: str, scores: Tensor, real: Tensor | None, groups: int
         real is None or real.shape == scores.shape[:2],
         lambda: f"moec::{operator}: real must be {list(scores.shape[:2])}",
     )
-    check(not groups or scores.shape[0] % groups == 0, lambda: f"moec::{operator}: {scores.shape[0]} sequences")
+    check_groups(operator, scores, groups)
 
 
 choose_tokens = define(

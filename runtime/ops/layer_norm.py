@@ -16,8 +16,6 @@ from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["layer_norm"]
-
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     check(
@@ -50,8 +48,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     gradients = torch.ops.aten.native_layer_norm_backward.default(
         grad.to(dtype).contiguous(), wide, shape, mean, scale, vector, vector, [True, True, True]
     )
-    of_x, of_weight, of_bias = (gradient.to(x.dtype) for gradient in gradients)
-    return of_x, of_weight, of_bias
+    grad_x, grad_weight, grad_bias = (gradient.to(x.dtype) for gradient in gradients)
+    return grad_x, grad_weight, grad_bias
 
 
 layer_norm_backward = define(
@@ -72,14 +70,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _given(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
+def _saved_inputs(ctx: Any, grad: Tensor) -> tuple[tuple[Any, ...], tuple[()]]:
     x, weight = ctx.saved_tensors
     return (x, weight, torch.zeros_like(weight) if ctx.biased else None, ctx.eps), ()
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-    of_x, of_weight, of_bias = layer_norm_backward(grad, *ctx.saved_tensors, ctx.eps)
-    return of_x, of_weight, of_bias if ctx.biased else None, None
+    grad_x, grad_weight, grad_bias = layer_norm_backward(grad, *ctx.saved_tensors, ctx.eps)
+    return grad_x, grad_weight, grad_bias if ctx.biased else None, None
 
 
 differentiate(
@@ -87,5 +85,5 @@ differentiate(
     setup=_setup,
     backward=_differentiate,
     composition=lambda inputs, outputs: (compositions.normed(*inputs),),
-    given=_given,
+    saved_inputs=_saved_inputs,
 )

@@ -23,8 +23,6 @@ from torch import Tensor
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["added_mask", "attend", "attend_in_public", "masked_attention", "with_sink_token"]
-
 aten = torch.ops.aten
 
 ROWS = 256
@@ -33,8 +31,8 @@ times without `causal`."""
 
 
 class Mask(NamedTuple):
-    """Which keys a row sees: of its segment and kind (`segments` and `real` int64 [B, S]), up to itself if `causal`,
-    less than `window` away, 0 for any distance. `ascending`: segments are known not to descend, looked at on CPU alone.
+    """The keys that each row attends to: those of its segment and kind (`segments` and `real` int64 [B, S]), less than
+    `window` away (0 for any distance), none after it if `causal`. `ascending`: segments ascend, which only CPUs test.
     """
 
     segments: Tensor | None
@@ -44,7 +42,7 @@ class Mask(NamedTuple):
     ascending: bool = False
 
     @classmethod
-    def seen(cls, segments: Tensor | None, real: Tensor | None, causal: bool, window: int) -> Mask:
+    def of_batch(cls, segments: Tensor | None, real: Tensor | None, causal: bool, window: int) -> Mask:
         """The mask of a batch. Sequences of one text each need no segments."""
         ascending = segments is not None and segments.device.type == "cpu" and bool((segments.diff(dim=1) >= 0).all())
         if ascending and segments is not None and torch.equal(segments[:, :1], segments[:, -1:]):
@@ -52,30 +50,30 @@ class Mask(NamedTuple):
         return cls(segments, real, causal, window, ascending)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, slice]]:
-        """Rows and the keys that they reach; one block where no mask is needed beside `causal`."""
+        """Blocks of rows, with the range of keys that they reach; one block where no mask but `causal` is needed."""
         if not self.window and self.segments is None and self.real is None:
             yield slice(0, sequence), slice(0, sequence)
             return
         size = max(ROWS, self.window)
         starts = range(0, sequence, size)
         ends = [min(start + size, sequence) for start in starts]
-        for start, end, begun, over in zip(starts, ends, *self._texts(starts, ends), strict=True):
-            first = max(start - self.window + 1, begun) if self.window else begun
-            after = min(end + self.window - 1, over) if self.window else over
-            yield slice(start, end), slice(first, end if self.causal else after)
+        for start, end, text_start, text_end in zip(starts, ends, *self._texts(starts, ends), strict=True):
+            first_key = max(start - self.window + 1, text_start) if self.window else text_start
+            end_key = min(end + self.window - 1, text_end) if self.window else text_end
+            yield slice(start, end), slice(first_key, end if self.causal else end_key)
 
     def _texts(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where the first text of each block begins, and where its last one is over, in any sequence of the batch."""
+        """The first key of each block's first text and the end of its last text, over all sequences of the batch."""
         segments = self.segments
         if segments is None or not self.ascending or not segments.numel():
             return [0] * len(starts), [*ends[-1:]] * len(starts)
-        lasts = [end - 1 for end in ends]
-        begun = torch.searchsorted(segments, segments[:, starts].contiguous()).amin(0)
-        over = torch.searchsorted(segments, segments[:, lasts].contiguous(), right=True).amax(0)
-        return begun.tolist(), over.tolist()
+        last_rows = [end - 1 for end in ends]
+        text_starts = torch.searchsorted(segments, segments[:, starts].contiguous()).amin(0)
+        text_ends = torch.searchsorted(segments, segments[:, last_rows].contiguous(), right=True).amax(0)
+        return text_starts.tolist(), text_ends.tolist()
 
-    def of(self, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
-        """A block's mask, bool [B or 1, 1, rows, keys]; None where no mask is needed beside `causal`."""
+    def block(self, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
+        """A block's mask, bool [B or 1, 1, rows, keys]; None where no mask but `causal` is needed."""
         if not self.window and self.segments is None and self.real is None:
             return None
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -122,8 +120,8 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
+    grad_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
 
 
 def attend(
@@ -131,15 +129,15 @@ def attend(
     causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The results of `masked_attention`."""
-    seen = Mask.seen(segments, real, causal, window)
+    mask = Mask.of_batch(segments, real, causal, window)
     attended, logsumexp = _fake(q)
     if q.device.type != "cpu":
-        return attend_in_public(q, k, v, sinks, seen, scale).contiguous(), logsumexp.zero_()
-    for rows, keys in seen.blocks(q.shape[1]):
-        mask = seen.of(rows, keys, q.device)
+        return attend_by_sdpa(q, k, v, sinks, mask, scale).contiguous(), logsumexp.zero_()
+    for rows, keys in mask.blocks(q.shape[1]):
+        block_mask = mask.block(rows, keys, q.device)
         heads = (x.transpose(1, 2) for x in (q[:, rows], k[:, keys], v[:, keys]))
         part, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, 0.0, causal and mask is None, attn_mask=added_mask(mask, q.dtype), scale=scale
+            *heads, 0.0, causal and block_mask is None, attn_mask=added_mask(block_mask, q.dtype), scale=scale
         )
         if sinks is not None:
             with_sink = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
@@ -152,39 +150,39 @@ def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor | None, real: Tensor | None,
     attended: Tensor, logsumexp: Tensor, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    seen, wide = Mask.seen(segments, real, causal, window), logsumexp.dtype
+    mask, wide = Mask.of_batch(segments, real, causal, window), logsumexp.dtype
     if q.device.type != "cpu":
-        return _backward_in_public(grad, q, k, v, sinks, seen, scale)
-    of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros(x.shape, dtype=wide) for x in (k, v))
-    for rows, keys in seen.blocks(q.shape[1]):
-        mask = seen.of(rows, keys, q.device)
+        return _backward_by_sdpa(grad, q, k, v, sinks, mask, scale)
+    grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros(x.shape, dtype=wide) for x in (k, v))
+    for rows, keys in mask.blocks(q.shape[1]):
+        block_mask = mask.block(rows, keys, q.device)
         parts = grad[:, rows], q[:, rows], k[:, keys], v[:, keys], attended[:, rows]
         heads = (x.transpose(1, 2) for x in parts)
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads, logsumexp[:, :, rows].contiguous(), 0.0, causal and mask is None,
-            attn_mask=added_mask(mask, q.dtype), scale=scale,
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads, logsumexp[:, :, rows].contiguous(), 0.0, causal and block_mask is None,
+            attn_mask=added_mask(block_mask, q.dtype), scale=scale,
         )  # fmt: skip
-        in_rows, in_keys, in_values = (x.transpose(1, 2) for x in found)
-        of_q[:, rows] = in_rows
-        of_k[:, keys] += in_keys
-        of_v[:, keys] += in_values
-    of_sinks = q.new_empty(0)
+        block_q, block_k, block_v = (x.transpose(1, 2) for x in gradients)
+        grad_q[:, rows] = block_q
+        grad_k[:, keys] += block_k
+        grad_v[:, keys] += block_v
+    grad_sinks = q.new_empty(0)
     if sinks is not None:
         weights = torch.exp(sinks.to(wide)[:, None] - logsumexp)
-        of_sinks = -(weights * (grad.to(wide) * attended).sum(-1).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype), of_sinks
+        grad_sinks = -(weights * (grad.to(wide) * attended).sum(-1).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks
 
 
 def added_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as what is added to scores: 0 or −inf."""
+    """A boolean mask as the terms that are added to scores: 0 or −inf."""
     return None if mask is None else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
 
 
-def attend_in_public(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Mask, scale: float) -> Tensor:
+def attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, scale: float) -> Tensor:
     """`attend` by `F.scaled_dot_product_attention`, for devices whose fused kernels return another `logsumexp`."""
     parts = [
-        with_sink_token(q[:, rows], k[:, keys], v[:, keys], sinks, seen.of(rows, keys, q.device), seen.causal, scale)
-        for rows, keys in seen.blocks(q.shape[1])
+        with_sink_token(q[:, rows], k[:, keys], v[:, keys], sinks, mask.block(rows, keys, q.device), mask.causal, scale)
+        for rows, keys in mask.blocks(q.shape[1])
     ]
     return torch.cat(parts, 1) if parts else q
 
@@ -215,27 +213,27 @@ def with_sink_token(
 
 def in_parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Numbers of `dtype` whose sum is x: one, or three of 16 bits for an x of fp32. The first has the gradient of x."""
-    found = [x.to(dtype)]
-    while len(found) < 3 and torch.promote_types(x.dtype, dtype) != dtype:
-        found.append((x - sum(part.to(x.dtype) for part in found)).detach().to(dtype))
-    return found
+    parts = [x.to(dtype)]
+    while len(parts) < 3 and torch.promote_types(x.dtype, dtype) != dtype:
+        parts.append((x - sum(part.to(x.dtype) for part in parts)).detach().to(dtype))
+    return parts
 
 
-def _backward_in_public(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Mask, scale: float
+def _backward_by_sdpa(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
     # Operators run below autograd under a dispatch mode, such as torch's FlopCounterMode: this lets them record again.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        again = attend_in_public(given[0], given[1], given[2], given[3] if len(given) > 3 else None, seen, scale)
-        of_q, of_k, of_v, *of_sinks = (x.contiguous() for x in torch.autograd.grad(again, given, grad))
-    return of_q, of_k, of_v, of_sinks[0] if of_sinks else q.new_empty(0)
+        attended = attend_by_sdpa(leaves[0], leaves[1], leaves[2], leaves[3] if len(leaves) > 3 else None, mask, scale)
+        grad_q, grad_k, grad_v, *grad_sinks = (x.contiguous() for x in torch.autograd.grad(attended, leaves, grad))
+    return grad_q, grad_k, grad_v, grad_sinks[0] if grad_sinks else q.new_empty(0)
 
 
-_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? segments, Tensor? real"
-_HOW = "bool causal, int window, float scale"
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? segments, Tensor? real"
+_ATTRIBUTES = "bool causal, int window, float scale"
 masked_attention = define(
-    f"masked_attention({_GIVEN}, {_HOW}) -> (Tensor attended, Tensor logsumexp)",
+    f"masked_attention({_OPERANDS}, {_ATTRIBUTES}) -> (Tensor attended, Tensor logsumexp)",
     fake=_fake,
     check=_check,
     kernel=attend,
@@ -246,42 +244,42 @@ Any floating dtype. `Mask` says what a row sees. `logsumexp` [B, H, S], in at le
 zeros where backward computes attention again.
 """
 masked_attention_backward = define(
-    f"masked_attention_backward(Tensor grad, {_GIVEN}, Tensor attended, Tensor logsumexp, {_HOW})"
+    f"masked_attention_backward(Tensor grad, {_OPERANDS}, Tensor attended, Tensor logsumexp, {_ATTRIBUTES})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    check=lambda grad, q, k, v, sinks, segments, real, attended, logsumexp, *how: _check(
-        q, k, v, sinks, segments, real, *how
+    check=lambda grad, q, k, v, sinks, segments, real, attended, logsumexp, *attributes: _check(
+        q, k, v, sinks, segments, real, *attributes
     ),
     kernel=_attend_backward,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *given, causal, window, scale = inputs
-    ctx.how = causal, window, scale
-    ctx.save_for_backward(*given, *output)
+    *operands, causal, window, scale = inputs
+    ctx.attributes = causal, window, scale
+    ctx.save_for_backward(*operands, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _compose(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
     q, k, v, sinks, segments, real, causal, window, scale = inputs
-    whole = slice(0, q.shape[1])
-    mask = Mask(segments, real, causal, window or q.shape[1]).of(whole, whole, q.device)
+    rows = slice(0, q.shape[1])
+    mask = Mask(segments, real, causal, window or q.shape[1]).block(rows, rows, q.device)
     return (compositions.attended(q, k, v, sinks, mask, scale),)
 
 
-def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+def _saved_inputs(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
     *inputs, _, _ = ctx.saved_tensors
-    return (*inputs, *ctx.how), ()
+    return (*inputs, *ctx.attributes), ()
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
     saved = ctx.saved_tensors  # once: recomputation unpacks each of them once
-    of_q, of_k, of_v, of_sinks = masked_attention_backward(grad, *saved, *ctx.how)
-    return of_q, of_k, of_v, None if saved[3] is None else of_sinks, *(None,) * 5
+    grad_q, grad_k, grad_v, grad_sinks = masked_attention_backward(grad, *saved, *ctx.attributes)
+    return grad_q, grad_k, grad_v, None if saved[3] is None else grad_sinks, *(None,) * 5
 
 
-differentiate(masked_attention, setup=_setup, backward=_differentiate, composition=_compose, given=_given)
+differentiate(masked_attention, setup=_setup, backward=_differentiate, composition=_compose, saved_inputs=_saved_inputs)

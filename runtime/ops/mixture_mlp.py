@@ -16,7 +16,14 @@ from moec.runtime.backends import select
 from moec.runtime.backends.torch.torch_few import FEW
 from moec.runtime.backends.torch.torch_few import mixture_of_few as of_few_tokens
 from moec.runtime.ops import compositions
-from moec.runtime.ops.expert_mlp import HOW, check_activation, check_biases, check_table, empty_biases, of_given
+from moec.runtime.ops.expert_mlp import (
+    NUM_ATTRIBUTES,
+    bias_gradients,
+    check_activation,
+    check_biases,
+    check_table,
+    optional_gradients,
+)
 from moec.runtime.ops.registry import check, define, differentiate
 
 
@@ -72,7 +79,7 @@ def _fake_mixture_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    *how: Any,
+    *attributes: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
@@ -110,10 +117,10 @@ def _check_backward(
     counts: Tensor,
     positions: Tensor,
     table: Tensor,
-    *others: Any,
+    *operands: Any,
 ) -> None:
     check(grad.shape == x.shape, lambda: f"moec::mixture_mlp_backward: grad must be {list(x.shape)}")
-    check_mixture_mlp(x, positions, *others)
+    check_mixture_mlp(x, positions, *operands)
     check_table("mixture_mlp_backward", table, positions.numel(), counts.shape[1])
 
 
@@ -129,9 +136,9 @@ def _fake_backward(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    *how: Any,
+    *attributes: Any,
 ) -> tuple[Tensor, ...]:
-    return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *empty_biases(up, up_bias, down_bias)
+    return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *bias_gradients(up, up_bias, down_bias)
 
 
 mixture_mlp_backward = define(
@@ -144,41 +151,41 @@ mixture_mlp_backward = define(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, *of_experts = inputs[:-HOW]
-    ctx.how = inputs[-HOW:]
+    x, _, weights, *parameters = inputs[:-NUM_ATTRIBUTES]
+    ctx.attributes = inputs[-NUM_ATTRIBUTES:]
     _, *saved = output
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    counts, hidden, *others = saved
-    ctx.save_for_backward(x, hidden, counts, *others, weights, *of_experts)
+    counts, hidden, *tables = saved
+    ctx.save_for_backward(x, hidden, counts, *tables, weights, *parameters)
 
 
 def compose_mixture_mlp(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
-    """Without a hidden that forward saved: it depends on x."""
+    """The composition of `mixture_mlp`. It computes `hidden` again, because `hidden` depends on x."""
     return (compositions.mixture(*inputs[:-1]),)
 
 
-def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
-    x, _, counts, positions, _, *others = ctx.saved_tensors
+def _saved(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    x, _, counts, positions, _, *operands = ctx.saved_tensors
     experts = compositions.experts_of_rows(counts)
-    return (x, torch.cat([experts, experts.new_tensor([-1])])[positions], *others, *ctx.how), ()
+    return (x, torch.cat([experts, experts.new_tensor([-1])])[positions], *operands, *ctx.attributes), ()
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * (7 + HOW)
+        return (None,) * (7 + NUM_ATTRIBUTES)
     saved = ctx.saved_tensors
-    grad_x, *grads = mixture_mlp_backward(grad, *saved, *ctx.how)
-    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), *(None,) * HOW
+    grad_x, *grads = mixture_mlp_backward(grad, *saved, *ctx.attributes)
+    return grad_x, None, *grads[:3], *optional_gradients(grads[3:], saved[-2:]), *(None,) * NUM_ATTRIBUTES
 
 
-differentiate(mixture_mlp, setup=_setup, backward=_differentiate, composition=compose_mixture_mlp, given=_given)
+differentiate(mixture_mlp, setup=_setup, backward=_differentiate, composition=compose_mixture_mlp, saved_inputs=_saved)
 
 
-def _of_few(x: Tensor, experts: Tensor, *others: Any) -> Tensor:
+def _mixture_of_few(x: Tensor, experts: Tensor, *operands: Any) -> Tensor:
     if experts.device.type == "cpu" and experts.numel() <= FEW:
-        return of_few_tokens(x, experts, *others)
-    mixed: Tensor = select(x.device.type).mixture_mlp(x, experts, *others)[0]
+        return of_few_tokens(x, experts, *operands)
+    mixed: Tensor = select(x.device.type).mixture_mlp(x, experts, *operands)[0]
     return mixed
 
 
@@ -186,7 +193,7 @@ mixture_of_few = define(
     schema_of(o.MixtureMlp, "mixture_of_few", saved=False).partition(" -> ")[0] + " -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
     check=check_mixture_mlp,
-    kernel=_of_few,
+    kernel=_mixture_of_few,
 )
 """The first result of `mixture_mlp` with its arguments, for generation: without a gradient, and in less time where
 there are few tokens on CPU."""

@@ -17,8 +17,8 @@ from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.backends import select
 from moec.runtime.backends.torch.torch_padded import places_of
 from moec.runtime.ops import compositions
-from moec.runtime.ops.registry import check, define, differentiate
-from moec.runtime.ops.rows import compose_permuted, given_permuted
+from moec.runtime.ops.registry import check, define, differentiate, save_inputs
+from moec.runtime.ops.rows import compose_permuted, permuted_inputs
 
 # ---- queues ------------------------------------------------------------------------------------------
 
@@ -57,13 +57,18 @@ queue_starts = define(
 
 # ---- capacities ----------------------------------------------------------------------------------------
 
-How = tuple[int, int, int, int, int]
+CapacityArguments = tuple[int, int, int, int, int]
 """groups, spread, parts, whole and least, the arguments of `places_of`."""
 
 
-def capacity_in_force(training: Tensor | None, *how: int) -> How:
+def check_groups(operator: str, x: Tensor, groups: int) -> None:
+    """Requires that the sequences of x [B, …] form `groups` equal groups."""
+    check(not groups or x.shape[0] % groups == 0, lambda: f"moec::{operator}: {x.shape[0]} sequences")
+
+
+def capacity_in_force(training: Tensor | None, *attributes: int) -> CapacityArguments:
     """Selects a capacity's attributes: in evaluation (`training` is 0) the factor is `eval_parts / eval_whole`."""
-    parts, whole, eval_parts, eval_whole, least, groups, spread = how
+    parts, whole, eval_parts, eval_whole, least, groups, spread = attributes
     if training is not None and not int(training):
         parts, whole = eval_parts, eval_whole
     return groups, spread, parts, whole, least
@@ -72,7 +77,7 @@ def capacity_in_force(training: Tensor | None, *how: int) -> How:
 # ---- permute_padded ----------------------------------------------------------------------------------
 
 
-def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> None:
+def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *options: Any) -> None:
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.dtype == torch.int64,
         lambda: (
@@ -84,16 +89,17 @@ def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, training: 
         starts.dim() == 4 and starts.shape[:3] == (x.shape[0], 1, experts.shape[2]),
         lambda: f"moec::permute_padded: starts must be [{x.shape[0]}, 1, {experts.shape[2]}, E], not {starts.shape}",
     )
-    check(not how[5] or x.shape[0] % how[5] == 0, lambda: f"moec::permute_padded: {x.shape[0]} sequences")
+    check_groups("permute_padded", x, options[-2])
 
 
 def _fake_permute_padded(
-    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int
+    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *attributes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_experts = starts.shape[3]
     places: int | torch.SymInt
     if training is None:
-        _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *capacity_in_force(None, *how))
+        capacity = capacity_in_force(None, *attributes)
+        _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *capacity)
     else:
         places = torch.library.get_ctx().new_dynamic_size()  # depends on the value of `training`
     rows = x.new_empty((num_experts, places, x.shape[2]))
@@ -101,10 +107,10 @@ def _fake_permute_padded(
 
 
 def _permute_padded(
-    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int
+    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *attributes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     permuted: tuple[Tensor, Tensor, Tensor] = select(x.device.type).permute_padded(
-        x, experts, starts, *capacity_in_force(training, *how)
+        x, experts, starts, *capacity_in_force(training, *attributes)
     )
     return permuted
 
@@ -135,7 +141,7 @@ permute_padded_backward = define(
 )
 
 
-def _check_keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> None:
+def _check_keep_choices(experts: Tensor, starts: Tensor, *options: Any) -> None:
     check(
         experts.dim() == 3 and starts.dim() == 4 and starts.shape[:3] == (experts.shape[0], 1, experts.shape[2]),
         lambda: (
@@ -143,17 +149,17 @@ def _check_keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None
             f"{list(experts.shape)} and {list(starts.shape)}"
         ),
     )
-    check(not how[5] or experts.shape[0] % how[5] == 0, lambda: f"moec::keep_choices: {experts.shape[0]} sequences")
+    check_groups("keep_choices", experts, options[-2])
 
 
-def _keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> Tensor:
-    kept: Tensor = select(experts.device.type).keep_choices(experts, starts, *capacity_in_force(training, *how))
+def _keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *attributes: int) -> Tensor:
+    kept: Tensor = select(experts.device.type).keep_choices(experts, starts, *capacity_in_force(training, *attributes))
     return kept
 
 
 keep_choices = define(
     schema_of(o.KeepChoices),
-    fake=lambda experts, starts, training, *how: experts.new_empty(experts.shape),
+    fake=lambda experts, starts, training, *attributes: experts.new_empty(experts.shape),
     check=_check_keep_choices,
     kernel=_keep_choices,
     gives_integers=True,
@@ -169,7 +175,7 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_permute(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (positions,) = ctx.saved_tensors
-    return permute_padded_backward(grad, positions), *(None for _ in range(10))
+    return permute_padded_backward(grad, positions), *(None for _ in ctx.needs_input_grad[1:])
 
 
 differentiate(
@@ -177,7 +183,7 @@ differentiate(
     setup=_setup_permute,
     backward=_differentiate_permute,
     composition=compose_permuted,
-    given=given_permuted,
+    saved_inputs=permuted_inputs,
 )
 
 largest_load = define(
@@ -218,17 +224,12 @@ Drops only choices of expert −1 (`keep_choices`). Copies one number to the hos
 """
 
 
-def _differentiate_dynamic(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    (positions,) = ctx.saved_tensors
-    return permute_padded_backward(grad, positions), None, None, None
-
-
 differentiate(
     permute_dynamic,
     setup=_setup_permute,
-    backward=_differentiate_dynamic,
+    backward=_differentiate_permute,
     composition=compose_permuted,
-    given=given_permuted,
+    saved_inputs=permuted_inputs,
 )
 
 even_counts = define(
@@ -270,10 +271,6 @@ combine_padded_backward = define(
 )
 
 
-def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
     grad_rows, grad_weights = combine_padded_backward(grad, *ctx.saved_tensors)
     return grad_rows, None, grad_weights
@@ -281,8 +278,8 @@ def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor
 
 differentiate(
     combine_padded,
-    setup=_setup_combine,
+    setup=save_inputs,
     backward=_differentiate_combine,
     composition=lambda inputs, outputs: (compositions.combined(*inputs),),
-    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+    saved_inputs=lambda ctx, grad: (ctx.saved_tensors, ()),
 )

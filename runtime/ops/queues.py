@@ -7,6 +7,7 @@ number of equal groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +15,11 @@ from torch import Tensor
 from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops.gating.queue_ops import KeepBest, KeepFirst, Reroute
 from moec.runtime.backends import select
-from moec.runtime.ops.padded_rows import capacity_in_force
+from moec.runtime.ops.padded_rows import capacity_in_force, check_groups
 from moec.runtime.ops.registry import check, define
 
 
-def _check_keep_first(experts: Tensor, priorities: Tensor, training: Tensor | None, *how: int) -> None:
+def _check_keep_first(experts: Tensor, priorities: Tensor, training: Tensor | None, *attributes: int) -> None:
     check(
         experts.dim() == 3 and priorities.shape == experts.shape[:2],
         lambda: (
@@ -26,21 +27,24 @@ def _check_keep_first(experts: Tensor, priorities: Tensor, training: Tensor | No
             f"{list(experts.shape)} and {list(priorities.shape)}"
         ),
     )
-    check(not how[-1] or experts.shape[0] % how[-1] == 0, lambda: f"moec::keep_first: {experts.shape[0]} sequences")
+    check_groups("keep_first", experts, attributes[-1])
 
 
-def _keep_first(experts: Tensor, priorities: Tensor, training: Tensor | None, *how: int) -> Tensor:
-    *factors, num_experts, groups = how
-    arguments = capacity_in_force(training, *factors, groups, 1)
-    kept: Tensor = select(experts.device.type).keep_first(experts, priorities, num_experts, *arguments)
-    return kept
+def _keep_kernel(name: str) -> Callable[..., Tensor]:
+    def keep(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *attributes: int) -> Tensor:
+        *factors, num_experts, groups = attributes
+        arguments = capacity_in_force(training, *factors, groups, 1)
+        kept: Tensor = getattr(select(experts.device.type), name)(experts, priorities, num_experts, *arguments)
+        return kept
+
+    return keep
 
 
 keep_first = define(
     schema_of(KeepFirst),
-    fake=lambda experts, priorities, training, *how: experts.new_empty(experts.shape),
+    fake=lambda experts, priorities, training, *attributes: experts.new_empty(experts.shape),
     check=_check_keep_first,
-    kernel=_keep_first,
+    kernel=_keep_kernel("keep_first"),
     gives_integers=True,
 )
 """Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities [B, S] -> [B, S, k].
@@ -49,7 +53,7 @@ The sequences form whole routing groups. Not differentiated.
 """
 
 
-def _check_keep_best(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *how: int) -> None:
+def _check_keep_best(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *attributes: int) -> None:
     check(
         experts.dim() == 3 and (priorities is None or priorities.shape == experts.shape),
         lambda: (
@@ -57,21 +61,14 @@ def _check_keep_best(experts: Tensor, priorities: Tensor | None, training: Tenso
             f"{list(experts.shape)} and {None if priorities is None else list(priorities.shape)}"
         ),
     )
-    check(not how[-1] or experts.shape[0] % how[-1] == 0, lambda: f"moec::keep_best: {experts.shape[0]} sequences")
-
-
-def _keep_best(experts: Tensor, priorities: Tensor | None, training: Tensor | None, *how: int) -> Tensor:
-    *factors, num_experts, groups = how
-    arguments = capacity_in_force(training, *factors, groups, 1)
-    kept: Tensor = select(experts.device.type).keep_best(experts, priorities, num_experts, *arguments)
-    return kept
+    check_groups("keep_best", experts, attributes[-1])
 
 
 keep_best = define(
     schema_of(KeepBest),
-    fake=lambda experts, priorities, training, *how: experts.new_empty(experts.shape),
+    fake=lambda experts, priorities, training, *attributes: experts.new_empty(experts.shape),
     check=_check_keep_best,
-    kernel=_keep_best,
+    kernel=_keep_kernel("keep_best"),
     gives_integers=True,
 )
 """Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities of that shape or None.
@@ -81,7 +78,7 @@ The sequences form whole routing groups. Not differentiated.
 """
 
 
-def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *rest: Any) -> None:
+def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *options: Any) -> None:
     check(
         logits.dim() == 3 and experts.dim() == 3 and logits.shape[:2] == experts.shape[:2],
         lambda: (
@@ -92,7 +89,7 @@ def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *
     check(
         priorities is None or priorities.shape == experts.shape[:2], lambda: "moec::reroute: priorities must be [B, S]"
     )
-    check(not rest[-1] or experts.shape[0] % rest[-1] == 0, lambda: f"moec::reroute: {experts.shape[0]} sequences")
+    check_groups("reroute", experts, options[-1])
 
 
 def _reroute(
@@ -101,17 +98,18 @@ def _reroute(
     priorities: Tensor | None,
     bias: Tensor | None,
     training: Tensor | None,
-    *how: Any,
+    *attributes: Any,
 ) -> tuple[Tensor, Tensor]:
-    *factors, score, groups = how
-    room = capacity_in_force(training, *factors, groups, 1)
-    given: tuple[Tensor, Tensor] = select(experts.device.type).reroute(logits, experts, priorities, bias, score, *room)
-    return given
+    *factors, score, groups = attributes
+    capacity = capacity_in_force(training, *factors, groups, 1)
+    backend = select(experts.device.type)
+    rerouted: tuple[Tensor, Tensor] = backend.reroute(logits, experts, priorities, bias, score, *capacity)
+    return rerouted
 
 
 reroute = define(
     schema_of(Reroute),
-    fake=lambda logits, experts, *rest: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
+    fake=lambda logits, experts, *options: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
     check=_check_reroute,
     kernel=_reroute,
     gives_integers=True,

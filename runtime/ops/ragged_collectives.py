@@ -38,31 +38,32 @@ def _exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = 
     with collective("exchange_counts", group, site, layer) as peers:
         dist.all_to_all_single(received, sent, group=peers)
     # One copy to the host brings the sums and the negative counts, which a sum can hide.
-    totals = torch.stack([of(counts) for of in (_rows, _below_zero) for counts in (sent, received)]).cpu()
-    for row, way in ((2, "to"), (3, "from")):
-        _check_not_negative("exchange_counts", totals[row].tolist(), way, group, located(site, layer))
+    sums = [function(counts) for function in (_row_sum, _negative_sum) for counts in (sent, received)]
+    totals = torch.stack(sums).cpu()
+    for row, direction in ((2, "to"), (3, "from")):
+        _check_not_negative("exchange_counts", totals[row].tolist(), direction, group, located(site, layer))
     return received, totals[:2].clone()
 
 
-def _rows(counts: Tensor) -> Tensor:
+def _row_sum(counts: Tensor) -> Tensor:
     return counts.sum(dim=1)
 
 
-def _below_zero(counts: Tensor) -> Tensor:
+def _negative_sum(counts: Tensor) -> Tensor:
     return counts.clamp(max=0).sum(dim=1)
 
 
-def _check_not_negative(name: str, counts: list[int], way: str, group: str, site: str) -> None:
-    """Raises `RuntimeError` that names both ranks, by their numbers in the job; `way` is "to" or "from"."""
-    for place, count in enumerate(counts):
+def _check_not_negative(name: str, counts: list[int], direction: str, group: str, site: str) -> None:
+    """Raises `RuntimeError` that names both ranks, by their numbers in the job; `direction` is "to" or "from"."""
+    for peer_index, count in enumerate(counts):
         if count < 0:
-            peer = dist.get_global_rank(resolve(group), place)
+            peer, location = dist.get_global_rank(resolve(group), peer_index), _location(group, site)
             raise RuntimeError(
-                f"moec::{name}: rank {dist.get_rank()} counts {count} rows {way} rank {peer} over {_where(group, site)}"
+                f"moec::{name}: rank {dist.get_rank()} counts {count} rows {direction} rank {peer} over {location}"
             )
 
 
-def _where(group: str, site: str) -> str:
+def _location(group: str, site: str) -> str:
     return f'"{group}" in {site}' if site else f'"{group}"'
 
 
@@ -113,7 +114,7 @@ def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: s
         rows.shape[0] == sum(send),
         lambda: (
             f"moec::all_to_all: rank {dist.get_rank()} has {rows.shape[0]} rows, "
-            f"but the splits send {sum(send)} over {_where(group, located(site, layer))}"
+            f"but the splits send {sum(send)} over {_location(group, located(site, layer))}"
         ),
     )
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -163,31 +164,31 @@ def _check_gathered(rows: Tensor, counts: Tensor, group: str, site: str = "", la
     check(rows.dim() >= 1, lambda: "moec: gathered rows must be [R, ...], not a scalar")
 
 
-def _rows_of_ranks(name: str, counts: Tensor, group: str, where: str) -> list[int]:
-    """How many rows each rank of the group has, from the counts of all: a copy from device to host.
+def _rows_of_ranks(name: str, counts: Tensor, group: str, location: str) -> list[int]:
+    """Number of rows of each rank of the group, from the counts of all: a copy from device to host.
 
     Raises `RuntimeError`, on every rank, for counts below 0.
     """
-    of_ranks = counts.reshape(resolve(group).size(), -1)
-    totals, below = torch.stack([_rows(of_ranks), _below_zero(of_ranks)]).tolist()
-    _check_not_negative(name, below, "from", group, where)
+    counts_by_rank = counts.reshape(resolve(group).size(), -1)
+    totals, negative = torch.stack([_row_sum(counts_by_rank), _negative_sum(counts_by_rank)]).tolist()
+    _check_not_negative(name, negative, "from", group, location)
     return list(totals)
 
 
-def _check_row_count(name: str, rows: Tensor, counted: int, group: str, where: str) -> None:
+def _check_row_count(name: str, rows: Tensor, counted: int, group: str, location: str) -> None:
     check(
         rows.shape[0] == counted,
         lambda: (
             f"moec::{name}: rank {dist.get_rank()} has {rows.shape[0]} rows, "
-            f"but the counts say {counted} over {_where(group, where)}"
+            f"but the counts say {counted} over {_location(group, location)}"
         ),
     )
 
 
 def _gathered(name: str, rows: Tensor, counts: Tensor, group: str, site: str, layer: Layer) -> Tensor:
-    where = located(site, layer)
-    sizes, own = _rows_of_ranks(name, counts, group, where), resolve(group).rank()
-    _check_row_count(name, rows, sizes[own], group, where)
+    location = located(site, layer)
+    sizes, rank = _rows_of_ranks(name, counts, group, location), resolve(group).rank()
+    _check_row_count(name, rows, sizes[rank], group, location)
     out = rows.new_empty((sum(sizes), *rows.shape[1:]))
     copies = torch.cat([rows for _ in sizes])
     with collective(name, group, site, layer) as peers:
@@ -204,20 +205,20 @@ def _all_gather_rows_alike(rows: Tensor, counts: Tensor, group: str, site: str =
 
 
 def _reduce_scatter_rows(rows: Tensor, all_counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    where = located(site, layer)
-    sizes = _rows_of_ranks("reduce_scatter_rows", all_counts, group, where)
-    _check_row_count("reduce_scatter_rows", rows, sum(sizes), group, where)
-    mine = sizes[resolve(group).rank()]
-    terms = rows.new_empty((len(sizes), mine, *rows.shape[1:]))
+    location = located(site, layer)
+    sizes = _rows_of_ranks("reduce_scatter_rows", all_counts, group, location)
+    _check_row_count("reduce_scatter_rows", rows, sum(sizes), group, location)
+    num_local = sizes[resolve(group).rank()]
+    terms = rows.new_empty((len(sizes), num_local, *rows.shape[1:]))
     with collective("reduce_scatter_rows", group, site, layer) as peers:
-        dist.all_to_all_single(terms.flatten(0, 1), rows.contiguous(), [mine for _ in sizes], sizes, group=peers)
+        dist.all_to_all_single(terms.flatten(0, 1), rows.contiguous(), [num_local for _ in sizes], sizes, group=peers)
     return terms.sum(0)
 
 
 def _slice_rows(rows: Tensor, all_counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    where = located(site, layer)
-    sizes = _rows_of_ranks("slice_rows", all_counts, group, where)
-    _check_row_count("slice_rows", rows, sum(sizes), group, where)
+    location = located(site, layer)
+    sizes = _rows_of_ranks("slice_rows", all_counts, group, location)
+    _check_row_count("slice_rows", rows, sum(sizes), group, location)
     return torch.split(rows, sizes)[resolve(group).rank()].clone(memory_format=torch.contiguous_format)
 
 

@@ -76,9 +76,9 @@ def _setup_jitter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(keys, training, layer)
 
 
-def _factored(x: Tensor, *given: Any) -> Tensor:
+def _factored(x: Tensor, *arguments: Any) -> Tensor:
     wide = compositions.wide(x)
-    factors: Tensor = jitter(torch.ones_like(wide), *given)
+    factors: Tensor = jitter(torch.ones_like(wide), *arguments)
     return wide * factors
 
 

@@ -12,19 +12,19 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.expert_mlp import (
-    HOW,
+    NUM_ATTRIBUTES,
     check_expert_mlp,
     compose_expert_mlp,
     expert_mlp,
     expert_mlp_backward,
-    of_given,
+    optional_gradients,
 )
 from moec.runtime.ops.mixture_mlp import check_mixture_mlp, compose_mixture_mlp, mixture_mlp, mixture_mlp_backward
 from moec.runtime.ops.registry import define, differentiate
 
 
-def _given(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
-    return (*ctx.saved_tensors, *ctx.how), ()
+def _saved_inputs(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+    return (*ctx.saved_tensors, *ctx.attributes), ()
 
 
 # ---- expert_mlp ----------------------------------------------------------------------------------------
@@ -45,18 +45,18 @@ expert_mlp_recomputed = define(
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, ctx.how = inputs[:-HOW], inputs[-HOW:]
+    tensors, ctx.attributes = inputs[:-NUM_ATTRIBUTES], inputs[-NUM_ATTRIBUTES:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * (7 + HOW)
-    rows, counts, up, down, *others = ctx.saved_tensors
-    saved = expert_mlp(rows, counts, up, down, *others, *ctx.how)[1:]  # its first result is freed
-    gradients = expert_mlp_backward(grad, rows, *saved, counts, up, down, *others, *ctx.how)
-    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), *(None,) * HOW
+        return (None,) * (7 + NUM_ATTRIBUTES)
+    rows, counts, up, down, *operands = ctx.saved_tensors
+    saved = expert_mlp(rows, counts, up, down, *operands, *ctx.attributes)[1:]  # its first result is freed
+    gradients = expert_mlp_backward(grad, rows, *saved, counts, up, down, *operands, *ctx.attributes)
+    return gradients[0], None, *gradients[1:3], *optional_gradients(gradients[3:], operands), *(None,) * NUM_ATTRIBUTES
 
 
 differentiate(
@@ -64,7 +64,7 @@ differentiate(
     setup=_setup_expert_mlp,
     backward=_differentiate_expert_mlp,
     composition=compose_expert_mlp,
-    given=_given,
+    saved_inputs=_saved_inputs,
 )
 
 # ---- mixture_mlp ---------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def _mixture_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
     return mixed, counts
 
 
-def _fake_mixture_mlp(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_mixture_mlp(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), experts.new_empty((1, up.shape[0]))
 
 
@@ -89,7 +89,7 @@ mixture_mlp_recomputed = define(
 
 
 def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.how = inputs[:-HOW], inputs[-HOW:]
+    tensors, ctx.attributes = inputs[:-NUM_ATTRIBUTES], inputs[-NUM_ATTRIBUTES:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
@@ -97,12 +97,12 @@ def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * (7 + HOW)
-    x, experts, weights, *of_experts = ctx.saved_tensors
-    counts, hidden, *others = mixture_mlp(x, experts, weights, *of_experts, *ctx.how)[1:]
-    given = (x, hidden, counts, *others, weights, *of_experts)
-    of_x, *gradients = mixture_mlp_backward(grad, *given, *ctx.how)
-    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), *(None,) * HOW
+        return (None,) * (7 + NUM_ATTRIBUTES)
+    x, experts, weights, *parameters = ctx.saved_tensors
+    counts, hidden, *tables = mixture_mlp(x, experts, weights, *parameters, *ctx.attributes)[1:]
+    operands = (x, hidden, counts, *tables, weights, *parameters)
+    grad_x, *gradients = mixture_mlp_backward(grad, *operands, *ctx.attributes)
+    return grad_x, None, *gradients[:3], *optional_gradients(gradients[3:], parameters[-2:]), *(None,) * NUM_ATTRIBUTES
 
 
 differentiate(
@@ -110,5 +110,5 @@ differentiate(
     setup=_setup_mixture_mlp,
     backward=_differentiate_mixture_mlp,
     composition=compose_mixture_mlp,
-    given=_given,
+    saved_inputs=_saved_inputs,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moec.runtime.backends import forced_backend, select, using
-from moec.runtime.ops.derivatives import Composition, Given, Rule, gradients_of, kernel_of, ordinary
+from moec.runtime.ops.derivatives import Composition, Rule, SavedInputs, gradients_of, kernel_of, ordinary
 from moec.runtime.refused_derivatives import beyond_backward, once
 
 DEVICES = ("CPU", "CUDA")
@@ -21,11 +21,11 @@ _library = torch.library.Library("moec", "DEF")  # type: ignore[no-untyped-call]
 
 Check = Callable[..., None]
 
-FROM_BACKENDS: list[str] = []
-"""The operators that call the backend's function of their name, with their arguments."""
+BACKEND_OPERATORS: list[str] = []
+"""The operators whose kernel is the backend's function of the same name."""
 
-OF_INTEGERS: list[str] = []
-"""The operators that give integers alone: no mode differentiates them."""
+INTEGER_OPERATORS: list[str] = []
+"""The operators that give only integers: no mode differentiates them."""
 
 _rules: dict[str, Rule] = {}
 
@@ -46,7 +46,7 @@ def define(
     """
     name = schema.partition("(")[0]
     if kernel is None:
-        FROM_BACKENDS.append(name)
+        BACKEND_OPERATORS.append(name)
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     for device in DEVICES:
         function = _checked(check, kernel or _backend_kernel(name, device.lower()))
@@ -54,7 +54,7 @@ def define(
     torch.library.register_fake(f"moec::{name}", _checked(check, fake), lib=_library)
     operator = getattr(torch.ops.moec, name).default
     if gives_integers:
-        OF_INTEGERS.append(name)
+        INTEGER_OPERATORS.append(name)
     else:
         rule = _rules[operator.name()] = Rule()
         _library.impl(name, kernel_of(operator, rule), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -67,39 +67,46 @@ def differentiate(
     setup: Callable[..., None],
     backward: Callable[..., Any],
     composition: Composition | None = None,
-    given: Given | None = None,
+    saved_inputs: SavedInputs | None = None,
 ) -> None:
-    """Give `operator` the rule `backward(ctx, *gradients)`, with what `setup(ctx, inputs, output)` saved.
+    """Give `operator` the rule `backward(ctx, *gradients)`; `setup(ctx, inputs, output)` saves its tensors.
 
-    Derivatives beyond it are those of the composition (`derivatives.py`): in backward with the arguments and results
-    that `given(ctx, *gradients)` returns, or where `backward` itself can be differentiated, by it. Without a
-    composition they are refused.
+    All other derivatives are those of the composition (`derivatives.py`). In backward, `saved_inputs(ctx, *gradients)`
+    returns its arguments and results; without `saved_inputs`, torch differentiates `backward` itself. Without a
+    composition all other derivatives are refused.
 
-    Backward is computed by forward's backend: the two share rows in an order of their own, and a table of them. On a
-    device, backward runs in a thread of autograd's, which does not inherit what `using` forces.
+    Forward's backend computes backward too: the backend chooses the order of rows and writes their table. On a GPU,
+    backward runs in a thread of autograd, which does not inherit the backend that `using` forces.
     """
 
-    def note(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_with_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.forced_backend = forced_backend()
         setup(ctx, inputs, output)
 
-    def by_the_same(ctx: Any, *gradients: Any) -> Any:
+    def backward_by_same_backend(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() or beyond_backward():
-            return again(ctx, *gradients)
+            return differentiable_backward(ctx, *gradients)
         if ctx.forced_backend == forced_backend():
             return backward(ctx, *gradients)
         with using(ctx.forced_backend):
             return backward(ctx, *gradients)
 
-    def again(ctx: Any, *gradients: Any) -> Any:
+    def differentiable_backward(ctx: Any, *gradients: Any) -> Any:
         with using(ctx.forced_backend):
             if composition is None:
-                return refusing(ctx, *gradients)
-            return backward(ctx, *gradients) if given is None else gradients_of(composition, given, ctx, gradients)
+                return refused(ctx, *gradients)
+            if saved_inputs is None:
+                return backward(ctx, *gradients)
+            return gradients_of(composition, saved_inputs, ctx, gradients)
 
-    refusing = once(operator.name())(backward)
+    refused = once(operator.name())(backward)
     rule = _rules[operator.name()]
-    rule.ordinary, rule.composition = ordinary(operator, note, by_the_same), composition
+    rule.ordinary, rule.composition = ordinary(operator, setup_with_backend, backward_by_same_backend), composition
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The `setup` of an operator whose backward takes all arguments, which are tensors."""
+    ctx.save_for_backward(*inputs)
 
 
 def check(condition: Any, message: Callable[[], str]) -> None:

@@ -52,9 +52,9 @@ def _check_route(
         groups >= 1 and logits.shape[-1] % groups == 0,
         lambda: f"moec::route: {logits.shape[-1]} experts do not make {groups} equal groups",
     )
-    kept = keep_groups * (logits.shape[-1] // groups)
+    pool = keep_groups * (logits.shape[-1] // groups)
     check(
-        k <= kept <= logits.shape[-1],
+        k <= pool <= logits.shape[-1],
         lambda: f"moec::route: a token cannot choose {k} experts from {keep_groups} of {groups} groups",
     )
     known = ", ".join(GROUP_SCORES)
@@ -62,9 +62,9 @@ def _check_route(
     check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
 
 
-def _fake_route(logits: Tensor, bias: Tensor | None, k: int, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = (*logits.shape[:-1], k)
-    return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
+def _fake_route(logits: Tensor, bias: Tensor | None, k: int, *attributes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(logits.shape), logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
 route = define(
@@ -92,7 +92,7 @@ CPU; on other devices the check would cost a synchronisation.
 """
 
 
-def _fake_route_backward(logits: Tensor, *rest: Any) -> Tensor:
+def _fake_route_backward(logits: Tensor, *options: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -119,8 +119,8 @@ route_backward = define(
 
 
 def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, _, *how = inputs
-    ctx.how = how[:4]
+    logits, _, _, *attributes = inputs
+    ctx.attributes = attributes[:4]
     _, weights, experts = output
     ctx.mark_non_differentiable(experts)
     ctx.set_materialize_grads(False)
@@ -128,9 +128,9 @@ def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(logits, weights, experts)
 
 
-def _given_route(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _saved_inputs(ctx: Any, *_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     logits, weights, experts = ctx.saved_tensors
-    return (logits, None, None, *ctx.how), (None, weights, experts)
+    return (logits, None, None, *ctx.attributes), (None, weights, experts)
 
 
 def _differentiate_route(
@@ -139,7 +139,7 @@ def _differentiate_route(
     if grad_probabilities is None and grad_weights is None:
         return (None,) * 10
     logits, weights, experts = ctx.saved_tensors
-    grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.how)
+    grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.attributes)
     return grad, *(None,) * 9
 
 
@@ -148,7 +148,7 @@ differentiate(
     setup=_setup_route,
     backward=_differentiate_route,
     composition=lambda inputs, outputs: compositions.routed(inputs[0], outputs[2], *inputs[3:7]),
-    given=_given_route,
+    saved_inputs=_saved_inputs,
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops import compositions
-from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.ops.registry import check, define, differentiate, save_inputs
 
 # ---- permute -----------------------------------------------------------------------------------------
 
@@ -30,8 +30,8 @@ def _check_permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: 
 def _fake_permute(
     x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    number = torch.library.get_ctx().new_dynamic_size() if some_are_none else experts.numel()
-    rows = x.new_empty((number, x.shape[-1]))
+    num_rows = torch.library.get_ctx().new_dynamic_size() if some_are_none else experts.numel()
+    rows = x.new_empty((num_rows, x.shape[-1]))
     return rows, experts.new_empty((1, num_experts)), experts.new_empty(experts.shape)
 
 
@@ -75,12 +75,12 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def compose_permuted(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Tensor]:
-    """Of rows [R, D], or [E, N, D] in places."""
+    """The composition of rows [R, D], or [E, N, D] in places."""
     return (compositions.permuted(inputs[0], outputs[2], outputs[0].shape[:-1]),)
 
 
-def given_permuted(ctx: Any, grad: Tensor, *_: Any) -> tuple[tuple[Tensor], tuple[Tensor, None, Tensor]]:
-    """For `compose_permuted`: the tokens are zeros."""
+def permuted_inputs(ctx: Any, grad: Tensor, *_: Any) -> tuple[tuple[Tensor], tuple[Tensor, None, Tensor]]:
+    """The arguments and results for `compose_permuted`: zeros for the tokens, of which only the shape matters."""
     (positions,) = ctx.saved_tensors
     return (grad.new_zeros(*positions.shape[:2], grad.shape[-1]),), (grad, None, positions)
 
@@ -95,7 +95,7 @@ differentiate(
     setup=_setup_permute,
     backward=_differentiate_permute,
     composition=compose_permuted,
-    given=given_permuted,
+    saved_inputs=permuted_inputs,
 )
 
 # ---- combine -----------------------------------------------------------------------------------------
@@ -130,23 +130,11 @@ more rows than positions).
 """
 
 
-def _check_combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> None:
-    _check_combine(rows, positions, weights)
-
-
-def _fake_combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
 combine_backward = define(
     "combine_backward(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
-    fake=_fake_combine_backward,
-    check=_check_combine_backward,
+    fake=lambda grad, rows, positions, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    check=lambda grad, rows, positions, weights: _check_combine(rows, positions, weights),
 )
-
-
-def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -156,8 +144,8 @@ def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor
 
 differentiate(
     combine,
-    setup=_setup_combine,
+    setup=save_inputs,
     backward=_differentiate_combine,
     composition=lambda inputs, outputs: (compositions.combined(*inputs),),
-    given=lambda ctx, grad: (ctx.saved_tensors, ()),
+    saved_inputs=lambda ctx, grad: (ctx.saved_tensors, ()),
 )

@@ -13,14 +13,12 @@ from moec.runtime.ops.embed import embed, sum_by_id
 from moec.runtime.ops.registry import check, define, differentiate
 from moec.runtime.ranks.groups import resolve
 
-__all__ = ["embed_part", "label_logit", "own_ids"]
 
-
-def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
     """ids relative to the first of `rank`'s `size` ids, 0 for ids of other ranks; and a mask of the ids of `rank`."""
     local = ids - rank * size
-    mine = (local >= 0) & (local < size)
-    return local.where(mine, 0), mine
+    is_local = (local >= 0) & (local < size)
+    return local.where(is_local, 0), is_local
 
 
 # ---- embed_part --------------------------------------------------------------------------------------
@@ -28,9 +26,9 @@ def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def embed_rows(ids: Tensor, table: Tensor, rank: int) -> Tensor:
     """The result of `embed_part` on `rank`."""
-    local, mine = own_ids(ids, table.shape[0], rank)
-    found: Tensor = embed(local, table)
-    return found * mine[..., None]
+    local, is_local = local_ids(ids, table.shape[0], rank)
+    rows: Tensor = embed(local, table)
+    return rows * is_local[..., None]
 
 
 def _check_embed(ids: Tensor, table: Tensor, group: str) -> None:
@@ -62,8 +60,8 @@ The sum over the n ranks of `group` is the embedding. Communicates nothing.
 
 
 def _embed_part_backward(grad: Tensor, ids: Tensor, rows: int, group: str) -> Tensor:
-    local, mine = own_ids(ids, rows, resolve(group).rank())
-    return sum_by_id(grad * mine[..., None], local, rows)
+    local, is_local = local_ids(ids, rows, resolve(group).rank())
+    return sum_by_id(grad * is_local[..., None], local, rows)
 
 
 embed_part_backward = define(
@@ -90,7 +88,7 @@ differentiate(
     setup=_setup_embed,
     backward=_differentiate_embed,
     composition=lambda inputs, outputs: (embed_rows(inputs[0], inputs[1], resolve(inputs[2]).rank()),),
-    given=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1]), ctx.group), ()),
+    saved_inputs=lambda ctx, grad: ((*ctx.saved_tensors, grad.new_zeros(ctx.rows, grad.shape[-1]), ctx.group), ()),
 )
 
 # ---- label_logit -------------------------------------------------------------------------------------
@@ -98,8 +96,8 @@ differentiate(
 
 def pick_logits(logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     """The result of `label_logit` on `rank`."""
-    local, mine = own_ids(labels, logits.shape[-1], rank)
-    return logits.gather(-1, local[..., None])[..., 0] * mine
+    local, is_local = local_ids(labels, logits.shape[-1], rank)
+    return logits.gather(-1, local[..., None])[..., 0] * is_local
 
 
 def _check_labels(logits: Tensor, labels: Tensor, group: str) -> None:
@@ -127,8 +125,8 @@ An ignored label (−100) gives 0 on every rank. Communicates nothing.
 
 
 def _label_logit_backward(grad: Tensor, labels: Tensor, width: int, group: str) -> Tensor:
-    local, mine = own_ids(labels, width, resolve(group).rank())
-    return grad.new_zeros((*labels.shape, width)).scatter_(-1, local[..., None], (grad * mine)[..., None])
+    local, is_local = local_ids(labels, width, resolve(group).rank())
+    return grad.new_zeros((*labels.shape, width)).scatter_(-1, local[..., None], (grad * is_local)[..., None])
 
 
 label_logit_backward = define(
@@ -155,5 +153,5 @@ differentiate(
     setup=_setup_labels,
     backward=_differentiate_labels,
     composition=lambda inputs, outputs: (pick_logits(inputs[0], inputs[1], resolve(inputs[2]).rank()),),
-    given=lambda ctx, grad: ((grad.new_zeros(*grad.shape, ctx.width), *ctx.saved_tensors, ctx.group), ()),
+    saved_inputs=lambda ctx, grad: ((grad.new_zeros(*grad.shape, ctx.width), *ctx.saved_tensors, ctx.group), ()),
 )

@@ -71,7 +71,7 @@ def _setup_permute_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) ->
     ctx.save_for_backward(positions)
 
 
-def _given_permute_weights(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
+def _saved_inputs(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
     (positions,) = ctx.saved_tensors
     return (grad.new_zeros(positions.shape), positions), (grad,)
 
@@ -86,7 +86,7 @@ differentiate(
     setup=_setup_permute_weights,
     backward=_differentiate_permute_weights,
     composition=lambda inputs, outputs: (compositions.permuted_weights(inputs[0], inputs[1], outputs[0].shape),),
-    given=_given_permute_weights,
+    saved_inputs=_saved_inputs,
 )
 
 # ---- sum_rows ----------------------------------------------------------------------------------------
@@ -146,5 +146,5 @@ differentiate(
     setup=_setup_sum_rows,
     backward=_differentiate_sum_rows,
     composition=lambda inputs, outputs: (compositions.combined(*inputs[:2]),),
-    given=lambda ctx, grad: ((grad.new_zeros(*ctx.shape, grad.shape[2]), *ctx.saved_tensors), ()),
+    saved_inputs=lambda ctx, grad: ((grad.new_zeros(*ctx.shape, grad.shape[2]), *ctx.saved_tensors), ()),
 )

@@ -40,7 +40,7 @@ class WeightedRows:
         self.values: dict[ReferenceValue, Tensor] = {}
         self.mixtures: dict[ReferenceValue, MixtureValues] = {}
         for path, parts in mixtures.items():
-            self.mixtures |= {(path, name): part for part in parts for name in part.of_rows}
+            self.mixtures |= {(path, name): part for part in parts for name in part.row_values}
         self._computed = computed
         self._weights: dict[tuple[str, MixtureValues], Tensor] = {}
         self._rows: dict[tuple[str, MixtureValues], Tensor] = {}

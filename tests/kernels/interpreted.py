@@ -184,7 +184,9 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, *saved, *given)
     triton_backend.permute_backward(grad_rows, positions)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
+    assert launched == {
+        name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.launched)
+    }
 
 
 @with_or_without_biases
@@ -200,7 +202,9 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
     triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
+    assert launched == {
+        name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.launched)
+    }
 
 
 class Waits(TorchDispatchMode):
@@ -291,7 +295,9 @@ def test_a_plan_lists_the_kernels_of_experts_of_slots(monkeypatch: pytest.Monkey
     with moec.launch(moec.compile(text), device="cpu") as job:
         job.step(job.build(seed=1), tokens, tokens)
     assert run == {kernel.shape for kernel in kernels_of(plan, HERE)}
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
+    assert launched == {
+        name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.launched)
+    }
 
 
 @pytest.mark.parametrize("body", some([MIXTURE, "ffn = gelu(8)"], [MIXTURE]))
@@ -303,7 +309,9 @@ def test_a_plan_lists_the_kernels_of_a_mixture_of_heads(body: str, monkeypatch: 
     with moec.launch(moec.compile(text), device="cpu") as job:
         job.step(job.build(seed=1), tokens, tokens)
     assert run == {kernel.shape for kernel in kernels_of(plan, HERE)}
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
+    assert launched == {
+        name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.launched)
+    }
 
 
 GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, keep_groups = 1,
@@ -313,7 +321,9 @@ GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, ke
 def test_the_whole_gate_of_deepseek_v3_is_one_kernel_that_the_plan_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     text = TINY.replace("topk(2, normalize = true)", GATE)
     plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
-    listed = {(kernel.shape, kernel.only) for kernel in kernels_of(plan, HERE) if isinstance(kernel.shape, RouteShape)}
+    listed = {
+        (kernel.shape, kernel.launched) for kernel in kernels_of(plan, HERE) if isinstance(kernel.shape, RouteShape)
+    }
     monkeypatch.setattr(torch_routing, "route", None)
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     logits, bias = torch.randn(1, 4, 4), torch.randn(4)

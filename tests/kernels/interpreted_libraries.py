@@ -99,7 +99,7 @@ def test_a_plan_lists_what_runs_around_products_by_a_library(mix: str, ep: int, 
         if isinstance(kernel.shape, ProductShape | AroundShape)
     ]
     run_experts(ep, bias, MIXES[mix])
-    assert launched == {name for kernel in listed for name, _ in kernels_in(kernel.shape, kernel.only)}
+    assert launched == {name for kernel in listed for name, _ in kernels_in(kernel.shape, kernel.launched)}
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from support.layer_predictions import LayerPrediction, predict_layer, predict_schedules
 from zipf_loads import zipf
 
-from moec.codegen.kernels.model.model import Prediction, moving
+from moec.codegen.kernels.model.model import Prediction, predict_pass
 from moec.codegen.kernels.model.model_device import DEVICES
 from moec.codegen.kernels.model.model_libraries import LARGE
 from moec.codegen.kernels.model.model_loads import Load
@@ -143,7 +143,7 @@ def plain_rates(layer: ExpertLayer, tokens: int) -> str:
     of_ours = {"forward": (3 * hidden,), "backward": (6 * hidden,)}
     said = []
     for direction in ("forward", "backward"):
-        more, less = (sum(moving(each, H200).seconds for each in of[direction]) for of in (passes, of_ours))
+        more, less = (sum(predict_pass(each, H200).seconds for each in of[direction]) for of in (passes, of_ours))
         said.append(f"{copied.flops(direction) / (copied.seconds(direction) + more - less) / 1e12:.0f}")
     return " / ".join(said)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moec.codegen.kernels.kernel_shape import KernelShape
-from moec.codegen.kernels.model.model import Prediction, moving, predict, predict_schedule
+from moec.codegen.kernels.model.model import Prediction, predict, predict_pass, predict_schedule
 from moec.codegen.kernels.model.model_device import DeviceModel
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model.model_loads import Load
@@ -94,7 +94,7 @@ def _kernels(
     def small(shape: KernelShape, *names: str, direction: Direction = "forward") -> Iterator[LayerKernel]:
         for name in names:
             moved = work_of_rows(shape, name, tokens, tokens * k)
-            yield LayerKernel(name, direction, moving(moved.moved if moved else 0, device))
+            yield LayerKernel(name, direction, predict_pass(moved.moved if moved else 0, device))
 
     def product(kernel: Kernel) -> LayerKernel:
         return LayerKernel(kernel, "forward" if kernel in ("up", "down") else "backward", products[kernel])
@@ -102,7 +102,7 @@ def _kernels(
     yield from small(route, "route")
     yield from small(queues, "count", "scan", "rank")
     yield from small(places, "invert")
-    yield LayerKernel("table", "forward", moving(0, device))
+    yield LayerKernel("table", "forward", predict_pass(0, device))
     yield product("up")
     yield product("down")
     yield from small(places, "combine")

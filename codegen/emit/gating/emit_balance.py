@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from moec.codegen.emit.emit_tokens import real_column, real_mask
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -27,8 +27,8 @@ def _sum_groups(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.SumGroups)
     experts = e.shape(op.operands[0])[-1]
     assert isinstance(experts, int)
-    grouped = e.call(op, aten.unflatten.int, *e.refs(op), -1, [op.groups, experts // op.groups])
-    e.result(op, aten.sum.dim_IntList, grouped, [-1])
+    groups = e.call(op, aten.unflatten.int, *e.refs(op), -1, [op.groups, experts // op.groups])
+    e.result(op, aten.sum.dim_IntList, groups, [-1])
 
 
 def _switch_loss(e: Emitter, op: Op) -> None:
@@ -41,17 +41,17 @@ def _switch_loss(e: Emitter, op: Op) -> None:
 def _z_loss(e: Emitter, op: Op) -> None:
     logits, *real = e.refs(op)
     terms = e.call(op, aten.square.default, e.call(op, aten.logsumexp.default, logits, [-1]))
-    e.result(op, aten.sum.default, _of_real_tokens(e, op, terms, real))
+    e.result(op, aten.sum.default, _mask_padding(e, op, terms, real))
 
 
-def _of_real_tokens(e: Emitter, op: Op, terms: fx.Node, real: Sequence[fx.Node]) -> fx.Node:
+def _mask_padding(e: Emitter, op: Op, terms: fx.Node, real: Sequence[fx.Node]) -> fx.Node:
     """Terms [batch, sequence], 0 for padding. Selects and does not multiply: a padding token's NaN must not remain."""
     if not real:
         return terms
     return e.call(op, aten.where.ScalarOther, real_mask(e, op, *real), terms, 0)
 
 
-BALANCE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+BALANCE: Emissions = {
     o.LargestScores: _largest_scores,
     o.SumGroups: _sum_groups,
     o.SwitchLoss: _switch_loss,

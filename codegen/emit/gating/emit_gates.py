@@ -1,4 +1,4 @@
-"""Emits the ops of gates that are compositions, and computes the weights of choices that are given."""
+"""Emits the ops of gates that are compositions, and computes the weights of replayed choices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.codegen.emit.gating.emit_nested import weights_of_pairs
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -28,18 +28,18 @@ def _hash_route(e: Emitter, op: Op) -> None:
     """
     assert isinstance(op, g.HashRoute)
     (ids,) = e.refs(op)
-    after = e.call(op, aten.cumsum.default, e.call(op, aten.new_ones.default, ids, [op.num_experts]), 0)  # expert + 1
-    steps = e.call(op, aten.mul.Scalar, after, _signed(_GOLDEN))
-    of_experts = e.call(op, aten.add.Scalar, steps, _signed((_mix(op.seed) - _GOLDEN) % _WORD))
+    counts = e.call(op, aten.cumsum.default, e.call(op, aten.new_ones.default, ids, [op.num_experts]), 0)  # expert + 1
+    steps = e.call(op, aten.mul.Scalar, counts, _signed(_GOLDEN))
+    expert_terms = e.call(op, aten.add.Scalar, steps, _signed((_mix(op.seed) - _GOLDEN) % _WORD))
     columns = e.call(op, aten.unsqueeze.default, ids, -1)
-    of_ids = e.call(op, aten.mul.Scalar, columns, _signed((_GOLDEN << 31) % _WORD))
-    mixed = e.call(op, aten.add.Tensor, of_ids, of_experts)
+    id_terms = e.call(op, aten.mul.Scalar, columns, _signed((_GOLDEN << 31) % _WORD))
+    mixed = e.call(op, aten.add.Tensor, id_terms, expert_terms)
     for bits, factor in ((30, _FIRST), (27, _SECOND)):
         mixed = e.call(op, aten.mul.Scalar, _xor_shifted(e, op, mixed, bits), _signed(factor))
-    whole = e.call(op, aten.topk.default, _xor_shifted(e, op, mixed, 31), op.k)
-    chosen = e.item(op, whole, 1)
+    top = e.call(op, aten.topk.default, _xor_shifted(e, op, mixed, 31), op.k)
+    chosen = e.item(op, top, 1)
     weights = e.call(op, aten.full_like.default, chosen, 1 / op.k, dtype=e.dtype(op.results[0].dtype))
-    e.several(op, weights, chosen)
+    e.set_results(op, weights, chosen)
 
 
 def _add_noise(e: Emitter, op: Op) -> None:
@@ -64,16 +64,16 @@ def _signed(x: int) -> int:
 
 
 def _chosen_weights(e: Emitter, op: Op) -> None:
-    e.several(op, e.traced(op, partial(_weights_of_route, op), *e.refs(op)))
+    e.set_results(op, e.trace(op, partial(_weights_of_route, op), *e.refs(op)))
 
 
 def _renormalize(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Renormalize)
-    weights, kept = e.refs(op)
-    placed = e.call(op, aten.masked_fill.Scalar, weights, e.call(op, aten.lt.Scalar, kept, 0), 0)
+    weights, choices = e.refs(op)
+    placed = e.call(op, aten.masked_fill.Scalar, weights, e.call(op, aten.lt.Scalar, choices, 0), 0)
     total = e.call(op, aten.sum.dim_IntList, placed, [-1], True)
     shares = e.call(op, aten.div.Tensor, placed, e.call(op, aten.clamp_min.default, total, _FP32_EPS))
-    e.several(op, shares if op.scale == 1 else e.call(op, aten.mul.Scalar, shares, op.scale))
+    e.set_results(op, shares if op.scale == 1 else e.call(op, aten.mul.Scalar, shares, op.scale))
 
 
 def _attend_experts(e: Emitter, op: Op) -> None:
@@ -84,8 +84,8 @@ def _attend_experts(e: Emitter, op: Op) -> None:
     (projected,) = e.refs(op)
     experts, call = op.results[0].shape[-1], partial(e.call, op)
     q, *_ = parts = [call(aten.narrow.default, projected, -1, part * experts, experts) for part in range(3)]
-    of_tokens = [call(aten.unsqueeze.default, call(aten.flatten.using_ints, part, 0, 1), 1) for part in parts]
-    heads = [call(aten.unsqueeze.default, part, -1) for part in of_tokens]  # [tokens, 1, experts, 1]
+    rows = [call(aten.unsqueeze.default, call(aten.flatten.using_ints, part, 0, 1), 1) for part in parts]
+    heads = [call(aten.unsqueeze.default, part, -1) for part in rows]  # [tokens, 1, experts, 1]
     attended = call(aten.scaled_dot_product_attention.default, *heads, None, 0.0, False, scale=1.0)
     e.result(op, aten.add.Tensor, call(aten.reshape_as.default, attended, q), q, alpha=0)
 
@@ -104,7 +104,7 @@ def _round_weights(e: Emitter, op: Op) -> None:
     e.result(op, aten.to.dtype, rounded, e.dtype(op.results[0].dtype))
 
 
-GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+GATES: Emissions = {
     o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
     o.Renormalize: _renormalize,
@@ -115,7 +115,7 @@ GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
 }
 
 
-# ---- weights of given choices --------------------------------------------------------------------------
+# ---- weights of replayed choices -----------------------------------------------------------------------
 
 
 def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
@@ -128,33 +128,34 @@ def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
 
 def _unscaled(op: g.Route | o.ChosenWeights, logits: Tensor, experts: Tensor) -> Tensor:
     if op.score == "none":
-        return _of_choices(logits, experts)
+        return _choice_scores(logits, experts)
     if op.score == "sigmoid" and op.normalize:
         return _normalized(aten.log_sigmoid.default(logits), experts)
     if op.score == "sigmoid":
-        scored: Tensor = aten.sigmoid.default(_of_choices(logits, experts))
+        scored: Tensor = aten.sigmoid.default(_choice_scores(logits, experts))
         return scored
     if op.normalize or op.order == "after":
         return _normalized(logits, experts)
-    return _of_choices(aten.softmax.int(logits, -1), experts)
+    return _choice_scores(aten.softmax.int(logits, -1), experts)
 
 
-def _of_choices(scores: Tensor, experts: Tensor) -> Tensor:
+def _choice_scores(scores: Tensor, experts: Tensor) -> Tensor:
     """The scores of the choices; any score for a choice of −1."""
-    found: Tensor = aten.gather.default(scores, -1, aten.clamp_min.default(experts, 0))
-    return found
+    chosen: Tensor = aten.gather.default(scores, -1, aten.clamp_min.default(experts, 0))
+    return chosen
 
 
 def _normalized(logarithms: Tensor, experts: Tensor) -> Tensor:
     """A softmax over the choices that are not −1; equal weights for a token that has none."""
-    none = aten.lt.Scalar(experts, 0)
-    weights: Tensor = aten.softmax.int(aten.masked_fill.Scalar(_of_choices(logarithms, experts), none, _LEAST), -1)
+
+    masked = aten.masked_fill.Scalar(_choice_scores(logarithms, experts), aten.lt.Scalar(experts, 0), _LEAST)
+    weights: Tensor = aten.softmax.int(masked, -1)
     return weights
 
 
 _FP32_EPS = 2.0**-23
 _LEAST = -1e30
-"""Finite, so that a token without choices has no NaN, and below every logit of a choice."""
+"""Below every logit of a choice, and finite, so that a token without choices has no NaN."""
 
 
 WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
@@ -163,6 +164,6 @@ WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
 }
 """For each op with `scores`: the weights `[…, k]` that it would give to the choices `[…, k]`, from scores `[…, E]`.
 
-`moec verify` repeats the choices of one dtype in another with them, and the op `replay` those of a rollout; there a
-choice may be −1, which must not change the others' weights. Functions of operators on tensors alone: they also emit.
+`moec verify` repeats the choices of one dtype in another by them, the op `replay` those of a rollout, where a choice of
+−1 must not change the other weights. They only call operators on tensors, because `Emitter.trace` emits them.
 """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from moec.codegen.emit.emit_tokens import real_column
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir.ops.gating import merge_ops as m
 
@@ -26,7 +24,7 @@ def _merge_shares(e: Emitter, op: Op) -> None:
     else:
         means = e.call(op, aten.mean.dim, wide, [1])
     logits = e.call(op, aten.linear.default, means, e.call(op, aten.to.dtype, weight, dtype))
-    logits = e.scored(op, e.call(op, aten.unsqueeze.default, logits, 1))  # those of a sequence
+    logits = e.note_scores(op, e.call(op, aten.unsqueeze.default, logits, 1))  # those of a sequence
     e.result(op, aten.softmax.int, e.call(op, aten.squeeze.dim, logits, 1), -1)
 
 
@@ -37,27 +35,27 @@ def _merge_experts(e: Emitter, op: Op) -> None:
     merged = e.call(op, aten.mm.default, e.call(op, aten.type_as.default, shares, experts), flat)
     if len(shape) > 1:
         merged = e.call(op, aten.unflatten.int, merged, 1, list(shape))
-    e.several(op, merged)
+    e.set_results(op, merged)
 
 
 def _sequence_linear(e: Emitter, op: Op) -> None:
-    given = op.named(e.refs(op))
-    weight, out = given["weight"], e.shape(op.operands[1])[1:-1]
-    several = len(out) > 1
-    if several:
+    operands = op.named(e.refs(op))
+    weight, out = operands["weight"], e.shape(op.operands[1])[1:-1]
+    is_flattened = len(out) > 1
+    if is_flattened:
         weight = e.call(op, aten.flatten.using_ints, weight, 1, len(out))
-    y = e.call(op, aten.matmul.default, given["x"], e.call(op, aten.transpose.int, weight, 1, 2))
-    if "bias" in given:
-        bias = e.call(op, aten.flatten.using_ints, given["bias"], 1) if several else given["bias"]
+    y = e.call(op, aten.matmul.default, operands["x"], e.call(op, aten.transpose.int, weight, 1, 2))
+    if "bias" in operands:
+        bias = e.call(op, aten.flatten.using_ints, operands["bias"], 1) if is_flattened else operands["bias"]
         y = e.call(op, aten.add.Tensor, y, e.call(op, aten.unsqueeze.default, bias, 1))
-    if "real" in given:
-        y = e.call(op, aten.where.ScalarOther, real_column(e, op, given["real"]), y, 0)
-    if several:
+    if "real" in operands:
+        y = e.call(op, aten.where.ScalarOther, real_column(e, op, operands["real"]), y, 0)
+    if is_flattened:
         y = e.call(op, aten.unflatten.int, y, 2, list(out))
-    e.several(op, y)
+    e.set_results(op, y)
 
 
-MERGE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+MERGE: Emissions = {
     m.MergeExperts: _merge_experts,
     m.MergeShares: _merge_shares,
     m.SequenceLinear: _sequence_linear,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -25,20 +23,20 @@ def _uniform(e: Emitter, op: Op) -> None:
 
 def _second_at_random(e: Emitter, op: Op) -> None:
     experts, weights, numbers, training = e.refs(op)
-    least = e.call(op, aten.constant_pad_nd.default, numbers, [1, 0], -1.0)  # the first expert is always taken
-    drawn = e.call(op, aten.gt.Tensor, e.call(op, aten.mul.Scalar, weights, 2.0), least)
-    taken = e.call(op, aten.logical_or.default, drawn, e.call(op, aten.eq.Scalar, training, 0))
-    e.result(op, aten.where.ScalarOther, taken, experts, -1)
+    thresholds = e.call(op, aten.constant_pad_nd.default, numbers, [1, 0], -1.0)  # the first expert is always taken
+    is_drawn = e.call(op, aten.gt.Tensor, e.call(op, aten.mul.Scalar, weights, 2.0), thresholds)
+    is_taken = e.call(op, aten.logical_or.default, is_drawn, e.call(op, aten.eq.Scalar, training, 0))
+    e.result(op, aten.where.ScalarOther, is_taken, experts, -1)
 
 
 def _add_noise(e: Emitter, op: Op) -> None:
     clean, spread, noise = e.refs(op)
     deviation = e.call(op, aten.softplus.default, spread)
     noisy = e.call(op, aten.add.Tensor, clean, e.call(op, aten.mul.Tensor, noise, deviation))
-    e.several(op, noisy, deviation)
+    e.set_results(op, noisy, deviation)
 
 
-RANDOM_GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+RANDOM_GATES: Emissions = {
     o.AddLearnedNoise: _add_noise,
     o.SecondAtRandom: _second_at_random,
     o.Uniform: _uniform,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import fx
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.codegen.emit.gating.emit_gates import WEIGHTS
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import Op
@@ -19,11 +18,11 @@ aten = torch.ops.aten
 
 
 def _replay(e: Emitter, op: Op) -> None:
-    scores, own, given = e.refs(op)
+    scores, gate_choices, choices = e.refs(op)
     gate = _gate(e, op)
-    free = e.call(op, aten.eq.Scalar, given, FREE_ROUTE)
-    experts = e.call(op, aten.where.self, free, own, given)
-    e.several(op, e.traced(op, partial(WEIGHTS[type(gate)], gate), scores, experts), experts)
+    is_free = e.call(op, aten.eq.Scalar, choices, FREE_ROUTE)
+    experts = e.call(op, aten.where.self, is_free, gate_choices, choices)
+    e.set_results(op, e.trace(op, partial(WEIGHTS[type(gate)], gate), scores, experts), experts)
 
 
 def _gate(e: Emitter, op: Op) -> Op:
@@ -37,8 +36,8 @@ def _gate(e: Emitter, op: Op) -> Op:
 
 def _take_routes(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.TakeRoutes)
-    of_mixture = e.call(op, aten.select.int, *e.refs(op), 2, op.mixture)
-    e.result(op, aten.narrow.default, of_mixture, 2, 0, op.k)
+    choices = e.call(op, aten.select.int, *e.refs(op), 2, op.mixture)
+    e.result(op, aten.narrow.default, choices, 2, 0, op.k)
 
 
 def _stack_routes(e: Emitter, op: Op) -> None:
@@ -51,7 +50,7 @@ def _stack_routes(e: Emitter, op: Op) -> None:
     e.result(op, aten.stack.default, padded, 2)
 
 
-REPLAY: dict[type[Op], Callable[[Emitter, Op], None]] = {
+REPLAY: Emissions = {
     o.Replay: _replay,
     o.StackRoutes: _stack_routes,
     o.TakeRoutes: _take_routes,

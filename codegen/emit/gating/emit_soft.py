@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from moec.codegen.emit.emit_tokens import real_column
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir.ops.gating import soft_ops as s
 
@@ -17,15 +15,15 @@ aten = torch.ops.aten
 def _slot_weights(e: Emitter, op: Op) -> None:
     """Padding gets the least finite logit: a sequence of padding alone has a softmax too, which is then masked."""
     logits, *real = e.refs(op)
-    logits = e.scored(op, logits)
+    logits = e.note_scores(op, logits)
     over_tokens = logits
     if real:
-        least = torch.finfo(e.dtype(op.results[0].dtype)).min
-        over_tokens = e.call(op, aten.where.ScalarOther, real_column(e, op, *real), logits, least)
+        lowest = torch.finfo(e.dtype(op.results[0].dtype)).min
+        over_tokens = e.call(op, aten.where.ScalarOther, real_column(e, op, *real), logits, lowest)
     weights = [e.call(op, aten.softmax.int, over_tokens, 1), e.call(op, aten.softmax.int, logits, 2)]
     if real:
-        weights = [e.call(op, aten.where.ScalarOther, real_column(e, op, *real), each, 0) for each in weights]
-    e.several(op, *weights)
+        weights = [e.call(op, aten.where.ScalarOther, real_column(e, op, *real), tensor, 0) for tensor in weights]
+    e.set_results(op, *weights)
 
 
 def _slot_inputs(e: Emitter, op: Op) -> None:
@@ -40,7 +38,7 @@ def _slot_inputs(e: Emitter, op: Op) -> None:
 def _slot_rows(e: Emitter, op: Op) -> None:
     by_expert = e.call(op, aten.transpose.int, *e.refs(op), 0, 1)
     rows = e.call(op, aten.flatten.using_ints, by_expert, 1, 2)
-    e.several(op, rows, e.call(op, torch.ops.moec.even_counts.default, rows))
+    e.set_results(op, rows, e.call(op, torch.ops.moec.even_counts.default, rows))
 
 
 def _slot_outputs(e: Emitter, op: Op) -> None:
@@ -57,7 +55,7 @@ def _slot_combine(e: Emitter, op: Op) -> None:
     e.result(op, aten.type_as.default, mixed, outputs)
 
 
-SOFT: dict[type[Op], Callable[[Emitter, Op], None]] = {
+SOFT: Emissions = {
     s.SlotCombine: _slot_combine,
     s.SlotInputs: _slot_inputs,
     s.SlotOutputs: _slot_outputs,

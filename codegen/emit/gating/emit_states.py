@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.emitter import Emissions, Emitter
 from moec.passes.ir import Op
 from moec.passes.ir.ops import MoveBias, SumSources
 
@@ -28,7 +26,7 @@ def _move_bias(e: Emitter, op: Op) -> None:
     e.result(op, aten.add.Tensor, bias, sign, alpha=op.rate)
 
 
-STATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+STATES: Emissions = {
     MoveBias: _move_bias,
     SumSources: _sum_sources,
 }

@@ -1,1 +1,1 @@
-"""A model of kernels' times, by which ways are chosen and predicted."""
+"""A model of kernels' times, for the choice of ways and for predictions."""

@@ -1,4 +1,4 @@
-"""A model of the grouped products: predicted time, and what bounds it.
+"""A model of the grouped products: predicted time, and the resource that bounds it.
 
 A product's time is the larger of two: that of its tiles on the multiprocessors, in waves, and that of its traffic with
 memory. A tile takes a prologue, steps of depth and an epilogue. A step takes as long as the slowest of matrix units,
@@ -133,7 +133,7 @@ def predict_schedule(
     )
 
 
-def moving(moved: float, device: DeviceModel) -> Prediction:
+def predict_pass(moved: float, device: DeviceModel) -> Prediction:
     """The time of a kernel that computes no product and moves `moved` bytes."""
     seconds = moved / (device.memory_bandwidth * device.row_efficiency)
     return Prediction(
@@ -163,20 +163,20 @@ class _Grid:
 def _grid(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load) -> _Grid:
     rows, columns, depth = extents(kernel, (layer.dim, layer.hidden), layer.gated)
     per_step = 2 * schedule.rows * schedule.columns * schedule.depth
-    across = ceil(columns / schedule.columns)
+    column_tiles = ceil(columns / schedule.columns)
     if depth is None:
         assert rows is not None
-        tiles_per_expert = ceil(rows / schedule.rows) * across
+        tiles_per_expert = ceil(rows / schedule.rows) * column_tiles
         steps = tiles_per_expert * load.tiles(schedule.depth)
         longest = ceil(load.most_rows / schedule.depth)
         flops = 2 * load.rows * rows * columns
         return _Grid(True, tiles_per_expert * layer.experts, steps, longest, 0, flops, steps * per_step)
     # A cluster takes as many tiles of one expert's rows as it has blocks.
-    high = load.tiles(schedule.rows * schedule.shared_columns) * schedule.shared_columns
-    along = ceil(depth / schedule.depth)
-    empty = 0.0 if schedule.persistent else ceil(load.rows / schedule.rows) + load.experts - high
-    steps, flops = high * across * along, 2 * load.rows * columns * depth
-    return _Grid(False, high * across, steps, along, max(0.0, empty) * across, flops, steps * per_step)
+    row_tiles = load.tiles(schedule.rows * schedule.shared_columns) * schedule.shared_columns
+    depth_steps, tiles = ceil(depth / schedule.depth), row_tiles * column_tiles
+    empty = 0.0 if schedule.persistent else max(0.0, ceil(load.rows / schedule.rows) + load.experts - row_tiles)
+    steps, flops = tiles * depth_steps, 2 * load.rows * columns * depth
+    return _Grid(False, tiles, steps, depth_steps, empty * column_tiles, flops, steps * per_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,28 +193,28 @@ def _on_sms(
     if not grid.tiles:
         return _Times({"empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks) / device.clock}, "launch")
     tiles_per_sm = grid.tiles / device.sms
-    beside = min(blocks, ceil(tiles_per_sm))
-    step = step_of(schedule, layer, device, min(device.sms, grid.tiles), beside)
+    resident = min(blocks, ceil(tiles_per_sm))
+    step = step_of(schedule, layer, device, min(device.sms, grid.tiles), resident)
     gathers = layer.k > 0 and kernel in GATHERING_KERNELS and not schedule.by_library
-    before = prologue(schedule, gathers, device) / beside
-    after = epilogue(kernel, schedule, layer, device) / beside
-    mean = grid.steps / grid.tiles * step.clocks + before + after
+    prologue_clocks = prologue(schedule, gathers, device) / resident
+    epilogue_clocks = epilogue(kernel, schedule, layer, device) / resident
+    mean = grid.steps / grid.tiles * step.clocks + prologue_clocks + epilogue_clocks
     idle = max(
         (ceil(tiles_per_sm) - tiles_per_sm) * mean,
-        grid.longest * step.clocks + before + after - tiles_per_sm * mean,
+        grid.longest * step.clocks + prologue_clocks + epilogue_clocks - tiles_per_sm * mean,
         0.0,
     )
-    useful = grid.flops / grid.multiplied if grid.multiplied else 1.0
+    useful_share = grid.flops / grid.multiplied if grid.multiplied else 1.0
     steps = grid.steps / device.sms
     clocks = {
-        "padding": steps * step.matrix * (1 - useful),
+        "padding": steps * step.matrix * (1 - useful_share),
         step.bound: steps * (step.clocks - step.matrix),
-        "prologue": tiles_per_sm * before,
-        "epilogue": tiles_per_sm * after,
+        "prologue": tiles_per_sm * prologue_clocks,
+        "epilogue": tiles_per_sm * epilogue_clocks,
         "waves": idle,
         "empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks),
     }
-    clocks["matrix"] = clocks.get("matrix", 0.0) + steps * step.matrix * useful
+    clocks["matrix"] = clocks.get("matrix", 0.0) + steps * step.matrix * useful_share
     return _Times({name: clock / device.clock for name, clock in clocks.items()}, step.bound)
 
 
@@ -228,6 +228,6 @@ def _bound(times: _Times, memory: float, launch: float) -> str:
     steps = times.parts.get("matrix", 0.0)
     if times.step_bound != "matrix":
         steps += times.parts.get(times.step_bound, 0.0)
-    others = {name: times.parts.get(name, 0.0) for name in ("padding", "prologue", "epilogue", "waves", "empty")}
-    largest = max(others, key=lambda name: others[name])
-    return largest if others[largest] > steps else times.step_bound
+    parts = {name: times.parts.get(name, 0.0) for name in ("padding", "prologue", "epilogue", "waves", "empty")}
+    largest = max(parts, key=lambda name: parts[name])
+    return largest if parts[largest] > steps else times.step_bound

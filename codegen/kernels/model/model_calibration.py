@@ -23,13 +23,13 @@ class StoredModel(Data):
 
     @property
     def origin(self) -> str:
-        """What `moec inspect` says of the constants."""
+        """The source of the constants, as `moec inspect` prints it."""
         error = f"mean error {self.mean_error:.0%}"
         return f"calibrated from {self.measurements} measurements on {self.device}, {error}"
 
 
 def model_file(name: str) -> Path:
-    """Where a device's fitted constants are stored."""
+    """The file with a device's fitted constants."""
     return FOLDER / f"{name}.model.json"
 
 
@@ -39,5 +39,5 @@ def device_model(name: str) -> DeviceModel | None:
     model = DEVICES.get(name)
     if model is None or not model_file(name).is_file():
         return model
-    read = StoredModel.model_validate_json(model_file(name).read_bytes())
-    return model.with_constants(read.constants, read.origin)
+    stored = StoredModel.model_validate_json(model_file(name).read_bytes())
+    return model.with_constants(stored.constants, stored.origin)

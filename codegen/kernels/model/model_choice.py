@@ -1,4 +1,4 @@
-"""The fastest way of a product by the model, and whether it is worth leaving the usual one."""
+"""The fastest way of a product by the model, if it is faster than the usual one by a margin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moec.codegen.kernels.tiles import Kernel, Way
 
 @dataclass(frozen=True, slots=True)
 class BestWay:
-    """A way, and how many times as fast as the usual way it is predicted to be."""
+    """A way, and its predicted speed relative to the usual way."""
 
     way: Way
     gain: float
@@ -23,7 +23,7 @@ class BestWay:
 def best_way(
     kernel: Kernel,
     usual: Way,
-    others: Iterable[Way],
+    candidates: Iterable[Way],
     layer: ExpertLayer,
     load: Load,
     device: DeviceModel,
@@ -31,11 +31,11 @@ def best_way(
     bulk: bool = False,
     margin: float,
 ) -> BestWay:
-    """The fastest of `others` if it is predicted `margin` times as fast as the usual way, else the usual way.
+    """The fastest of `candidates` if it is predicted `margin` times as fast as the usual way, else the usual way.
 
     Ties go to the earlier one. Ways that do not fit the device are never chosen, unless the usual one is such.
     """
-    seconds = {way: predict(kernel, way, layer, load, device, bulk=bulk).seconds for way in (usual, *others)}
+    seconds = {way: predict(kernel, way, layer, load, device, bulk=bulk).seconds for way in (usual, *candidates)}
     best = min(seconds, key=seconds.__getitem__)
     gain = seconds[usual] / seconds[best]
     return BestWay(best, gain) if gain >= margin else BestWay(usual, 1.0)

@@ -1,4 +1,4 @@
-"""What the model of the kernels knows about a device: rates, sizes and latencies, each with its source.
+"""The properties of devices in the model of the kernels: rates, sizes and latencies, each with its source.
 
 `model_calibration.py` fits the constants named in `FREE` to measured kernels; every other constant stays as it is here.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "tuned"
-"""What moec ships of devices: `h200.json`, an H200's tiles for shapes for which the rule would choose otherwise, and
+"""The files that moec ships by device: `h200.json`, an H200's tiles for shapes with other tiles than the rule's, and
 `h200.model.json`, constants fitted to measured kernels."""
 
 FREE = (
@@ -29,9 +29,9 @@ FREE = (
 class DeviceModel:
     """One device. Bandwidths are bytes per second, `clock` is in Hz, latencies are in clocks, launches in seconds.
 
-    `target` is what kernels are compiled for. `matrix_flops` are the operations per clock and multiprocessor of the
-    unit that multiplies matrices of a dtype. `matrix_efficiency` is the part of it that our kernels reach where nothing
-    else holds them back, and `library_efficiency` that of vendors' libraries.
+    `target` is the compile target. `matrix_flops` are the operations per clock and multiprocessor of the unit that
+    multiplies matrices of a dtype. `matrix_efficiency` is the part of it that our kernels reach where nothing else
+    bounds them, and `library_efficiency` that of vendors' libraries.
     """
 
     name: str
@@ -57,7 +57,7 @@ class DeviceModel:
     calibration: str | None = field(default=None, compare=False)
 
     def with_constants(self, constants: Mapping[str, float], calibration: str) -> DeviceModel:
-        """This device with other values of the constants in `FREE`; `calibration` says where they are from."""
+        """This device with other values of the constants in `FREE`; `calibration` names their source."""
         assert set(constants) <= set(FREE), constants
         changed: dict[str, float] = dict(constants)
         return replace(self, **changed, calibration=calibration)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ DEVICES: Mapping[str, DeviceModel] = {
 
 
 def complaint(name: str) -> str | None:
-    """Why there are no predictions for a device; None if there are."""
+    """The reason that a device has no predictions; None if it has."""
     if name in DEVICES:
         return None
     return f"moec cannot predict times for the device {name}: it has timing models for {', '.join(DEVICES)}"

@@ -1,4 +1,4 @@
-"""Products by a library: the tile that it takes, and the passes that our kernels then make around it."""
+"""Products by a library: the tile that it uses, and the passes of our kernels around it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MEDIUM = Schedule(
     by_library=True,
 )
 SMALL = replace(MEDIUM, rows=64, depth=128, buffers=4)
-"""The ping-pong schedules: two tiles take turns, and one's epilogue runs during the other's products."""
+"""The ping-pong schedules: two tiles alternate, and the epilogue of one runs during the products of the other."""
 
 
 def schedule_of_library(kernel: Kernel, layer: ExpertLayer, load: Load) -> Schedule:
     """The schedule that PyTorch's dispatch takes on sm_90 (aten/src/ATen/native/cuda/GroupMM.cu, 2026).
 
-    It goes by the mean rows of an expert, or for gradients of weights by the rows of the gradient. quack's tiles are
-    taken to be the large one.
+    It depends on the mean rows of an expert, or for gradients of weights on the rows of the gradient. quack is assumed
+    to use the large tile.
     """
     rows = load.rows / load.experts
     if kernel.endswith("_weights"):
@@ -57,14 +57,14 @@ def passes_around(
     kernel: Kernel, layer: ExpertLayer, load: Load, device: DeviceModel, rows_at_hand: bool
 ) -> tuple[float, float, int]:
     """Seconds, bytes and launches of our passes around a library's product: gathers, and the activation both ways."""
-    one = load.rows * layer.width
+    column_bytes = load.rows * layer.width
     passes: list[float] = []
     if layer.k > 0 and kernel in GATHERING_KERNELS and not rows_at_hand:
-        passes.append(gathered(layer, load, device) + one * layer.dim)
+        passes.append(gathered(layer, load, device) + column_bytes * layer.dim)
     if kernel == "up":
-        passes.append(one * layer.hidden * (layer.parts + 1))
+        passes.append(column_bytes * layer.hidden * (layer.parts + 1))
     if kernel == "down_backward":
-        passes.append(one * layer.hidden * (1 + 2 * layer.parts + 1))
+        passes.append(column_bytes * layer.hidden * (1 + 2 * layer.parts + 1))
     moved = sum(passes)
     seconds = moved / (device.memory_bandwidth * device.row_efficiency) + len(passes) * device.launch
     return seconds, moved, len(passes)

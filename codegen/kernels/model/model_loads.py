@@ -1,8 +1,8 @@
-"""How many rows each expert gets: expectations over random routing, and counts that are known.
+"""The number of rows of each expert: expectations over random routing, or known counts.
 
-Tokens choose independently of each other. So the rows of one expert are binomial: one trial per token, and the chance
-that a token has the expert among its choices. What is linear in experts (numbers of tiles, padding) needs no more than
-that, and is exact. NumPy is imported where it computes: plans are compiled and read without it.
+Tokens choose independently of each other. So the rows of one expert are binomial: one trial per token, with the chance
+that a token has the expert among its choices. Sums over experts (numbers of tiles, padding) need nothing more, and are
+exact. The functions import NumPy themselves: plans are compiled and read without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that a grouped product moves between memory and L2: each tensor once, and what L2 cannot keep again."""
+"""Bytes that a grouped product moves between memory and L2: each tensor once, and again the parts that L2 lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moec.codegen.kernels.model.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.product_shapes import GROUP
 from moec.codegen.kernels.tiles import Kernel
 
-KEPT = 0.5
-"""Assumed: the part of L2 that keeps what is read again, while the rest streams through it."""
+REUSED_SHARE = 0.5
+"""Assumed: the part of L2 for data that is read again; the rest holds data that is read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Traffic:
 
     @property
     def moved(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.read + self.written
 
 
 def missed(size: float, device: DeviceModel) -> float:
     """The part of a set of `size` bytes that L2 does not keep until it is read again."""
-    return max(0.0, 1 - KEPT * device.l2_size / size) if size else 0.0
+    return max(0.0, 1 - REUSED_SHARE * device.l2_size / size) if size else 0.0
 
 
 def gathered(layer: ExpertLayer, load: Load, device: DeviceModel) -> float:
@@ -51,10 +51,9 @@ def row_product_traffic(
         reads = {"up": rows, "down": activated, "down_backward": rows, "up_backward": hidden}[kernel]
         writes = {"up": hidden, "down": rows, "down_backward": activated, "up_backward": rows}[kernel]
     else:
-        through = gathered(layer, load, device)
-        reads = {"up": through, "down": activated, "down_backward": through + hidden, "up_backward": hidden}[kernel]
-        made = hidden + activated
-        writes = {"up": made, "down": rows, "down_backward": made, "up_backward": rows}[kernel]
+        inputs, outputs = gathered(layer, load, device), hidden + activated
+        reads = {"up": inputs, "down": activated, "down_backward": inputs + hidden, "up_backward": hidden}[kernel]
+        writes = {"up": outputs, "down": rows, "down_backward": outputs, "up_backward": rows}[kernel]
     parts = layer.parts if kernel.startswith("up") else 1
     columns = {"up": parts * layer.hidden, "down": layer.dim, "down_backward": layer.hidden, "up_backward": layer.dim}
     depth = {"up": layer.dim, "down": layer.hidden, "down_backward": layer.dim, "up_backward": parts * layer.hidden}
@@ -70,29 +69,29 @@ def weight_product_traffic(
 ) -> Traffic:
     """The traffic of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
     hidden, activated, rows = _row_bytes(layer, load)
-    through = rows if schedule.by_library else gathered(layer, load, device)
+    gathered_rows = rows if schedule.by_library else gathered(layer, load, device)
     is_up = kernel == "up_weights"
     m, n = (layer.parts * layer.hidden, layer.dim) if is_up else (layer.dim, layer.hidden)
-    once = (hidden if is_up else activated) + through
+    first_reads = (hidden if is_up else activated) + gathered_rows
     # Tiles run along n first: the programs that run together read some strips of m and, usually, all of n.
-    across = ceil(n / schedule.columns)
-    together = max(1, ceil(device.sms * blocks / across))
-    strips = min(m, together * schedule.rows) + min(n, device.sms * blocks * schedule.columns)
-    turns = max(1, ceil(m / (together * schedule.rows)))
+    column_tiles = ceil(n / schedule.columns)
+    parallel_row_tiles = max(1, ceil(device.sms * blocks / column_tiles))
+    strips = min(m, parallel_row_tiles * schedule.rows) + min(n, device.sms * blocks * schedule.columns)
+    turns = max(1, ceil(m / (parallel_row_tiles * schedule.rows)))
     bytes_of_row_column = load.rows / load.experts * layer.width
     repeated = load.rows * n * layer.width * (turns - 1) * missed(strips * bytes_of_row_column, device)
     matrices = layer.experts * m * n * layer.width
-    return Traffic(once + repeated, matrices)
+    return Traffic(first_reads + repeated, matrices)
 
 
 def _row_bytes(layer: ExpertLayer, load: Load) -> tuple[float, float, float]:
     """Bytes of all pre-activations, of all activated rows, and of all rows of the model's width."""
-    one = load.rows * layer.width
-    return one * layer.parts * layer.hidden, one * layer.hidden, one * layer.dim
+    column_bytes = load.rows * layer.width
+    return column_bytes * layer.parts * layer.hidden, column_bytes * layer.hidden, column_bytes * layer.dim
 
 
 def _visits(load: Load, schedule: Schedule) -> float:
-    """How often groups of tiles come back to an expert's matrix, over all experts, after the first time."""
+    """The number of times that groups of tiles read an expert's matrix again, over all experts."""
     return (load.tiles(schedule.rows) - load.used_experts()) / GROUP
 
 
@@ -100,7 +99,7 @@ def _rows_again(
     schedule: Schedule, columns: int, depth: int, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> float:
     """Bytes of rows that a group of tiles reads again for its later columns, because L2 lost them meanwhile."""
-    beside = max(1, device.sms * blocks // GROUP)
-    turns = max(1.0, ceil(columns / schedule.columns) / beside)
-    strips = (GROUP * schedule.rows + min(columns, beside * schedule.columns)) * depth * layer.width
+    parallel_column_tiles = max(1, device.sms * blocks // GROUP)
+    turns = max(1.0, ceil(columns / schedule.columns) / parallel_column_tiles)
+    strips = (GROUP * schedule.rows + min(columns, parallel_column_tiles * schedule.columns)) * depth * layer.width
     return load.rows * depth * layer.width * (turns - 1) * missed(strips, device)

@@ -1,4 +1,4 @@
-"""One tile of a grouped product on one multiprocessor: its clocks, and how many blocks of it run side by side."""
+"""One tile of a grouped product on one multiprocessor: its clocks, and the number of blocks that run at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moec.codegen.kernels.tiles import Kernel, Tile
 from moec.passes.ir.value import DTYPE_BYTES
 
 HALF = ("bf16", "fp16")
-"""What matrix units multiply; full precision takes the lanes."""
+"""The dtypes that matrix units multiply; full precision uses the lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How a kernel computes a product: its tile, its buffers, and what it hides behind other tiles' arithmetic.
+    """The tile and the buffers of a kernel, and whether its epilogue runs during other tiles' arithmetic.
 
-    `dots` products of columns / dots are made from one tile of rows. `shared_columns` blocks read one tile of columns
-    from L2 together (a cluster's multicast); each expert's rows are then padded to as many tiles.
+    One tile of rows has `dots` products of columns / dots. `shared_columns` blocks read one tile of columns from L2
+    together (a cluster's multicast); each expert's rows are then padded to as many tiles.
     """
 
     rows: int
@@ -76,7 +76,7 @@ OVERHEAD: dict[Kernel, float] = {
     "up_backward": 60,
     "up_weights": 60,
 }
-"""Registers of a thread beside the sums: addresses, operands on their way, the epilogue. From kernels compiled for
+"""Registers of a thread beside the sums: addresses, operands in flight, the epilogue. From kernels compiled for
 sm_90 by Triton 3.6 and 3.9; only an estimate for listings that compile nothing."""
 
 
@@ -118,8 +118,8 @@ class Step:
     @property
     def bound(self) -> str:
         """The name of the slowest resource."""
-        named = {"matrix": self.matrix, "shared memory": self.shared, "L2": self.l2, "latency": self.latency}
-        return max(named, key=lambda name: named[name])
+        clocks = {"matrix": self.matrix, "shared memory": self.shared, "L2": self.l2, "latency": self.latency}
+        return max(clocks, key=lambda name: clocks[name])
 
 
 def step_of(schedule: Schedule, layer: ExpertLayer, device: DeviceModel, active: float, blocks: int) -> Step:
@@ -155,21 +155,21 @@ def _operand_reads(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) 
     if _by_warpgroups(schedule, layer, device):
         # Each instruction multiplies 64 rows and at most 256 columns, 16 deep, and reads both operands.
         groups = schedule.warps // 4
-        beside = max(1, groups // (schedule.rows // 64))
-        width = min(256.0, columns / beside)
+        groups_per_row_block = max(1, groups // (schedule.rows // 64))
+        width = min(256.0, columns / groups_per_row_block)
         instructions = schedule.rows / 64 * columns / width * schedule.dots * schedule.depth / 16
         return instructions * 16 * (64 + width) * layer.width
     # Warps lie as a grid over the tile: each row of warps reads all columns, each column of warps all rows.
-    down = max(1, min(schedule.warps, schedule.rows // 16, round(sqrt(schedule.warps * schedule.rows / columns))))
-    across = max(1, schedule.warps // down)
-    return schedule.dots * (schedule.rows * across + columns * down) * schedule.depth * layer.width
+    warp_rows = max(1, min(schedule.warps, schedule.rows // 16, round(sqrt(schedule.warps * schedule.rows / columns))))
+    warp_columns = max(1, schedule.warps // warp_rows)
+    return schedule.dots * (schedule.rows * warp_columns + columns * warp_rows) * schedule.depth * layer.width
 
 
 GATHER_CLOCKS = 300
 """Assumed: the loads of a tile's row indices, which its first rows wait for."""
 
 PERSISTENT_CLOCKS = 300
-"""Assumed: the next tile's entry of the table; its first loads are under way during the last tile's epilogue."""
+"""Assumed: the next tile's entry of the table; its first loads run during the last tile's epilogue."""
 
 LIBRARY_CLOCKS = 1000
 """Assumed: a library's grouped product writes and fences new TMA descriptors whenever the expert changes."""
@@ -192,7 +192,7 @@ class Epilogue:
 
 
 def epilogue_of(kernel: Kernel, layer: ExpertLayer) -> Epilogue:
-    """What a rendered kernel does with its sums. Operations are counted in the template's text, roughly."""
+    """The epilogue of a rendered kernel. Operations are counted in the template's text, roughly."""
     parts = layer.parts
     match kernel:
         case "up":

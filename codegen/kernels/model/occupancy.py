@@ -1,4 +1,4 @@
-"""How many blocks of a kernel one multiprocessor holds at a time, and the limits that decide it.
+"""The number of blocks of a kernel that one multiprocessor holds at a time, and the limits that decide it.
 
 With one block, its prologue and epilogue leave the matrix units idle; with two, one block computes meanwhile.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one multiprocessor has, and in which units it is given to blocks.
+    """The resources of one multiprocessor, and the units of their allocation.
 
-    `registers`: 32-bit registers of a multiprocessor (of one of its `schedulers`, if these do not share them), given to
-    a warp in units of `register_unit` for each thread. `shared`: bytes of shared memory, of which each block takes
+    `registers`: 32-bit registers of a multiprocessor (of one of its `schedulers`, if these do not share them),
+    allocated in units of `register_unit` for each thread. `shared`: bytes of shared memory, of which each block uses
     `reserved` for the system and at most `block_shared` for itself. `threads`, `blocks`: the most that it holds.
     """
 

@@ -31,7 +31,7 @@ NUMBERS = 3, 4
 
 
 def inspect(checkpoint: Path, style: str) -> None:
-    """Prints what is in a checkpoint, or in a folder of checkpoints. Raises `DiagnosticError`."""
+    """Prints the contents of a checkpoint, or a list of the checkpoints of a folder. Raises `DiagnosticError`."""
     checkpoints = checkpoint_list.checkpoints_of(checkpoint)
     if checkpoints:
         emit(
@@ -46,16 +46,16 @@ def inspect(checkpoint: Path, style: str) -> None:
 
 
 def verify(checkpoint: Path, style: str) -> int:
-    """Compares every digest and prints what is damaged; returns the exit status. Raises `DiagnosticError`."""
+    """Compares every digest and prints the damaged tensors; returns the exit status. Raises `DiagnosticError`."""
     _require_checkpoint(checkpoint)
     opened = Checkpoint(checkpoint)
-    with progress("reading the checkpoint", sum(opened.head.shard_bytes), of_bytes=True) as bar:
+    with progress("reading the checkpoint", sum(opened.head.shard_bytes), counts_bytes=True) as bar:
         damage_lines = list(damages(opened, bar.advance))
     tensors, num_bytes = len(opened.index.tensors), sum(opened.head.shard_bytes)
-    good = f"{checkpoint}: {count(tensors, 'tensor')}, {amount_of_bytes(num_bytes)}, every digest matches"
+    success_line = f"{checkpoint}: {count(tensors, 'tensor')}, {amount_of_bytes(num_bytes)}, every digest matches"
     emit(
         style,
-        lambda: [*damage_lines, f"{checkpoint}: damaged"] if damage_lines else [good],
+        lambda: [*damage_lines, f"{checkpoint}: damaged"] if damage_lines else [success_line],
         lambda: DigestsDocument(ok=not damage_lines, tensors=tensors, damages=damage_lines),
     )
     return 1 if damage_lines else 0
@@ -76,13 +76,13 @@ def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     opened = None
     if plan is None:
         opened = Checkpoint(source)
-        with progress("converting", of_bytes=True) as bar:
+        with progress("converting", counts_bytes=True) as bar:
             num_bytes = to_safetensors(opened, output, bar.advance)
     else:
         from moec.driver import load
 
         require_plan_folder(plan, "--plan", "moec checkpoint convert … --plan {}")
-        with progress("converting", of_bytes=True) as bar:
+        with progress("converting", counts_bytes=True) as bar:
             num_bytes = from_safetensors(source, output, load(plan), __version__, bar.advance)
     left_out = list(_left_out(opened)) if opened else []
     emit(
@@ -96,7 +96,7 @@ def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
 
 
 def _left_out(checkpoint: Checkpoint) -> Iterator[str]:
-    """What `convert` does not write."""
+    """The parts of a checkpoint that `convert` does not write."""
     from moec.passes.ir import SEED
 
     yield f"step {checkpoint.head.step}"

@@ -1,4 +1,4 @@
-"""`moec checkpoint inspect` of a folder of checkpoints: what is in it, the last saved first. Needs no torch."""
+"""`moec checkpoint inspect` of a folder of checkpoints: lists them, the last saved first. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def checkpoints_of(folder: Path) -> list[ListedCheckpoint]:
         return []
     checkpoints: list[ListedCheckpoint] = []
     heads = heads_in(folder)
-    of_last_run = {path for path, _ in checkpoints_of_last_run(heads)}
+    last_run = {path for path, _ in checkpoints_of_last_run(heads)}
     for path, head in heads:
         fault, saved = fault_of(path, head), None
         model, step = (head.model, head.step) if head else (None, None)
         with suppress(OSError):
             saved = datetime.fromtimestamp((path / HEAD).stat().st_mtime).isoformat(" ", "seconds")
-        latest = fault is None and path in of_last_run and not any(other.latest for other in checkpoints)
+        latest = fault is None and path in last_run and not any(listed.latest for listed in checkpoints)
         words = None if fault is None else f"{fault.diagnostics[0].code}: {fault.diagnostics[0].message}"
         checkpoints.append(
             ListedCheckpoint(

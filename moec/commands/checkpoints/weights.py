@@ -23,10 +23,10 @@ def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> No
 
     if plan is not None:
         require_plan_folder(plan, "--plan", "moec weights import … --plan {}")
-    with progress("reading weights", of_bytes=True) as bar:
-        done = import_weights(folder, checkpoint, __version__, load(plan) if plan else None, bar.advance)
-    show(done.notes, style)
-    _say(done, checkpoint, style)
+    with progress("reading weights", counts_bytes=True) as bar:
+        transferred = import_weights(folder, checkpoint, __version__, load(plan) if plan else None, bar.advance)
+    show(transferred.notes, style)
+    _say(transferred, checkpoint, style)
 
 
 def export(
@@ -39,11 +39,11 @@ def export(
     if plan is not None:
         require_plan_folder(plan, "--plan", "moec weights export … --plan {}")
     opened = load(plan) if plan else None
-    with progress("writing weights", of_bytes=True) as bar:
-        done = export_weights(
+    with progress("writing weights", counts_bytes=True) as bar:
+        transferred = export_weights(
             checkpoint, folder, __version__, like=like, plan=opened, model_type=architecture, advance=bar.advance
         )
-    _say(done, folder, style)
+    _say(transferred, folder, style)
 
 
 def upcycle(
@@ -54,22 +54,22 @@ def upcycle(
     from moec.runtime.huggingface.upcycle import Upcycling
     from moec.runtime.huggingface.upcycle import upcycle as run
 
-    with progress("writing weights", of_bytes=True) as bar:
-        done = run(dense, to_spec(model), output, __version__, Upcycling(noise, split, drop, seed), bar.advance)
-    show(done.notes, style)
-    _say(done, output, style)
+    with progress("writing weights", counts_bytes=True) as bar:
+        transferred = run(dense, to_spec(model), output, __version__, Upcycling(noise, split, drop, seed), bar.advance)
+    show(transferred.notes, style)
+    _say(transferred, output, style)
 
 
-def _say(done: Transferred, output: Path, style: str) -> None:
-    """Says what was written, and which tensors the model does not use."""
-    written = f"wrote {output}, {count(done.num_tensors, 'tensor')}, {amount_of_bytes(done.num_bytes)}"
-    names = done.left_out
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    left_out = f"left out, because the model does not use them: {', '.join(names[:3])}{more}"
+def _say(transferred: Transferred, output: Path, style: str) -> None:
+    """Prints what was written, and which tensors the model does not use."""
+    written = f"wrote {output}, {count(transferred.num_tensors, 'tensor')}, {amount_of_bytes(transferred.num_bytes)}"
+    names = transferred.left_out
+    ending = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    left_out = f"left out, because the model does not use them: {', '.join(names[:3])}{ending}"
     emit(
         style,
         lambda: [written, left_out] if names else [written],
         lambda: WrittenWeights(
-            output=str(output), tensors=done.num_tensors, bytes=done.num_bytes, left_out=list(names)
+            output=str(output), tensors=transferred.num_tensors, bytes=transferred.num_bytes, left_out=list(names)
         ),
     )

@@ -1,4 +1,4 @@
-"""The plan that a command is given."""
+"""Reads the plan that a command takes as an argument."""
 
 from __future__ import annotations
 

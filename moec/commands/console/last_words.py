@@ -1,4 +1,4 @@
-"""How one rank's stderr ends: with a traceback, with a diagnostic, or with other text.
+"""The end of one rank's stderr: a traceback, a diagnostic, or other text.
 
 Python ends with status 1 after an uncaught exception. A script that prints the traceback of a caught exception goes on,
 and most often writes more. So a traceback counts as the cause of a rank's end only if no text follows it, or if torch
@@ -44,13 +44,13 @@ def plain_text(line: str) -> str:
 
 
 class Kind(Enum):
-    """What the newest block of lines is."""
+    """The kind of the newest block of lines."""
 
     TEXT = auto()
     TRACEBACK = auto()
     DIAGNOSTIC = auto()
     VERDICT = auto()
-    """MOE0705. Its rank is about to end, and others write the same or what follows from it."""
+    """MOE0705. Its rank is about to end, and other ranks write the same, or an error that it causes."""
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ class LastWords:
     """The lines of the newest traceback; of another block its first line."""
     since: float = 0.0
     newest: float = 0.0
-    """When the newest line came."""
+    """The time of the newest line."""
     line: str = ""
     """The newest line with text, without colours."""
     is_marked: bool = False
     is_followed: bool = False
     _has_message: bool = False
-    """The traceback's line with the exception has come."""
+    """Whether the traceback has its line with the exception."""
     _was_bar: bool = False
 
     @property

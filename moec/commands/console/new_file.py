@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moec.commands.console.replace_file import not_written
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 
@@ -24,4 +25,4 @@ def write_new(file: Path, text: str) -> None:
         message = f"{file} is unchanged"
         raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None
     except OSError as error:
-        raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from error
+        raise not_written(file, error.strerror) from error

@@ -57,8 +57,8 @@ def not_moe(path: Path, command: str) -> Diagnostic | None:
     known_file = other_file(path)
     if known_file is None:
         return None
-    what, help = known_file
-    message = f"this is {what}, and `{command}` wants a `.moe` file"
+    kind, help = known_file
+    message = f"this is {kind}, and `{command}` wants a `.moe` file"
     return diagnose("MOE0751", Span(Source(path.name, ""), 0, 0), message, help=help)
 
 
@@ -73,9 +73,9 @@ def require_plan(path: Path, command: str, then: str = "") -> None:
     from moec.subject import require_plan_folder
 
     if known_file := other_file(path):
-        what, help = known_file
+        kind, help = known_file
         if path.suffix == ".py":
             help = f"name the plan that the script loads: `{(then or f'{command} {{}}').format(plan_here())}`"
-        message = f"`{path}` is {what}, and `{command}` wants a plan"
+        message = f"`{path}` is {kind}, and `{command}` wants a plan"
         raise DiagnosticError([diagnose("MOE0751", None, message, help=help)])
     require_plan_folder(path, command, then)

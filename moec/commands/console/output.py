@@ -24,11 +24,11 @@ def document(cls: type[Document]) -> type[Document]:
     """Makes `cls` a frozen dataclass, keyword-only, whose docstrings of fields go into its JSON Schema."""
     from dataclasses import dataclass  # `check` does without it, and without json
 
-    made = dataclass(frozen=True, kw_only=True)(cls)
+    document_class = dataclass(frozen=True, kw_only=True)(cls)
     # pydantic reads this where a schema is made; the command itself does not import pydantic.
     settings: dict[str, Any] = {"use_attribute_docstrings": True, "extra": "forbid", "strict": True}
-    made.__pydantic_config__ = settings  # type: ignore[attr-defined]
-    return made
+    document_class.__pydantic_config__ = settings  # type: ignore[attr-defined]
+    return document_class
 
 
 def emit(style: str, lines: Callable[[], Iterable[str]], data: Callable[[], object]) -> None:

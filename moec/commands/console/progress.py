@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 REFRESHED = 4
-"""Times a second that the line is drawn: each redraw holds the GIL for some milliseconds."""
+"""Redraws of the line per second: each one holds the GIL for some milliseconds."""
 
 NARROW, WIDEST = 90, 100
 """Columns below which there is no room for a bar and the time left, and the most that the line takes."""
@@ -24,15 +24,15 @@ class Bar(Protocol):
     def advance(self, amount: int) -> None:
         """Adds `amount` bytes or steps to what is done."""
 
-    def at(self, what: str, done: int, total: int) -> None:
-        """Sets what runs now, the steps done and the steps in all."""
+    def at(self, step: str, done: int, total: int) -> None:
+        """Sets the name of the step that runs now, the number of steps done, and the number of all steps."""
 
 
 class _NoBar:
     def advance(self, amount: int) -> None:
         return
 
-    def at(self, what: str, done: int, total: int) -> None:
+    def at(self, step: str, done: int, total: int) -> None:
         return
 
 
@@ -43,13 +43,13 @@ class _RichBar:
     def advance(self, amount: int) -> None:
         self._progress.advance(self._task, amount)
 
-    def at(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total or None)
+    def at(self, step: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=step, completed=done, total=total or None)
 
 
 @contextmanager
-def progress(what: str, total: int | None = None, *, of_bytes: bool = False) -> Iterator[Bar]:
-    """Shows `what`, a bar, the part that is done and the time left. `total` is None where nobody knows it yet."""
+def progress(title: str, total: int | None = None, *, counts_bytes: bool = False) -> Iterator[Bar]:
+    """Shows `title`, a bar, the part that is done and the time left. `total` is None while it is unknown."""
     if not sys.stderr.isatty():
         yield _NoBar()
         return
@@ -59,10 +59,10 @@ def progress(what: str, total: int | None = None, *, of_bytes: bool = False) -> 
 
     console = Console(stderr=True)
     console.width = min(console.width, WIDEST)
-    what_runs = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
-    done = DownloadColumn() if of_bytes else TaskProgressColumn()
-    shown_columns = [what_runs, BarColumn(bar_width=20), done, TimeRemainingColumn(), TextColumn("left")]
+    title_column = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+    done = DownloadColumn() if counts_bytes else TaskProgressColumn()
+    shown_columns = [title_column, BarColumn(bar_width=20), done, TimeRemainingColumn(), TextColumn("left")]
     if console.width < NARROW:
-        shown_columns = [what_runs, done]
+        shown_columns = [title_column, done]
     with Progress(*shown_columns, expand=True, console=console, transient=True, refresh_per_second=REFRESHED) as shown:
-        yield _RichBar(shown, shown.add_task(what, total=total))
+        yield _RichBar(shown, shown.add_task(title, total=total))

@@ -1,4 +1,4 @@
-"""Shows what ranks write to stderr at once, but only one of several tracebacks, at the end, with its rank's number."""
+"""Shows the stderr of ranks at once, but of their tracebacks only one, at the end, with its rank's number."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from moec.commands.console.last_words import BEGINNING, MARK, TORCH_ERROR, Kind,
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which the next state replaces."""
 PATIENCE_SECONDS = 30.0
-"""How long a traceback is held back while its rank runs on."""
+"""Seconds for which a traceback is held back while its rank runs on."""
 POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class _Log:
-    """One rank's file: up to where it is read, an unfinished line, and the lines held back since a time."""
+    """One rank's file: the position read so far, an unfinished line, and the lines held back since a time."""
 
     rank: int
     position: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     partial: str = ""
     words: LastWords = field(default_factory=LastWords)
-    held: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
     since: float = 0.0
     start: int = 0
-    """Where in `held` the newest traceback begins."""
+    """The index in `pending` where the newest traceback begins."""
     torch_errors: list[str] = field(default_factory=list)
     """Lines of torch's log held back since `torch_since`: another rank's exception may explain them."""
     torch_since: float = 0.0
 
     @property
     def is_verdict(self) -> bool:
-        return bool(self.held) and self.words.kind is Kind.VERDICT
+        return bool(self.pending) and self.words.kind is Kind.VERDICT
 
 
 class RankOutput:
@@ -64,10 +64,10 @@ class RankOutput:
     def finish(
         self, failed: int | None, status: int = 1, *, raised: Collection[int] = (), succeeded: bool = False
     ) -> bool:
-        """Reads to the end, and shows why rank `failed` ended with `status`; returns whether that is now explained.
+        """Reads to the end, and shows why rank `failed` ended with `status`; returns whether any text explains it.
 
-        `failed` None: no rank failed, and text that is held back is dropped, or shown if the job has `succeeded`: the
-        script has caught the exception of that traceback. `raised`: all ranks that ended with status 1 by themselves.
+        `failed` None: no rank failed. Then the text that was held back is dropped, or shown if the job has `succeeded`:
+        the script has caught the exception of that traceback. `raised`: the ranks that ended with status 1 themselves.
         """
         self._ends.set()
         self._thread.join()
@@ -80,7 +80,7 @@ class RankOutput:
             return explained
         if succeeded:
             for log in self._logs.values():
-                self._write("".join([*log.torch_errors, *log.held]))
+                self._write("".join([*log.torch_errors, *log.pending]))
         return False
 
     def last_line(self, rank: int) -> str:
@@ -122,9 +122,9 @@ class RankOutput:
             end = line.end()
             self._take(log, line[0])
         log.partial = text[end:]
-        if log.held and time.monotonic() - log.since > PATIENCE_SECONDS:
-            self._write("".join(log.held))
-            log.held = []
+        if log.pending and time.monotonic() - log.since > PATIENCE_SECONDS:
+            self._write("".join(log.pending))
+            log.pending = []
         if log.torch_errors and time.monotonic() - log.torch_since > PATIENCE_SECONDS:
             self._write("".join(log.torch_errors))
             log.torch_errors = []
@@ -139,10 +139,10 @@ class RankOutput:
     def _take(self, log: _Log, line: str) -> None:
         """Takes a line. A traceback may begin behind a line without its end, such as a progress bar."""
         match = BEGINNING.search(line)
-        before = line[: match.start()] if match else ""
-        if MARK.sub("", before).strip("| +-"):  # else a traceback inside of an exception group
-            self._add(log, before + "\n")
-            line = line[len(before) :]
+        prefix = line[: match.start()] if match else ""
+        if MARK.sub("", prefix).strip("| +-"):  # else a traceback inside of an exception group
+            self._add(log, prefix + "\n")
+            line = line[len(prefix) :]
         self._add(log, line)
 
     def _add(self, log: _Log, line: str) -> None:
@@ -151,11 +151,11 @@ class RankOutput:
             line = line[mark.end() :]
         begins = log.words.add(line, is_marked=mark is not None)
         if begins:
-            log.start = len(log.held)
-        if log.held:
-            log.held.append(line)
+            log.start = len(log.pending)
+        if log.pending:
+            log.pending.append(line)
         elif begins:
-            log.held, log.since = [line], time.monotonic()
+            log.pending, log.since = [line], time.monotonic()
         elif TORCH_ERROR.match(line):
             log.torch_since = log.torch_since if log.torch_errors else time.monotonic()
             log.torch_errors.append(line)
@@ -173,14 +173,14 @@ class RankOutput:
                 self._show_exception(failed_log)
                 return True
             if failed_log.words.diagnoses:
-                self._write("".join(failed_log.held))
+                self._write("".join(failed_log.pending))
                 return True
             if self._show_first_cause(raised) or self._is_diagnosed_elsewhere(failed_log):
                 return True
         else:
             self._show_verdict(failed_log)
-        if failed_log.held:
-            self._write(f"rank {failed} wrote, before it ended:\n" + "".join(failed_log.held))
+        if failed_log.pending:
+            self._write(f"rank {failed} wrote, before it ended:\n" + "".join(failed_log.pending))
         return False
 
     def _show_first_cause(self, raised: Collection[int] | None = None) -> bool:
@@ -199,16 +199,16 @@ class RankOutput:
     def _show_exception(self, chosen: _Log) -> None:
         """Shows what a rank wrote before the exception that ended it, then the exception."""
         raises = [log for log in self._logs.values() if log.words.raises]
-        same = sorted(log.rank for log in raises if log.words.message == chosen.words.message)
-        self._write("".join(chosen.held[: chosen.start]))
-        self._write(f"rank {chosen.rank} has raised an exception{_others(chosen.rank, same)}:\n")
-        self._write("".join(chosen.held[chosen.start :] or chosen.words.lines))
+        ranks = sorted(log.rank for log in raises if log.words.message == chosen.words.message)
+        self._write("".join(chosen.pending[: chosen.start]))
+        self._write(f"rank {chosen.rank} has raised an exception{_others(chosen.rank, ranks)}:\n")
+        self._write("".join(chosen.pending[chosen.start :] or chosen.words.lines))
 
-    def _show_verdict(self, but: _Log | None = None) -> bool:
+    def _show_verdict(self, excluded: _Log | None = None) -> bool:
         """Shows MOE0705 of the rank that has printed it first; returns whether there is one."""
-        verdicts = [log for log in self._logs.values() if log.is_verdict and log is not but]
+        verdicts = [log for log in self._logs.values() if log.is_verdict and log is not excluded]
         if verdicts:
-            self._write("".join(min(verdicts, key=lambda log: log.words.since).held))
+            self._write("".join(min(verdicts, key=lambda log: log.words.since).pending))
         return bool(verdicts)
 
     def _is_diagnosed_elsewhere(self, failed_log: _Log) -> bool:
@@ -229,8 +229,8 @@ def _attempt(path: Path) -> int:
     return int(path.parts[-3].removeprefix("attempt_"))
 
 
-def _others(rank: int, same: list[int]) -> str:
-    others = [str(other) for other in same if other != rank]
-    if not others:
+def _others(rank: int, ranks: list[int]) -> str:
+    peers = [str(peer) for peer in ranks if peer != rank]
+    if not peers:
         return ""
-    return f" (rank{'s' * (len(others) > 1)} {', '.join(others)} too)"
+    return f" (rank{'s' * (len(peers) > 1)} {', '.join(peers)} too)"

@@ -23,17 +23,17 @@ def replace_file(file: Path, before: str, after: str) -> None:
         target = file.resolve(strict=True)
         status = target.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise _refused(file, "this is no regular file")
+            raise not_written(file, "this is no regular file")
         if not status.st_mode & 0o222 or not os.access(target, os.W_OK):
-            raise _refused(file, "the file is read-only", help=f"`chmod u+w {file}` allows to write it")
+            raise not_written(file, "the file is read-only", help=f"`chmod u+w {file}` allows to write it")
         if target.read_bytes().decode("utf-8-sig", "replace") != before.removeprefix(MARK):
-            raise _refused(file, "the file has changed since it was read", help="run the command again")
+            raise not_written(file, "the file has changed since it was read", help="run the command again")
         if status.st_nlink > 1:  # a new file would leave the other names with the old text
             target.write_bytes(after.encode())
         else:
             write_whole(target, after.encode(), status.st_mode)
     except OSError as error:
-        raise _refused(file, error.strerror or str(error)) from error
+        raise not_written(file, error.strerror or str(error)) from error
 
 
 def write_whole(target: Path, data: bytes, mode: int | None = None) -> None:
@@ -49,5 +49,6 @@ def write_whole(target: Path, data: bytes, mode: int | None = None) -> None:
         raise
 
 
-def _refused(file: Path, reason: str, help: str = "") -> DiagnosticError:
+def not_written(file: Path, reason: str | None, help: str = "") -> DiagnosticError:
+    """MOE0014: `file` cannot be written for `reason`."""
     return DiagnosticError([diagnose("MOE0014", None, f"{file}: {reason}", help=help)])

@@ -20,8 +20,8 @@ def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = (), *, inden
 
 def without_empty_columns(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """The rows, headings first, without the columns whose cells are all empty, `-` or 0."""
-    kept = [column for column in zip(*rows, strict=True) if any(cell not in ("", "-", "0") for cell in column[1:])]
-    return list(zip(*kept, strict=True))
+    columns = [column for column in zip(*rows, strict=True) if any(cell not in ("", "-", "0") for cell in column[1:])]
+    return list(zip(*columns, strict=True))
 
 
 def amount_or_dash(size: float) -> str:

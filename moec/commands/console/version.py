@@ -1,4 +1,4 @@
-"""`moec --version`: the version of moec and of what it runs on, as installed. Imports none of it."""
+"""`moec --version`: the installed versions of moec, Python, torch and triton. Imports none of these packages."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def installed(package: str) -> str | None:
 def parsed(text: str) -> tuple[int, int]:
     """The first two numbers of a version, such as 2 and 13 of `2.13.0+cpu`."""
     numbers = [int(digits) for digits in re.findall(r"^\d+|(?<=\.)\d+", text)]
-    first, second, *_ = [*numbers, 0, 0]
-    return first, second
+    major, minor, *_ = [*numbers, 0, 0]
+    return major, minor

@@ -1,1 +1,1 @@
-"""`moec inspect`: what a plan has and costs."""
+"""`moec inspect`: the contents and the costs of a plan."""

@@ -1,4 +1,4 @@
-"""`moec inspect FILE`: what a file sets and, with `--all`, the defaults, each value with its source."""
+"""`moec inspect FILE`: the values that a file sets and, with `--all`, the defaults, each with its source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Line:
     span: Span | None = None
     lets: tuple[str, ...] = ()
     equal_spans: tuple[Span, ...] = ()
-    """Where equal layers are written."""
+    """The places of equal layers."""
 
     @property
     def origin(self) -> str:
@@ -44,12 +44,12 @@ class Line:
             return "default"
         if self.span is None:
             return ""
-        also = [f"equal at {', '.join(str(span) for span in self.equal_spans)}"] if self.equal_spans else []
-        return ", ".join([str(self.span), *(f"--let {text}" for text in self.lets), *also])
+        equal = [f"equal at {', '.join(str(span) for span in self.equal_spans)}"] if self.equal_spans else []
+        return ", ".join([str(self.span), *(f"--let {text}" for text in self.lets), *equal])
 
 
 def run(file: Path, lets: Mapping[str, str], style: str = "full", *, all: bool = False) -> tuple[Diagnostic, ...]:
-    """Prints what `file` sets, or every value under `all` and as JSON; returns the warnings.
+    """Prints the values that `file` sets, or all values with `all` or as JSON; returns the warnings.
 
     Raises `DiagnosticError` for a file with errors.
     """
@@ -67,14 +67,14 @@ def _layout(lines: list[Line]) -> Iterator[str]:
     width = min(max((len(line.text) + 2 * line.level for line in lines), default=0), _WIDEST)
     for line in lines:
         indent = "  " * line.level
-        *before, last = textwrap.wrap(
+        *lines_before, last = textwrap.wrap(
             line.text, room, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False
         )
-        yield from before
+        yield from lines_before
         if not line.origin:
             yield last
-        elif (left := room - len(line.origin) - 4) >= len(last):  # in its column, or in a narrow terminal before it
-            yield f"{last.ljust(min(width, left))}  {dim}# {line.origin}{reset}"
+        elif (column := room - len(line.origin) - 4) >= len(last):  # in its column, or in a narrow terminal before it
+            yield f"{last.ljust(min(width, column))}  {dim}# {line.origin}{reset}"
         else:
             yield last
             for part in textwrap.wrap(line.origin, max(room - len(indent) - 6, 20), break_on_hyphens=False):
@@ -127,10 +127,10 @@ class _Inspector:
 
     def _blocks(self, value: object, level: int) -> Iterator[Line]:
         blocks = value if isinstance(value, tuple) else () if value is None else (value,)
-        alike: dict[Node, list[int]] = {}
+        numbers_by_block: dict[Node, list[int]] = {}
         for number, block in enumerate(blocks):
-            alike.setdefault(block, []).append(number)
-        for block, numbers in alike.items():
+            numbers_by_block.setdefault(block, []).append(number)
+        for block, numbers in numbers_by_block.items():
             head = [block.word]
             if block.labelled:
                 head.append(f'"{block.name}"')  # type: ignore[attr-defined]
@@ -141,19 +141,19 @@ class _Inspector:
                 if span := blocks[number].span():
                     places.setdefault(str(span), span)
             first, *equal_spans = places.values() or (None,)
-            others = tuple(span for span in equal_spans if span)
-            yield Line(f"{' '.join(head)}:", level, is_stated=first is not None, span=first, equal_spans=others)
+            equal = tuple(span for span in equal_spans if span)
+            yield Line(f"{' '.join(head)}:", level, is_stated=first is not None, span=first, equal_spans=equal)
             yield from self.node(block, level + 1, "")
 
     def _line(self, text: str, level: int, node: Node, known: Field, *, is_in_product: bool) -> Line:
         if not node.given(known.name):
             return Line(text, level, is_stated=False)
         span = node.span(known.name)
-        here = [let for other, let in self.overridden if span and _within(other, span)]
+        lets = [let for let_span, let in self.overridden if span and _contains(let_span, span)]
         value = getattr(node, known.name)
         is_repeated = is_in_product and (known.required or value != known.default)
-        return Line(text, level, is_repeated=is_repeated, span=span, lets=tuple(dict.fromkeys(here)))
+        return Line(text, level, is_repeated=is_repeated, span=span, lets=tuple(dict.fromkeys(lets)))
 
 
-def _within(inner: Span, outer: Span) -> bool:
+def _contains(inner: Span, outer: Span) -> bool:
     return inner.source is outer.source and outer.start <= inner.start and inner.end <= outer.end

@@ -40,7 +40,7 @@ HEAD = (
     "line",
 )
 SOURCES = {"tuned": "that `moec tune` measured", "shipped": "that moec ships for this device", "rule": "by a rule"}
-"""The source of the choice how products are computed, in words."""
+"""The sources of tiles and libraries, in words."""
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -63,10 +63,7 @@ def _no_kernels(plan: Plan) -> str:
 
 
 def run(path: Path, style: str) -> None:
-    """Prints the kernels as text or JSON. Compiles each, which takes some seconds.
-
-    Raises `BackendError` if Triton cannot.
-    """
+    """Prints the kernels as text or JSON. Compiling them takes some seconds. Raises `BackendError` if Triton cannot."""
     plan = load(path)
     if kernels_of(plan):
         _require_triton()
@@ -88,21 +85,21 @@ def _lines(listing: KernelListing) -> Iterator[str]:
     plan, device = listing.plan, listing.device
     yield f"{plan.name}: kernels of a rank, for {_tokens(listing)}, on {device.name} ({listing.target})"
     if plan.tiles is not None:
-        taken = "" if takes_tuned(plan) else f": not used on {device.name}"
-        yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}{taken}"
+        note = "" if takes_tuned(plan) else f": not used on {device.name}"
+        yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}{note}"
     yield f"predicted times are {listing.model.origin}" if listing.model else str(complaint(device.name))
     for block in listing.blocks:
         yield ""
         yield block.block
         if block.choice is not None:
-            yield f"  tiles and libraries {SOURCES[block.choice.source]}: {block.choice.why}"
+            yield f"  tiles and libraries {SOURCES[block.choice.source]}: {block.choice.reason}"
         yield from table(without_empty_columns([HEAD, *(_cells(listing, block, kernel) for kernel in block.kernels)]))
         yield from _totals(block)
 
 
 def _tokens(listing: KernelListing) -> str:
-    of_part = "of a micro-batch" if listing.plan.program.microbatches > 1 else ""
-    return f"{listing.tokens:,} tokens {of_part}".rstrip()
+    suffix = "of a micro-batch" if listing.plan.program.microbatches > 1 else ""
+    return f"{listing.tokens:,} tokens {suffix}".rstrip()
 
 
 def _cells(listing: KernelListing, block: ListedBlock, kernel: ListedKernel) -> tuple[str, ...]:
@@ -165,7 +162,7 @@ def _block(block: ListedBlock) -> BlockKernels:
         layer=block.block,
         ways=str(choice.ways) if choice else None,
         source=choice.source if choice else None,
-        why=choice.why if choice else None,
+        why=choice.reason if choice else None,
         rows=block.rows,
         forward=_direction(block, "forward"),
         backward=_direction(block, "backward"),

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from moec.codegen.plan import Plan
 from moec.commands.console.output import emit
+from moec.commands.console.replace_file import not_written
 from moec.commands.console.table import amount_or_dash, table
 from moec.commands.inspecting.inspect_documents import LayersMemory, MemoryDevice, MemoryDocument, MemoryMoment
 from moec.commands.inspecting.memory_plot import svg
 from moec.commands.inspecting.summary import peak_line, skew_lines
 from moec.driver import load
 from moec.grammar.amounts import amount_of_bytes, count
-from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.passes.cost.buffers import MEMORY_KINDS
 from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
@@ -23,7 +23,7 @@ BAR = 40
 
 
 def run(path: Path, style: str) -> None:
-    """Prints what the peak consists of, the distinct layers, and the step's events as bars; or all of it as JSON."""
+    """Prints the parts of the peak, the distinct layers, and the step's events as bars; or all of it as JSON."""
     plan = load(path)
     memory = memory_of(plan.program, plan.spec)
     emit(style, lambda: _text(plan, memory), lambda: _document(plan, memory))
@@ -59,7 +59,7 @@ def write_plot(path: Path, file: Path) -> None:
     try:
         file.write_text(picture, encoding="utf-8")
     except OSError as error:
-        raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from None
+        raise not_written(file, error.strerror) from None
 
 
 def _moment(moment: Moment) -> MemoryMoment:
@@ -79,9 +79,9 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     shown = [kind for kind in MEMORY_KINDS if any(m.bytes.of.get(kind) for m in memory.moments)]
     rows: list[tuple[str, ...]] = [("what", "at the peak", "at most", "when")]
     for kind in shown:
-        most = max(memory.moments, key=lambda moment: moment.bytes.of.get(kind, 0.0))
-        sizes = [bytes.of.get(kind, 0.0) for bytes in (peak.bytes, most.bytes)]
-        rows.append((kind, *map(amount_or_dash, sizes), "always" if kind in ALWAYS else most.event))
+        largest = max(memory.moments, key=lambda moment: moment.bytes.of.get(kind, 0.0))
+        sizes = [bytes.of.get(kind, 0.0) for bytes in (peak.bytes, largest.bytes)]
+        rows.append((kind, *map(amount_or_dash, sizes), "always" if kind in ALWAYS else largest.event))
     yield from table(rows, range(1, len(rows[0])))
     yield ""
     rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]
@@ -101,8 +101,8 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
 
 
 def _bars(memory: Memory) -> Iterator[str]:
-    """One bar per event; of equal layers in a row the first and the last."""
-    most, width = memory.peak.bytes.total, max(len(moment.event) for moment in memory.moments)
+    """One bar per event; of consecutive equal layers only the first and the last."""
+    peak_bytes, width = memory.peak.bytes.total, max(len(moment.event) for moment in memory.moments)
     hidden = 0
     for index, moment in enumerate(memory.moments):
         if _is_between(memory, index):
@@ -111,7 +111,7 @@ def _bars(memory: Memory) -> Iterator[str]:
         if hidden:
             yield f"  {'…'.ljust(width)}  {count(hidden, 'layer')} more"
         hidden = 0
-        bar = "█" * max(1, round(BAR * moment.bytes.total / most))
+        bar = "█" * max(1, round(BAR * moment.bytes.total / peak_bytes))
         mark = "  peak" if moment is memory.peak else ""
         yield f"  {moment.event.ljust(width)}  {bar.ljust(BAR)}  {amount_of_bytes(moment.bytes.total)}{mark}"
 

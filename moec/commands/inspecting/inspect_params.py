@@ -37,7 +37,7 @@ def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ..
 
 
 def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
-    """The notation, then a table: what is outside of layers, each kind of layer with its parts, and all."""
+    """The notation, then a table: the parts outside of layers, each kind of layer with its parts, and the total."""
     ranks = count(choose_degrees(spec).ranks, "rank")
     yield f"{spec.subject.name}: {counts.notation}, on {ranks} ({spec.cluster.name})"
     yield ""
@@ -52,7 +52,7 @@ def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
 
 
 def counted(spec: Spec, counts: ParameterCounts) -> ParametersDocument:
-    """The same as numbers."""
+    """The counts as a JSON document."""
     layers = [
         CountedLayers(
             layers=list(layer.layers),

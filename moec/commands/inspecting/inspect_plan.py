@@ -100,18 +100,18 @@ def _parameter_collectives(cost: BlockCost, microbatches: int) -> Iterator[Block
 
 def plan_lines(document: PlanDocument) -> Iterator[str]:
     """The document for people: the first communicators of a group, and the largest ops of a block."""
-    of_them = f", {document.frozen} of them frozen" if document.frozen else ""
-    yield f"{document.plan}: {count(document.ranks, 'rank')}, {count(document.parameters, 'parameter')}{of_them}"
+    frozen = f", {document.frozen} of them frozen" if document.frozen else ""
+    yield f"{document.plan}: {count(document.ranks, 'rank')}, {count(document.parameters, 'parameter')}{frozen}"
     yield ""
     for mesh in document.meshes:
         yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes.items())}"
     for name, lists in document.groups.items():
         shown = ", ".join(shortened(ranks) for ranks in lists[:MAX_COMMUNICATORS])
-        more = ", …" if len(lists) > MAX_COMMUNICATORS else ""
-        yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
+        ellipsis = ", …" if len(lists) > MAX_COMMUNICATORS else ""
+        yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{ellipsis}"
     parts = document.microbatches
-    of_parts = f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
-    yield f"  Below: one rank's step{of_parts}; equal layers are shown once."
+    suffix = f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
+    yield f"  Below: one rank's step{suffix}; equal layers are shown once."
     for block in document.blocks:
         runs = f", {count(len(block.layers), 'layer')}" if block.layers else ""
         yield ""
@@ -129,6 +129,6 @@ def _communication(collectives: list[BlockCollective]) -> Iterator[str]:
 
 def _cells(row: BlockCollective) -> tuple[str, ...]:
     is_value = row.of.startswith("%")
-    what = f"{row.forward} {row.of}" if is_value else f"{row.forward} of {row.of}" if row.forward else row.of
+    label = f"{row.forward} {row.of}" if is_value else f"{row.forward} of {row.of}" if row.forward else row.of
     sizes = [amount_or_dash(size) for size in (row.forward_bytes, row.backward_bytes)]
-    return what, row.group, str(row.ranks), sizes[0], row.backward or "none", sizes[1], row.line or ""
+    return label, row.group, str(row.ranks), sizes[0], row.backward or "none", sizes[1], row.line or ""

@@ -1,4 +1,4 @@
-"""`moec inspect PLAN --rank N`: what one rank holds, and its peers. Needs no torch."""
+"""`moec inspect PLAN --rank N`: the parts of parameters on one rank, and its peers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def rank_lines(document: RankDocument) -> Iterator[str]:
         yield block.name
         width = max(len(parameter.name) for parameter in block.parameters)
         for p in block.parameters:
-            others = "".join(f"  {what} {layout}" for what, layout in p.other_layouts.items()) + "  frozen" * p.frozen
-            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(p)}  of {p.shape}  {p.layout}{others}"
+            notes = "".join(f"  {use} {layout}" for use, layout in p.other_layouts.items()) + "  frozen" * p.frozen
+            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(p)}  of {p.shape}  {p.layout}{notes}"
         for state in block.states:
             yield f"  {state.name.ljust(width)}  {state.dtype}{state.shape}  updated by {state.updated_by}"
 
 
 def shortened(ranks: list[int]) -> str:
-    """A list of ranks: of more than 8 the first two and the last."""
+    """A list of ranks; of more than 8 ranks only the first two and the last."""
     return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
 
 
@@ -93,8 +93,8 @@ def _held(parameter: RankParameter) -> str:
 
 def _other_layouts(parameter: PlanParameter) -> dict[str, str]:
     """The layouts of a parameter in use, of its gradient and of its optimizer state that are not its weight's."""
-    others = {"in use": parameter.layout, "gradient": parameter.gradient, "optimizer state": parameter.optimizer_state}
-    return {what: str(layout) for what, layout in others.items() if layout != parameter.weight}
+    layouts = {"in use": parameter.layout, "gradient": parameter.gradient, "optimizer state": parameter.optimizer_state}
+    return {use: str(layout) for use, layout in layouts.items() if layout != parameter.weight}
 
 
 def _local_elements(plan: Plan, parameter: PlanParameter) -> int:

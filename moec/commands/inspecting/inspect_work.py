@@ -39,10 +39,10 @@ def work_table(ops: list[OpWork]) -> Iterator[str]:
     if not any(op.forward_flops or op.kept_bytes for op in ops):
         return
     shown = _largest(ops)
-    others = [op for index, op in enumerate(ops) if index not in shown]
+    other_ops = [op for index, op in enumerate(ops) if index not in shown]
     rows = [ops[index] for index in sorted(shown)]
-    if others:
-        rows.append(_sum(f"{len(others)} others", others))
+    if other_ops:
+        rows.append(_sum(f"{len(other_ops)} others", other_ops))
     rows.append(_sum("all", ops))
     yield ""
     yield from table([HEAD, *map(_cells, rows)])

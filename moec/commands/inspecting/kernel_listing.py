@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.model.model import Prediction, moving, predict
+from moec.codegen.kernels.model.model import Prediction, predict, predict_pass
 from moec.codegen.kernels.model.model_calibration import device_model
 from moec.codegen.kernels.model.model_device import DeviceModel
 from moec.codegen.kernels.model.model_libraries import finds_rows_at_hand
@@ -45,7 +45,7 @@ TARGETS: Mapping[str, str] = {
 Direction = Literal["forward", "backward"]
 
 BACKWARD = ("add_parts", "mark", "through", "scatter")
-"""Kernels of backward that have no ending of backward in their names."""
+"""Kernels of backward whose names do not end in `_backward`, `_weights` or `_bias`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class ListedKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedBlock:
-    """The kernels of a block. If it has experts: how their products are computed (`choice`), their layer, its rows."""
+    """The kernels of a block; if it has experts, the tiles and libraries of their products, their layer, their rows."""
 
     block: str
     kernels: tuple[ListedKernel, ...]
@@ -135,7 +135,7 @@ class KernelListing:
     def _compile(self, kernel: PlanKernel) -> Iterator[Resources]:
         from moec.runtime.backends.triton.triton_compile import compile_kernels
 
-        return compile_kernels(kernel.shape, self.target, kernel.only)
+        return compile_kernels(kernel.shape, self.target, kernel.launched)
 
     def _choice(self, kernel: PlanKernel) -> Choice:
         assert isinstance(kernel.op, Experts)
@@ -167,7 +167,7 @@ class KernelListing:
         if self.model is None or isinstance(kernel.shape, AroundShape):
             return None
         if product is None or choice is None:
-            return moving(work.moved if work else 0, self.model)
+            return predict_pass(work.moved if work else 0, self.model)
         bulk = isinstance(kernel.shape, ProductShape) and kernel.shape.persistent(product)
         return predict(
             product,

@@ -20,18 +20,18 @@ from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.ir import Program
 
 LARGEST_PARTS = 4
-"""Parts of the peak that are named."""
+"""The number of parts of the peak that the summary names."""
 
 
 def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
     """The summary as text, from the plan alone."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
-    what = "image" if spec.has_model and spec.model.length is not None else "sequence"
+    unit = "image" if spec.has_model and spec.model.length is not None else "sequence"
     rank_sequences = counts.sequences // degrees.dp
-    at_once = count(max(1, rank_sequences // program.microbatches), what)
+    at_once = count(max(1, rank_sequences // program.microbatches), unit)
     recomputed = any(block.recompute != "none" for block in program.blocks)
-    kept = _activations(counts, program.microbatches) + (", before `recompute`" if recomputed else "")
+    saved = _activations(counts, program.microbatches) + (", before `recompute`" if recomputed else "")
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s to {path}",
         "",
@@ -40,10 +40,10 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         "  degrees   " + "\n            ".join(degrees_lines(degrees)),
         *_frozen(plan),
         *_zero(spec),
-        f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {kept}",
+        f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {saved}",
         *_memory(plan, program),
-        f"  a step    {count(counts.sequences, what)}, {si(counts.tokens)} tokens, "
-        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, rank_sequences, what)}",
+        f"  a step    {count(counts.sequences, unit)}, {si(counts.tokens)} tokens, "
+        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, rank_sequences, unit)}",
         f"  its order {program.orders[0]}",
         *_recomputed(program),
     ]
@@ -64,7 +64,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
 
 
 def _frozen(plan: Plan) -> list[str]:
-    """How many parameters train, if some do not."""
+    """The number of parameters that train; nothing if all train."""
     parts = plan.spec.train.frozen if plan.spec.train else ()
     if not parts:
         return []
@@ -73,7 +73,7 @@ def _frozen(plan: Plan) -> list[str]:
 
 
 def _zero(spec: Spec) -> list[str]:
-    """What ZeRO cuts, and that `offload`, which needs CPUs as devices, has no effect."""
+    """The tensors that ZeRO cuts, and that `offload`, which needs CPUs as devices, has no effect."""
     zero, offload = zero_of(spec), spec.parallel.offload
     lines = [f"  zero      {zero}: cut over dp, of experts over edp, are {_CUT[zero]}"] if zero else []
     return lines + ([f"  offload   {offload}: changes nothing, the devices are CPUs"] if offload != "none" else [])
@@ -89,24 +89,24 @@ _CUT = {
 def _activations(counts: Tally, microbatches: int) -> str:
     """`1.2 MB` of a micro-batch, and the busiest rank's if it has more."""
     bytes_of_step = counts.activation_bytes, counts.most_activation_bytes
-    mean, most = (amount_of_bytes(size / microbatches) for size in bytes_of_step)
-    return mean if mean == most else f"{mean}, {most} on the busiest rank"
+    mean, largest = (amount_of_bytes(size / microbatches) for size in bytes_of_step)
+    return mean if mean == largest else f"{mean}, {largest} on the busiest rank"
 
 
 def _memory(plan: Plan, program: Program) -> list[str]:
-    """The peak of a training step on the busiest rank, what it consists of, and the load of experts that still fits."""
+    """The peak of a training step on the busiest rank, its parts, and the largest load of experts that fits."""
     memory = memory_of(program, plan.spec)
     line = peak_line(memory, plan.spec.cluster.device.memory)
-    more = (_parts_of(memory.peak.bytes), *skew_lines(largest_skew(program, plan.spec)))
-    return [f"  memory    {line}", *(f"            {line}" for line in more)]
+    details = (_parts_of(memory.peak.bytes), *skew_lines(largest_skew(program, plan.spec)))
+    return [f"  memory    {line}", *(f"            {line}" for line in details)]
 
 
 def _parts_of(peak: Bytes) -> str:
     """`gradients 28.1 GB, parameters 5.84 GB, activations 2.98 GB, others 873 MB`: the activations and the largest."""
     sizes = sorted(((name, size) for name, size in peak.of.items() if size), key=lambda part: -part[1])
     named = [part for part in sizes if part in sizes[:LARGEST_PARTS] or part[0] == "activations"]
-    others = peak.total - sum(size for _, size in named)
-    listed = [*named, ("others", others)] if len(named) < len(sizes) else named
+    other_bytes = peak.total - sum(size for _, size in named)
+    listed = [*named, ("others", other_bytes)] if len(named) < len(sizes) else named
     return ", ".join(f"{name} {amount_of_bytes(size)}" for name, size in listed)
 
 
@@ -122,22 +122,27 @@ def skew_lines(skew: float | None) -> list[str]:
     return [f"it fits while no rank's experts get more than {skew:.2f} × the mean number of rows"] if skew else []
 
 
-def _microbatches(program: Program, sequences: int, what: str) -> str:
+def _microbatches(program: Program, sequences: int, unit: str) -> str:
     """`, in 4 micro-batches of 2 sequences per rank`, or nothing if there is one."""
     parts = program.microbatches
-    return f", in {parts} micro-batches of {count(max(1, sequences // parts), what)} per rank" * (parts > 1)
+    return f", in {parts} micro-batches of {count(max(1, sequences // parts), unit)} per rank" * (parts > 1)
 
 
 def _recomputed(program: Program) -> list[str]:
     """`recompute experts in layers 1, 3`, and a line for each further part; nothing if no layer recomputes."""
+    return [
+        f"  {'recompute' if index == 0 else '         '} {part} in {numbered(numbers)}"
+        for index, (part, numbers) in enumerate(recomputing_layers(program).items())
+    ]
+
+
+def recomputing_layers(program: Program) -> dict[str, list[int]]:
+    """The numbers of the layers whose backward recomputes a part, by part."""
     layers: dict[str, list[int]] = {}
     for layer in program.layers:
         layers.setdefault(program.body(layer).recompute, []).append(layer.number)
     layers.pop("none", None)
-    return [
-        f"  {'recompute' if index == 0 else '         '} {part} in {numbered(numbers)}"
-        for index, (part, numbers) in enumerate(layers.items())
-    ]
+    return layers
 
 
 def _whole_vocabulary(spec: Spec, tp: int) -> str:

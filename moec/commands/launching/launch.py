@@ -1,4 +1,4 @@
-"""`moec launch`: how a plan's ranks are started, by torchrun, Slurm or Kubernetes. `--run` starts them here."""
+"""`moec launch`: prints how to start a plan's ranks by torchrun, Slurm or Kubernetes. `--run` starts them here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_NAME = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One way to start a plan. `script`: its path and arguments. `port` None: the launcher's own choice."""
+    """One way to start a plan. `script`: its path and arguments. `port` None: the launcher chooses it."""
 
     plan: Plan
     path: Path
@@ -108,17 +108,17 @@ def _hosts(plan: Plan, nodes: int | None, per_node: int | None) -> Hosts:
     stated = nodes if nodes is not None else per_node
     assert stated is not None
     if ranks % stated or (nodes is not None and per_node is not None and nodes * per_node != ranks):
-        of_nodes = [count(nodes, "node")] if nodes is not None else []
-        of_ranks = [f"{per_node} per node"] if per_node is not None else []
-        message = f"the plan is for {count(ranks, 'rank')}, not for {' × '.join([*of_nodes, *of_ranks])}"
+        node_count = [count(nodes, "node")] if nodes is not None else []
+        rank_count = [f"{per_node} per node"] if per_node is not None else []
+        message = f"the plan is for {count(ranks, 'rank')}, not for {' × '.join([*node_count, *rank_count])}"
         fits = max(size for size in range(1, min(stated, ranks) + 1) if ranks % size == 0)
         option = f"--nodes {fits}" if nodes is not None else f"--per-node {fits}"
-        without = (
+        default = (
             f"without the option it is {cluster_hosts.nodes} × {cluster_hosts.processes_per_node}; "
             if cluster_hosts.is_stated
             else ""
         )
-        help = f"{without}`{option}` alone fits" + " too" * cluster_hosts.is_stated
+        help = f"{default}`{option}` alone fits" + " too" * cluster_hosts.is_stated
         raise _refused(message, help)
     number = nodes if nodes is not None else ranks // stated
     return Hosts(number, ranks // number)
@@ -159,6 +159,6 @@ def to_document(launch: Launch, slurm: str | None, k8s: str | None) -> LaunchDoc
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """The variables that the command reads, with what each has to be."""
+    """The variables that the command reads, each with a description of its value."""
     needs_host = launch.hosts.nodes > 1 and launch.host == HOST
     return {"HOST": "the first node's name or address"} if needs_host else {}

@@ -11,15 +11,15 @@ from moec.codegen.launch_command import torchrun_command
 from moec.commands.launching.launch import Launch
 
 FAILURES = 3
-"""How often a job is started again. The operator adds up the restarts of all pods, and all of them fail together."""
+"""Restarts of a job. The operator adds up the restarts of all pods, and all pods fail together."""
 PLACEHOLDER = "YOUR-IMAGE"
-"""No valid image name, as it has capitals: Kubernetes refuses it until it is replaced."""
+"""An invalid image name, because it has capitals: Kubernetes refuses it until the user replaces it."""
 GPUS = {"cuda": "nvidia.com/gpu", "hip": "amd.com/gpu"}
 PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 UNPRINTED = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-"""What JSON leaves as it is, and YAML does not allow, or reads as the end of a line."""
+"""Characters that JSON does not escape, and that YAML does not allow or reads as the end of a line."""
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-"""What a reader of YAML 1.1 takes for something else than a string."""
+"""Words that YAML 1.1 reads as something else than a string."""
 
 
 def manifest(launch: Launch) -> dict[str, Any]:

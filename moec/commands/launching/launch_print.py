@@ -1,4 +1,4 @@
-"""What `moec launch` prints."""
+"""Prints the result of `moec launch`."""
 
 from __future__ import annotations
 

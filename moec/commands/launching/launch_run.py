@@ -20,9 +20,9 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 def run(launch: Launch, logs: Path | None) -> int:
     """Starts all ranks here and waits for them; returns the script's exit status, 128 + N for signal N.
 
-    stdout is the ranks' own. stderr is theirs too, except that a traceback is shown once (`RankOutput`); all of it is
-    kept below `logs` (default: a temporary folder, removed if the script succeeds). Raises `DiagnosticError` before
-    anything is started: MOE0916, MOE0918.
+    The ranks write to stdout themselves, and to stderr too, except that of their tracebacks one is shown
+    (`RankOutput`). All of stderr is saved below `logs` (default: a temporary folder, removed if the script succeeds).
+    Raises `DiagnosticError` before it starts anything: MOE0916, MOE0918.
     """
     if sys.stderr is None:  # closed by the shell: `2>&-`
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -44,8 +44,8 @@ def _start(launch: Launch, folder: Path) -> int:
     # What `--standalone` stands for, with an id that this run alone has: torchrun names its folder of logs by it.
     run_id = f"{launch.name}-{uuid.uuid4().hex[:12]}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id]
-    own = [word for word in launch.argv[1 : -len(launch.script)] if word != "--standalone"]
-    words = [*meeting, *own, "--redirects", "2", "--log-dir", str(folder), *launch.script]
+    arguments_of_plan = [word for word in launch.argv[1 : -len(launch.script)] if word != "--standalone"]
+    words = [*meeting, *arguments_of_plan, "--redirects", "2", "--log-dir", str(folder), *launch.script]
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     logging.disable(logging.CRITICAL)  # of this process: torchrun reports what is reported below
     output = RankOutput(folder, run_id, sys.stderr)
@@ -53,9 +53,9 @@ def _start(launch: Launch, folder: Path) -> int:
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        first, failure = error.get_first_failure()
-        rank, status = int(first), int(failure.exitcode)
-        raised = {int(other) for other, failure in error.failures.items() if failure.exitcode == 1}
+        first_rank, failure = error.get_first_failure()
+        rank, status = int(first_rank), int(failure.exitcode)
+        raised = {int(rank_key) for rank_key, failure in error.failures.items() if failure.exitcode == 1}
         if output.finish(rank, status, raised=raised):
             print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
         else:
@@ -107,7 +107,7 @@ def _require_here(launch: Launch) -> None:
 
 
 def failed(rank: int, status: int, last: str, log: Path, *, is_above: bool = False) -> Diagnostic:
-    """What is known of a rank whose end no exception or diagnostic explains. `last`: its last line on stderr.
+    """MOE0915, for a rank whose end no exception or diagnostic explains. `last`: its last line on stderr.
 
     `is_above`: that line is the last on the screen, such as the text of `sys.exit("…")`.
     """
@@ -117,14 +117,14 @@ def failed(rank: int, status: int, last: str, log: Path, *, is_above: bool = Fal
         help = f"all that it wrote to stderr is in {log}"
     else:
         help = f"{log} is empty: look for what ends the process, such as `sys.exit`"
-    how = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
+    end = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
     if not last:
         wrote = ", without a diagnostic or an exception"
     elif is_above and status > 0:
         wrote = "; the line above is the last that it wrote"
     else:
         wrote = f"; before that, it wrote: {last}" if status < 0 else f"; the last line that it wrote: {last}"
-    return diagnose("MOE0915", None, f"rank {rank} ended {how}{wrote}", help=help)
+    return diagnose("MOE0915", None, f"rank {rank} ended {end}{wrote}", help=help)
 
 
 def _signal_name(number: int) -> str:

@@ -9,7 +9,7 @@ from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.ops.token_layouts import Blocks, reduced_layout
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.formulas import elementwise, fused_attention
@@ -27,23 +27,23 @@ MAX_PAIRS = 4096
 def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
     """Every rank has whole sequences of some heads: a cut of the sequence dim becomes a cut of the heads dim.
 
-    A head that serves all others, alone in its value, is on every rank.
+    A value with one head, which all others share, is on every rank.
     """
-    layout, alone = settled(operands[0], meshes), operands[0].shape[2] == 1
+    layout, is_shared = reduced_layout(operands[0], meshes), operands[0].shape[2] == 1
     for axis, placement in layout.placements:
         if placement == Shard(1):
-            layout = layout.replace(axis, None if alone else Shard(2))
+            layout = layout.replace(axis, None if is_shared else Shard(2))
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
     token_layout = layout.only(Shard(0))
-    of_heads = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
+    head_layout = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
 
-    def wanted(value: Value) -> Layout:
+    def operand_layout(value: Value) -> Layout:
         if value.dtype == "int64":
             return token_layout
-        return of_heads if len(value.shape) == 1 else layout
+        return head_layout if len(value.shape) == 1 else layout
 
-    return Placing(tuple(map(wanted, operands)), (layout,))
+    return Placing(tuple(map(operand_layout, operands)), (layout,))
 
 
 @op("rope", "x positions? -> y", operator="rope")
@@ -71,7 +71,7 @@ class Rope(TokenOp):
         fits = width > 0 and width % 2 == 0 and self.start + width <= x.shape[-1]
         require(fits, self, "wants heads in which an even number of dims turns")
         require(len(self.frequencies) in (0, width // 2), self, "wants a frequency for each pair")
-        _require_of_tokens(self, x, positions)
+        _require_token_numbers(self, x, positions)
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -81,7 +81,7 @@ class Rope(TokenOp):
         return elementwise(self, operands, results, workload, keeps=workload.keep(*operands[1:]))
 
 
-def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
+def _require_token_numbers(op: Op, x: Value, numbers: Sequence[Value]) -> None:
     """Requires a whole number for each token of x."""
     fits = all(v.dtype == "int64" and v.shape == x.shape[:2] for v in numbers)
     require(fits, op, "wants a whole number for each token")
@@ -98,7 +98,7 @@ class Clip(TokenOp):
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        layout = settled(operands[0], meshes)
+        layout = reduced_layout(operands[0], meshes)
         return Placing((layout,), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
@@ -106,13 +106,13 @@ class Clip(TokenOp):
 
 
 class Reach(NamedTuple):
-    """How far a token sees: less than `window` tokens, 0 for all; behind itself, and before if it is not `causal`."""
+    """The tokens that a token attends to: less than `window` tokens away, 0 for all; if `causal`, none later."""
 
     window: int
     causal: bool
 
     def keys(self, length: float) -> float:
-        """The keys that the tokens of a text of `length` tokens attend to, added up: half of all pairs if causal."""
+        """Number of pairs of a token and a key that it attends to, in a text of `length` tokens."""
         window = min(self.window or length, length)
         behind = window * length - window**2 / 2
         return behind if self.causal else 2 * behind
@@ -141,14 +141,14 @@ class Attention(Op):
         return "" if self.causal else "attention to later tokens (`causal = false`)"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        q, k, v, *beside = operands
-        _require_of_tokens(self, q, [value for value in beside if value.dtype == "int64"])
-        sinks = [value for value in beside if value.dtype != "int64"]
+        q, k, v, *optional = operands
+        _require_token_numbers(self, q, [value for value in optional if value.dtype == "int64"])
+        sinks = [value for value in optional if value.dtype != "int64"]
         dtypes = q.dtype, promoted(q.dtype)
         fits = all(value.shape == q.shape[2:3] and value.dtype in dtypes for value in sinks)
         require(fits and len(sinks) == ("sinks" in self.optional), self, "wants a sink for each head")
-        alike = k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
-        require(alike, self, "wants k and v of equal heads, over the tokens of q")
+        fits_keys = k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
+        require(fits_keys, self, "wants k and v of equal heads, over the tokens of q")
         require(q.shape[3] == k.shape[3], self, "wants q and k of one width")
         return (Type(shape=(*q.shape[:3], v.shape[3]), dtype=q.dtype),)
 
@@ -156,15 +156,15 @@ class Attention(Op):
         return _by_heads(self, operands, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        q, k, v, *beside = operands
+        q, k, v, *optional = operands
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
         work = fused_attention(q, k, v, attended, workload, keys=self.reach.keys(sequence) / sequence)
-        saved = (*_kept_for_attention(q, k, v, attended, workload), log_sums)
-        numbers = [value for value in beside if value.dtype == "int64"]
+        saved = (*_saved_for_attention(q, k, v, attended, workload), log_sums)
+        numbers = [value for value in optional if value.dtype == "int64"]
         if self.window or {"sinks", "segments"} & set(self.optional):
-            saved = (*saved, *workload.keep(*beside))
+            saved = (*saved, *workload.keep(*optional))
         elif numbers:  # torch turns the mask into numbers of q's dtype
             saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
@@ -176,22 +176,22 @@ class Attention(Op):
 
     @property
     def reach(self) -> Reach:
-        """How far a token sees."""
+        """The tokens that a token attends to."""
         return Reach(int(self.window), self.causal)
 
 
-def _kept_for_attention(q: Value, k: Value, v: Value, attended: Value, workload: Workload) -> tuple[Saved, ...]:
+def _saved_for_attention(q: Value, k: Value, v: Value, attended: Value, workload: Workload) -> tuple[Saved, ...]:
     """Queries, keys, values and the result, padded to one width."""
     widest = max(width for value in (q, v) if isinstance(width := value.shape[3], int))
-    kept: list[Saved] = []
+    saved: list[Saved] = []
     for name, value in (("q", q), ("k", k), ("v", v), ("out", attended)):
         width = value.shape[3]
         if width == widest:
-            kept += workload.keep(value)
+            saved += workload.keep(value)
         else:
             assert isinstance(width, int)
-            kept.append(workload.inner(attended, name, workload.count(value) / width * widest, value.dtype))
-    return tuple(kept)
+            saved.append(workload.inner(attended, name, workload.count(value) / width * widest, value.dtype))
+    return tuple(saved)
 
 
 @op("join_shared", "x shared -> y")
@@ -203,15 +203,15 @@ class JoinShared(TokenOp):
         x, shared = operands
         fits = len(x.shape) == len(shared.shape) == 4 and shared.shape[:3] == (*x.shape[:2], 1)
         require(fits and x.dtype == shared.dtype, self, "wants heads, and one more over the same tokens")
-        own, dims = x.shape[3], shared.shape[3]
-        require(isinstance(own, int) and isinstance(dims, int), self, "wants heads of a known width")
-        assert isinstance(own, int)
-        assert isinstance(dims, int)
-        return (Type(shape=(*x.shape[:3], own + dims), dtype=x.dtype),)
+        head_dim, shared_dim = x.shape[3], shared.shape[3]
+        require(isinstance(head_dim, int) and isinstance(shared_dim, int), self, "wants heads of a known width")
+        assert isinstance(head_dim, int)
+        assert isinstance(shared_dim, int)
+        return (Type(shape=(*x.shape[:3], head_dim + shared_dim), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        of_heads = _by_heads(self, operands[:1], meshes).results[0]
-        return Placing((of_heads, of_heads.only(Shard(0))), (of_heads,))
+        head_layout = _by_heads(self, operands[:1], meshes).results[0]
+        return Placing((head_layout, head_layout.only(Shard(0))), (head_layout,))
 
 
 @op("repeat_heads", "x -> copies")
@@ -225,10 +225,10 @@ class RepeatHeads(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        heads, *rest = x.shape
+        heads, *dims = x.shape
         require(isinstance(heads, int), self, "wants a known number of heads")
         assert isinstance(heads, int)
-        return (Type(shape=(heads * self.copies, *rest), dtype=x.dtype),)
+        return (Type(shape=(heads * self.copies, *dims), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return Placing((REPLICATED,), (REPLICATED,))

@@ -32,7 +32,7 @@ Unconverted = Literal["identity", "none"]
 
 
 def kind_of(value: Value) -> Kind:
-    """What a conversion must carry to convert `value`."""
+    """The kind of `value`, which a conversion must carry to convert it."""
     if value.ragged is not None:
         return "rows"
     return "row counts" if value.is_row_counts else "dense"
@@ -80,7 +80,7 @@ class Conversion(TokenOp):
 
     @classmethod
     def operator_of(cls, **fixed: Any) -> str:
-        """The name of the torch operator; `fixed` are attributes that the name says (`reduce="max"`)."""
+        """The name of the torch operator; `fixed` are attributes that the name contains (`reduce="max"`)."""
         return cls.over("", **fixed).torch_operator() if fixed else str(cls.operator)
 
     # ---- operands beside the value ---------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Conversion(TokenOp):
         return None
 
     def restores_rows(self) -> bool:
-        """Whether the rows return to where they were before `counts_conversion`: their counts are then its operand."""
+        """Whether rows return to the ranks that they came from: the operand of `counts_conversion` counts them then."""
         return False
 
     def other_operands(self, counting: Op) -> tuple[str, ...]:
@@ -131,13 +131,13 @@ class Conversion(TokenOp):
         ranks = workload.meshes.size(self.axis)
         part = self.volume(operands, results, workload) * (ranks - 1) / ranks
         forward, backward = self.sends
-        then = self.backward()
+        gradient = self.backward()
         sent = Sent(
             axis=self.axis,
             purpose=self.purpose,
             forward=forward * part,
             backward=0 if operands[0].dtype == "int64" else backward * part,
-            backward_op=then.mnemonic if isinstance(then, Conversion) else then,
+            backward_op=gradient.mnemonic if isinstance(gradient, Conversion) else gradient,
         )
         return Cost(work=copied, sent=(sent,))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Placing, TokenOp, Type, layout_of, op, require
-from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, settled
+from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, reduced_layout
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Direction, Saved, Work
 from moec.passes.ir.work.formulas import elementwise
@@ -57,8 +57,8 @@ class EmbedPositions(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Positions are counted from the start of a sequence.
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole, REPLICATED, *(whole for _ in operands[2:])), (whole,))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout, REPLICATED, *(layout for _ in operands[2:])), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         if operands[2:]:
@@ -86,7 +86,7 @@ class RmsNorm(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         x, weight = operands
-        layout, normed = settled(x, meshes), len(x.shape) - len(weight.shape)
+        layout, normed = reduced_layout(x, meshes), len(x.shape) - len(weight.shape)
         for axis, placement in layout.placements:
             if isinstance(placement, Shard) and placement.dim >= normed:
                 # A cut of a dim that the norm sums over becomes a cut of the tokens: one all-to-all before the norm and
@@ -103,10 +103,10 @@ class RmsNorm(TokenOp):
         if workload.device != "cpu":  # `_fused_rms_norm` (torch's derivatives.yaml)
             return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), *saved))
         # On CPUs torch composes the norm from operators, which save x in fp32 and x/rms.
-        kept_x = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
+        x_saved = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
         normalized = workload.inner(y, "normalized", workload.count(x), wide)
-        of_weight = () if workload.is_frozen(weight) else (normalized,)
-        keeps = (*kept_x, *of_weight, *saved)
+        weight_saved = () if workload.is_frozen(weight) else (normalized,)
+        keeps = (*x_saved, *weight_saved, *saved)
         scratch = normalized.bytes, 2 * normalized.bytes
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=8, scratch=scratch)
 
@@ -135,15 +135,15 @@ class LayerNorm(TokenOp):
         keeps = workload.keep(x, weight)
         if x.dtype == promoted(x.dtype):  # torch's norm saves mean and rstd; moec's kernel recomputes both
             tokens = workload.count(x) / workload.shape(x)[-1]
-            keeps += tuple(workload.inner(results[0], what, tokens, x.dtype) for what in ("mean", "rstd"))
+            keeps += tuple(workload.inner(results[0], name, tokens, x.dtype) for name in ("mean", "rstd"))
         return elementwise(self, operands, results, workload, keeps=keeps)
 
 
-def _lookup(keeps: tuple[Saved, ...], operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+def _lookup(saved: tuple[Saved, ...], operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
     """The cost of a lookup. Forward reads and writes the looked-up rows; backward writes the whole table's gradient."""
     ids, table = operands[:2]
-    ahead = Direction(moved=workload.bytes(ids, *results, *results), launches=1)
+    forward = Direction(moved=workload.bytes(ids, *results, *results), launches=1)
     if workload.is_frozen(table):
-        return Cost(work=Work(forward=ahead))
-    behind = Direction(moved=workload.bytes(ids, *results, table), launches=1)
-    return Cost(work=Work(forward=ahead, backward=behind), saved=keeps)
+        return Cost(work=Work(forward=forward))
+    backward = Direction(moved=workload.bytes(ids, *results, table), launches=1)
+    return Cost(work=Work(forward=forward, backward=backward), saved=saved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, WindowFunction
@@ -15,7 +14,7 @@ from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.window_ops import require_window, window_saved
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Direction, Product, Work
-from moec.passes.ir.work.formulas import used_share
+from moec.passes.ir.work.formulas import linear_backward, used_share
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -40,8 +39,8 @@ class ExpertLinear(TokenOp):
         experts, out, *window = weight.shape
         require(rows.shape[0] == experts, self, f"{rows.shape} does not fit {weight.shape}")
         require_window(self, rows, (out, *window) if len(window) == 2 else (out, 1, *window), self.positions)
-        counted = by_name["counts"].name if "counts" in by_name else None
-        require(rows.ragged == counted, self, f"rows are counted by {rows.ragged}, not {counted}")
+        counts_name = by_name["counts"].name if "counts" in by_name else None
+        require(rows.ragged == counts_name, self, f"rows are counted by {rows.ragged}, not {counts_name}")
         biases = [by_name["bias"]] if "bias" in by_name else []
         require(all(bias.shape == (experts, out) for bias in biases), self, "wants a bias for each output")
         require(all(v.dtype == rows.dtype for v in (weight, *biases)), self, "wants one dtype")
@@ -50,11 +49,11 @@ class ExpertLinear(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        stored = weights_layout(self, by_name["weight"])
-        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
-        counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
-        wanted = {"rows": rows, "counts": counts}
-        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
+        weight_layout = weights_layout(self, by_name["weight"])
+        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(1)), Shard(0))
+        layouts = {"rows": rows, "counts": counts}
+        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)
@@ -63,9 +62,9 @@ class ExpertLinear(TokenOp):
         width, count = math.prod(window), workload.count(results[0]) / out
         largest = workload.most_rows(rows) * self.positions if rows.ragged else count / groups
         element = workload.width(weight.dtype)
-        ahead = Product(name="linear", m=count, n=out, k=width, groups=groups, largest=largest, width=element)
-        behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
-        work = Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
-        kept = window_saved(rows, results[0], count, width, self.positions, self.then, workload)
-        saved = (*kept, *workload.keep(*(by_name[name] for name in ("weight", "counts") if name in by_name)))
+        product = Product(name="linear", m=count, n=out, k=width, groups=groups, largest=largest, width=element)
+        backward = Direction(products=linear_backward(product), launches=2)
+        work = Work(forward=Direction(products=(product,), launches=1), backward=backward)
+        windows = window_saved(rows, results[0], count, width, self.positions, self.then, workload)
+        saved = (*windows, *workload.keep(*(by_name[name] for name in ("weight", "counts") if name in by_name)))
         return Cost(work=work, saved=saved, used=used_share(weight, workload))

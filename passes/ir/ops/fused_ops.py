@@ -12,9 +12,10 @@ from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Direction, Work
-from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, saved_inside_experts, used_share
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -37,7 +38,7 @@ class MixtureMlp(Activates):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         by_name = self.named(operands)
         x, experts, weights = by_name["x"], by_name["experts"], by_name["weights"]
-        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require_choices(self, experts, x)
         require(experts.shape == weights.shape, self, "wants a weight for each choice")
         require_experts(self, x, by_name)
         return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", by_name["up"].shape[0]), dtype="int64"))
@@ -48,24 +49,24 @@ class MixtureMlp(Activates):
         return Placing((*(tokens,) * 3, *weights), (tokens, experts_layout(meshes, {}, Shard(0))))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[1]
-        return {"rows": workload.whole(chosen), "choices": workload.shape(chosen)[-1]}
+        experts = operands[1]
+        return {"rows": workload.whole(experts), "choices": workload.shape(experts)[-1]}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        x, chosen, weights, *experts = operands
+        x, experts, weights, *parameters = operands
         mixed, counts = results
-        rows, largest = workload.rows_that_stay(chosen, experts[0])
+        rows, largest = workload.rows_that_stay(experts, parameters[0])
         # Forward gathers rows from tokens and adds the results of rows to tokens.
-        moved = workload.bytes(x, chosen, weights) + rows * workload.shape(x)[-1] * workload.width(x.dtype)
-        work = experts_work(rows, largest, experts, workload, forward=7, backward=7, moved=moved)
-        inner = inner_of_experts(mixed, workload.count(chosen), experts[0], workload)
-        positions = workload.inner(mixed, "positions", workload.count(chosen), "int64")
-        saved = (*workload.keep(x, counts, weights, *experts), *inner, positions)
-        ahead, behind = experts_scratch(rows, largest, experts, workload, gathers=(1, 2))
+        moved = workload.bytes(x, experts, weights) + rows * workload.shape(x)[-1] * workload.width(x.dtype)
+        work = experts_work(rows, largest, parameters, workload, forward=7, backward=7, moved=moved)
+        inner = saved_inside_experts(mixed, workload.count(experts), parameters[0], workload)
+        positions = workload.inner(mixed, "positions", workload.count(experts), "int64")
+        saved = (*workload.keep(x, counts, weights, *parameters), *inner, positions)
+        in_forward, in_backward = experts_scratch(rows, largest, parameters, workload, gathers=(1, 2))
         # Forward has a row of results for each choice; backward adds up the gradient of x in at least fp32.
-        ahead += rows * workload.shape(x)[-1] * workload.width(x.dtype) + 2 * positions.bytes
-        behind += workload.count(x) * workload.width(promoted(x.dtype)) - workload.bytes(x)
-        return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=(ahead, behind))
+        in_forward += rows * workload.shape(x)[-1] * workload.width(x.dtype) + 2 * positions.bytes
+        in_backward += workload.count(x) * workload.width(promoted(x.dtype)) - workload.bytes(x)
+        return Cost(work=work, saved=saved, used=used_share(parameters[0], workload), scratch=(in_forward, in_backward))
 
 
 @op(

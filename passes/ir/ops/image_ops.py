@@ -9,7 +9,7 @@ from moec.passes.ir.attribute_types import Bounds, Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
-from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.ops.token_layouts import Blocks, reduced_layout
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Work
 from moec.passes.ir.work.formulas import elementwise, projection
@@ -97,7 +97,7 @@ class GridWindows(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # A place in the grid is counted from the start of the sequence: v has whole sequences of some heads.
-        v = settled(operands[0], meshes)
+        v = reduced_layout(operands[0], meshes)
         for axis, placement in v.placements:
             v = v.replace(axis, Shard(2)) if placement == Shard(1) else v
         return Placing((v,), (v.only(Shard(0)),))
@@ -118,7 +118,7 @@ class MeanTokens(Op):
         return (Type(shape=(x.shape[0], x.shape[2]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        x = settled(operands[0], meshes)
+        x = reduced_layout(operands[0], meshes)
         if any(placement not in (Shard(0), Shard(1)) for _, placement in x.placements):
             raise LayoutError(f"mean_tokens has no rule for {x}")
         mean = ((axis, Partial() if placement == Shard(1) else placement) for axis, placement in x.placements)
@@ -138,8 +138,8 @@ class FirstToken(Op):
         return (Type(shape=(x.shape[0], x.shape[2]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = settled(operands[0], meshes).only(Shard(0))
-        return Placing((whole,), (whole,))
+        layout = reduced_layout(operands[0], meshes).only(Shard(0))
+        return Placing((layout,), (layout,))
 
 
 @op("classify", "x weight bias -> logits")
@@ -157,8 +157,8 @@ class Classify(Op):
         return (Type(shape=(x.shape[0], weight.shape[0]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole, REPLICATED, REPLICATED), (whole,))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout, REPLICATED, REPLICATED), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight, _ = operands

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Bounds, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Placing, TokenOp, Type, layout_of, op, require
-from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
+from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, reduced_layout
+from moec.passes.ir.ops.token_operands import require_activation
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.formulas import elementwise, projection
@@ -34,23 +35,23 @@ class Linear(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         x, weight = operands
-        kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
+        num_kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
         weight_layout = layout_of(weight)
-        x_layout = settled(x, meshes)
-        wanted: dict[str, Placement] = {}
-        result: dict[str, Placement] = {}
+        x_layout = reduced_layout(x, meshes)
+        x_placements: dict[str, Placement] = {}
+        result_placements: dict[str, Placement] = {}
         # Contracted dims and outputs are cut in the order of the weight's cuts, all other dims in that of x.
         for axis in dict.fromkeys((*weight_layout.axes, *x_layout.axes)):
             match weight_layout.get(axis), x_layout.get(axis):
                 case Shard(dim=dim), _ if dim < out:  # by columns: each rank computes its outputs
-                    result[axis] = Shard(kept + dim)
+                    result_placements[axis] = Shard(num_kept + dim)
                 case Shard(dim=dim), _:  # by rows: each rank computes a term of every output
-                    wanted[axis], result[axis] = Shard(kept + dim - out), Partial()
-                case None, Shard(dim=dim) as placement if dim < kept:
-                    wanted[axis] = result[axis] = placement
+                    x_placements[axis], result_placements[axis] = Shard(num_kept + dim - out), Partial()
+                case None, Shard(dim=dim) as placement if dim < num_kept:
+                    x_placements[axis] = result_placements[axis] = placement
                 case placements:
                     raise LayoutError(f"linear has no rule for {axis}: weight and x are {placements}")
-        return Placing((Layout.of(wanted), weight_layout), (Layout.of(result),))
+        return Placing((Layout.of(x_placements), weight_layout), (Layout.of(result_placements),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight = operands
@@ -68,7 +69,7 @@ class AddBias(TokenOp):
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        x = settled(operands[0], meshes)
+        x = reduced_layout(operands[0], meshes)
         outs = ((axis, p) for axis, p in x.placements if isinstance(p, Shard) and p.dim >= TOKEN_DIMS)
         bias = Layout.of((axis, Shard(p.dim - TOKEN_DIMS)) for axis, p in outs)
         return Placing((x, bias), (x,))
@@ -84,14 +85,12 @@ class Activation(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        kind, parameters = ACTIVATIONS[self.kind], [name for name in PARAMETERS if getattr(self, name) is not None]
-        require(x.shape[-2] == kind.parts, self, f"{x.shape[-2]} parts")
-        require(set(parameters) <= set(kind.parameters), self, f"{self.kind} has no {' and no '.join(parameters)}")
+        require_activation(self, self.kind, x.shape[-2])
         return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         last = len(operands[0].shape) - 1
-        x = settled(operands[0], meshes)
+        x = reduced_layout(operands[0], meshes)
         if any(placement == Shard(last - 1) for _, placement in x.placements):
             raise LayoutError("activation has no rule for parts on different ranks")
         moved = ((axis, Shard(last - 1) if placement == Shard(last) else placement) for axis, placement in x.placements)
@@ -100,12 +99,12 @@ class Activation(TokenOp):
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (x,), (y,) = operands, results
         kind = ACTIVATIONS[self.kind]
-        kept = workload.keep(x)
+        saved = workload.keep(x)
         if not kind.gated and kind.function.keeps == "result":
-            kept = workload.keep(y)
+            saved = workload.keep(y)
         elif not kind.gated and kind.function.keeps == "inner":
-            kept = (workload.inner(y, "inner", workload.count(y), y.dtype),)
-        return elementwise(self, operands, results, workload, keeps=kept)
+            saved = (workload.inner(y, "inner", workload.count(y), y.dtype),)
+        return elementwise(self, operands, results, workload, keeps=saved)
 
 
 @op("add", "terms* -> total")
@@ -122,8 +121,8 @@ class Add(TokenOp):
         layouts = [layout_of(v) for v in operands]
         # Axes go in the order of the tokens' cuts, because `replace` appends a new cut as the last of its dim.
         layout = layouts[0]
-        for axis in dict.fromkeys(axis for other in (meshes.tokens, *layouts) for axis in other.axes):
-            if len({other.get(axis) for other in layouts}) > 1:
+        for axis in dict.fromkeys(axis for candidate in (meshes.tokens, *layouts) for axis in candidate.axes):
+            if len({candidate.get(axis) for candidate in layouts}) > 1:
                 layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
         return Placing((layout,) * len(operands), (layout,))
 
@@ -174,8 +173,8 @@ class Router(TokenOp):
         work = projection(x, weight, dtype, 1, workload)
         # The router converts x and the weight to one dtype, and saves the copies.
         keeps: list[Saved] = []
-        for what, v in (("x", x), ("weight", weight)):
+        for name, v in (("x", x), ("weight", weight)):
             if v is x and workload.is_frozen(weight):
                 continue
-            keeps += workload.keep(v) if v.dtype == dtype else [workload.inner(logits, what, workload.count(v), dtype)]
+            keeps += workload.keep(v) if v.dtype == dtype else [workload.inner(logits, name, workload.count(v), dtype)]
         return Cost(work=work, saved=tuple(keeps))

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
-from moec.passes.ir.layout import Layout, Placement, Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_activation, require_choices
 from moec.passes.ir.value import Attribute, Value
 from moec.passes.ir.work.cost import Cost
-from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, saved_inside_experts, used_share
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -26,13 +26,13 @@ def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise
     over `ep` first, and only the last cut can be undone.
     """
     assert meshes.experts is not None, "an op of a mixture stands in a block without an expert mesh"
-    others = sorted((a for a in meshes.experts.wide_axes() if a not in by_expert), key=lambda axis: axis == "ep")
-    return Layout.of({**by_expert, **dict.fromkeys(others, otherwise)})
+    other_axes = sorted((a for a in meshes.experts.wide_axes() if a not in by_expert), key=lambda axis: axis == "ep")
+    return Layout.of({**by_expert, **dict.fromkeys(other_axes, otherwise)})
 
 
-def grouped(group: str, meshes: Meshes) -> Layout:
+def group_layout(group: str, meshes: Meshes) -> Layout:
     """The layout of per-group counts: sharded over `dp`, or replicated for `group = batch`, which spans all ranks."""
-    return Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0) and group != "batch")
+    return REPLICATED if group == "batch" else meshes.own_tokens.only(Shard(0))
 
 
 @op("permute", "x experts -> rows counts positions", operator="permute", moves=True)
@@ -48,7 +48,7 @@ class Permute(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts = operands
-        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require_choices(self, experts, x)
         counts = self.results[1].name
         return (
             Type(shape=(self.num_experts, "rows", x.shape[-1]), dtype=x.dtype, ragged=counts),
@@ -63,8 +63,8 @@ class Permute(TokenOp):
         return Placing(tokens, (own_rows, own_counts, tokens[0]))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[1]
-        return {"rows": workload.whole(chosen), "choices": workload.shape(chosen)[-1]}
+        experts = operands[1]
+        return {"rows": workload.whole(experts), "choices": workload.shape(experts)[-1]}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
@@ -72,7 +72,7 @@ class Permute(TokenOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activates(TokenOp):
-    """An op of experts with an activation between their projections: its word, and `PARAMETERS` that change it."""
+    """Base of ops of experts with an activation between their projections: its word, and its `PARAMETERS`."""
 
     tiled: ClassVar[bool] = True
     activation: ActivationName
@@ -91,15 +91,13 @@ def require_experts(op: Activates, x: Value, by_name: Mapping[str, Value]) -> No
     """
     up, down = by_name["up"], by_name["down"]
     experts, parts, hidden, _ = up.shape
-    kind, numbers = ACTIVATIONS[op.activation], [name for name in PARAMETERS if getattr(op, name) is not None]
-    require(parts == kind.parts, op, f"{parts} parts")
-    require(set(numbers) <= set(kind.parameters), op, f"{op.activation} has no {' and no '.join(numbers)}")
+    require_activation(op, op.activation, parts)
     dim = x.shape[-1]
     require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
     biases = [by_name[name] for name in ("up_bias", "down_bias") if name in by_name]
     require(all(value.dtype == x.dtype for value in (up, down, *biases)), op, "wants one dtype")
-    wanted = [up.shape[:-1], down.shape[:-1]]
-    require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
+    bias_shapes = [up.shape[:-1], down.shape[:-1]]
+    require(not biases or [bias.shape for bias in biases] == bias_shapes, op, "wants a bias for each output, or none")
 
 
 def experts_of(by_name: Mapping[str, Value]) -> list[Value]:
@@ -140,18 +138,18 @@ class ExpertMlp(Activates):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        stored = weights_layout(self, by_name["up"])
-        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
-        counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
-        wanted = {"rows": rows, "counts": counts, "weights": rows}
-        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
+        weight_layout = weights_layout(self, by_name["up"])
+        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(1)), Shard(0))
+        layouts = {"rows": rows, "counts": counts, "weights": rows}
+        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)
         rows, experts = by_name["rows"], experts_of(by_name)
         count = workload.count(rows) / workload.row(rows)
         work = experts_work(count, workload.most_rows(rows), experts, workload, forward=3, backward=4)
-        inner = inner_of_experts(results[0], count, experts[0], workload)
+        inner = saved_inside_experts(results[0], count, experts[0], workload)
         saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(count, workload.most_rows(rows), experts, workload, gathers=(2, 3))
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)

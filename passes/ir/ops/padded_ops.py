@@ -19,9 +19,10 @@ from moec.passes.ir.ops.mixture_ops import (
     weights_layout,
 )
 from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
-from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
+from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, saved_inside_experts, used_share
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -38,7 +39,7 @@ class PermutePadded(Capacity):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts, starts, *settings = self.named(operands).values()
         self.require_setting(settings)
-        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require_choices(self, experts, x)
         require(starts.shape[2] == experts.shape[2], self, "wants starts in each queue")
         return (
             Type(shape=(starts.shape[3], "places", x.shape[-1]), dtype=x.dtype),
@@ -73,7 +74,7 @@ class PermuteDynamic(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts, places = operands
-        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require_choices(self, experts, x)
         require(places.shape == () and places.dtype == "int64", self, "wants a number of places")
         return (
             Type(shape=(self.num_experts, "places", x.shape[-1]), dtype=x.dtype),
@@ -88,10 +89,10 @@ class PermuteDynamic(TokenOp):
         return Placing((tokens, tokens, REPLICATED), (rows, counts, tokens))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[1]
+        experts = operands[1]
         ranks = workload.meshes.dense.ranks
-        _, largest = workload.rows_of(workload.whole(chosen) / ranks, self.num_experts)
-        return {"places": ranks * math.ceil(largest), "choices": workload.shape(chosen)[-1]}
+        _, largest = workload.rows_of(workload.whole(experts) / ranks, self.num_experts)
+        return {"places": ranks * math.ceil(largest), "choices": workload.shape(experts)[-1]}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
@@ -116,17 +117,17 @@ class ExpertMlpPadded(Activates):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        stored = weights_layout(self, by_name["up"])
-        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
-        wanted = {"rows": rows, "weights": rows}
-        return Placing(tuple(wanted.get(name, stored) for name in by_name), (rows,))
+        weight_layout = weights_layout(self, by_name["up"])
+        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
+        layouts = {"rows": rows, "weights": rows}
+        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)
         rows, experts = by_name["rows"], experts_of(by_name)
         local, places, _ = workload.shape(rows)
         work = experts_work(local * places, places, experts, workload, forward=3, backward=4)
-        inner = inner_of_experts(results[0], local * places, experts[0], workload)
+        inner = saved_inside_experts(results[0], local * places, experts[0], workload)
         saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(local * places, places, experts, workload, gathers=(0, 0))
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)

@@ -11,6 +11,7 @@ from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Dim, Value
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ class SelectExperts(TokenOp):
         return own_tokens(self, 1, meshes)
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[0]
+        experts = operands[0]
         return {
-            "rows": workload.whole(chosen),
-            "choices": workload.shape(chosen)[-1],
+            "rows": workload.whole(experts),
+            "choices": workload.shape(experts)[-1],
             "all_experts": self.num_experts,
         }
 
@@ -52,7 +53,7 @@ class CountMade(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         return (Type(shape=("sources", 1), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -69,5 +70,5 @@ class ConcatCounts(Op):
         return (Type(shape=("sources", total), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        own = experts_layout(meshes, {}, Shard(0))
-        return Placing((own,) * len(operands), (own,))
+        layout = experts_layout(meshes, {}, Shard(0))
+        return Placing((layout,) * len(operands), (layout,))

@@ -116,10 +116,10 @@ class AllToAll(RowsConversion):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         rows = operands[0]
-        others = [axis for axis in (meshes.experts.wide_axes() if meshes.experts else ()) if axis != self.axis]
+        axes = [axis for axis in (meshes.experts.wide_axes() if meshes.experts else ()) if axis != self.axis]
         # Rows are sorted by source, then by expert: those of several sources are not sorted by their ranks.
-        if any(layout_of(rows).get(axis) != Shard(1) for axis in others):
-            raise LayoutError(f"all_to_all over {self.axis} of %{rows.name}, with rows of several ranks over {others}")
+        if any(layout_of(rows).get(axis) != Shard(1) for axis in axes):
+            raise LayoutError(f"all_to_all over {self.axis} of %{rows.name}, with rows of several ranks over {axes}")
         return RowsConversion.place(self, operands, meshes, blocks)
 
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
@@ -138,8 +138,8 @@ class AllToAll(RowsConversion):
 class GatheredRows(RowsConversion):
     """Base of conversions to or from the rows of all ranks' tokens, source by source.
 
-    `all_counts` counts them on every rank, `[sources of all ranks, experts]`: `all_gather_alike` of the counts. It is
-    saved for backward, which needs it too.
+    `all_counts` `[sources of all ranks, experts]` counts them on every rank: `all_gather_alike` of the counts. It is
+    saved for backward.
     """
 
     takes: ClassVar[str] = "rows all_counts counts"

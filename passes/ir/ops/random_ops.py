@@ -39,8 +39,8 @@ class TokenKeys(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # A token's place is counted from the start of its sequence.
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole, whole, REPLICATED, REPLICATED), (whole,))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout, layout, REPLICATED, REPLICATED), (layout,))
 
 
 @op("jitter", "x keys training -> y", operator="jitter", numbered=True)

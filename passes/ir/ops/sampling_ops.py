@@ -52,9 +52,9 @@ class SampleExperts(TokenOp):
         require_scores(self, logits, "logits")
         require(numbers.shape == (*tokens, 2 * self.k) and numbers.dtype != "int64", self, "wants 2 k numbers a token")
         require_training(self, training)
-        chosen = Type(shape=(*tokens, self.k), dtype="int64")
+        choices = Type(shape=(*tokens, self.k), dtype="int64")
         outside = Type(shape=logits.shape, dtype="int64")
-        return Type(shape=logits.shape, dtype=logits.dtype), chosen, outside, chosen
+        return Type(shape=logits.shape, dtype=logits.dtype), choices, outside, choices
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 2, meshes, parameters=1)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, TokenId, WideCount
-from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
-from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.ops.token_operands import require_training_where
+from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
 
@@ -42,8 +43,8 @@ class Segments(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Segments are counted from the start of a sequence.
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole,), (whole, whole))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout,), (layout, layout))
 
 
 @op("number_segments", "given -> segments positions")
@@ -60,8 +61,8 @@ class NumberSegments(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Segments are counted from the start of a sequence.
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole,), (whole, whole))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout,), (layout, layout))
 
 
 @op("keep_in_segments", "experts segments training? -> kept")
@@ -87,19 +88,18 @@ class KeepInSegments(Op):
         experts, segments, *settings = self.named(operands).values()
         _require_segments(self, experts, segments)
         varies = self.parts * self.eval_whole != self.eval_parts * self.whole
-        scalar = all(isinstance(v, Setting) and v.name == TRAINING.name for v in settings)
-        require(len(settings) == int(varies) and scalar, self, "wants $training where its capacity varies")
+        require_training_where(self, varies, settings)
         return (Type(shape=experts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped("sequence", meshes)
-        return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
+        layout = group_layout("sequence", meshes)
+        return Placing((layout, layout, *(REPLICATED,) * len(operands[2:])), (layout,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[0]
-        k = workload.shape(chosen)[-1]
+        experts = operands[0]
+        k = workload.shape(experts)[-1]
         places = max(self.least, -(-self.parts * k * workload.sequence // (self.whole * self.num_experts)))
-        return {"rows": min(workload.whole(chosen), self.num_experts * places * workload.batch)}
+        return {"rows": min(workload.whole(experts), self.num_experts * places * workload.batch)}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=20)
@@ -121,8 +121,8 @@ class CountInSegments(Op):
         return (Type(shape=(*segments.shape, self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped("sequence", meshes)
-        return Placing((whole, whole), (whole,))
+        layout = group_layout("sequence", meshes)
+        return Placing((layout, layout), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=4)
@@ -147,8 +147,8 @@ class SegmentLoss(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        wanted = (tokens, grouped("sequence", meshes), *(tokens,) * len(operands[2:]))
-        return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        layouts = (tokens, group_layout("sequence", meshes), *(tokens,) * len(operands[2:]))
+        return Placing(layouts, (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         probabilities, _, _, *real = operands

@@ -16,7 +16,7 @@ Blocks = Mapping[str, "Block"]
 TOKEN_DIMS = 2
 
 
-def settled(value: Value, meshes: Meshes) -> Layout:
+def reduced_layout(value: Value, meshes: Meshes) -> Layout:
     """The layout of `value` after its partial sums are reduced to the layout of the residual stream."""
     layout = layout_of(value)
     for axis in dict.fromkeys((*meshes.tokens.axes, *layout.axes)):
@@ -30,18 +30,18 @@ def follow_tokens(op: Op, activations: Sequence[Value], meshes: Meshes, paramete
 
     All activations get the layout of the first.
     """
-    layout = settled(activations[0], meshes)
+    layout = reduced_layout(activations[0], meshes)
     for axis, placement in layout.placements:
         if not (isinstance(placement, Shard) and placement.dim < TOKEN_DIMS):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
-    wanted = (layout,) * len(activations) + (REPLICATED,) * parameters
-    return Placing(wanted, (layout,) * len(op.results))
+    operand_layouts = (layout,) * len(activations) + (REPLICATED,) * parameters
+    return Placing(operand_layouts, (layout,) * len(op.results))
 
 
 def sum_tokens(op: Op, activations: Sequence[Value], meshes: Meshes) -> Placing:
     """The rule of an op that sums over tokens: its one result is a partial sum where the tokens are sharded."""
     tokens = follow_tokens(op, activations, meshes).operands
-    return Placing(tokens, (Layout.of(dict.fromkeys(tokens[0].axes, Partial())),))
+    return Placing(tokens, (tokens[0].as_partial(),))
 
 
 def own_tokens(op: Op, activations: int, meshes: Meshes, parameters: int = 0) -> Placing:
@@ -49,5 +49,5 @@ def own_tokens(op: Op, activations: int, meshes: Meshes, parameters: int = 0) ->
 
     Behind the activations there are `parameters` or settings, which are replicated.
     """
-    wanted = (meshes.own_tokens,) * activations + (REPLICATED,) * parameters
-    return Placing(wanted, (meshes.own_tokens,) * len(op.results))
+    operand_layouts = (meshes.own_tokens,) * activations + (REPLICATED,) * parameters
+    return Placing(operand_layouts, (meshes.own_tokens,) * len(op.results))

@@ -106,15 +106,15 @@ class CrossEntropyOfSums(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         sums, largest, label_logit, labels = operands
-        alike = sums.shape == largest.shape == label_logit.shape == labels.shape
-        require(alike and labels.dtype == "int64", self, "wants one of each for each token")
+        fits = sums.shape == largest.shape == label_logit.shape == labels.shape
+        require(fits and labels.dtype == "int64", self, "wants one of each for each token")
         return (Type(shape=(), dtype=sums.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Partial sums over the vocabulary are reduced first: every rank that has the tokens needs the whole sums.
         layout = layout_of(operands[0])
         tokens = Layout.of((axis, p) for axis, p in layout.placements if not isinstance(p, Partial))
-        return Placing((tokens,) * len(operands), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        return Placing((tokens,) * len(operands), (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         sums, *_, labels = operands

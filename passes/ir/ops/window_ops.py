@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.attribute_types import Bounds, Count, WindowFunction
-from moec.passes.ir.layout import Layout, Shard
+from moec.passes.ir.layout import Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
 from moec.passes.ir.value import Dim, Value
 from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
-from moec.passes.ir.work.formulas import elementwise
+from moec.passes.ir.work.formulas import elementwise, linear_backward
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -35,17 +34,17 @@ class Windows(Op):
         return "`conv`, which sees neighbours in the sequence"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, *beside = operands
+        x, *optional = operands
         batch, sequence, dim = x.shape
         assert isinstance(dim, int)
-        for numbers in beside:
+        for numbers in optional:
             require_real(self, x, [numbers])
         return (Type(shape=(batch, sequence, (self.before + 1 + self.after) * dim), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # A window reaches over the cuts of a sequence.
-        whole = Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0))
-        return Placing((whole,) * len(operands), (whole,))
+        layout = meshes.own_tokens.only(Shard(0))
+        return Placing((layout,) * len(operands), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=2, backward=2)
@@ -95,14 +94,14 @@ def require_window(op: Op, x: Value, weight: Sequence[Dim], positions: int) -> N
 
 def window_work(count: float, out: int, width: int, element: int) -> Work:
     """The product of a map at `count` positions, with `width` numbers each."""
-    ahead = Product(name="linear", m=count, n=out, k=width, width=element)
-    behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
-    return Work(forward=Direction(products=(ahead,), launches=3), backward=Direction(products=behind, launches=4))
+    product = Product(name="linear", m=count, n=out, k=width, width=element)
+    backward = Direction(products=linear_backward(product), launches=4)
+    return Work(forward=Direction(products=(product,), launches=3), backward=backward)
 
 
 def window_saved(
-    x: Value, y: Value, count: float, width: int, positions: int, then: str, workload: Workload
+    x: Value, y: Value, count: float, width: int, positions: int, function: str, workload: Workload
 ) -> tuple[Saved, ...]:
     """What backward keeps: the copied windows where they overlap, else x, and the numbers before the function."""
-    kept = workload.keep(x) if positions == 1 else (workload.inner(y, "windows", count * width, x.dtype),)
-    return kept if then == "none" else (*kept, workload.inner(y, "before", workload.count(y), y.dtype))
+    windows = workload.keep(x) if positions == 1 else (workload.inner(y, "windows", count * width, x.dtype),)
+    return windows if function == "none" else (*windows, workload.inner(y, "before", workload.count(y), y.dtype))

@@ -27,7 +27,7 @@ def layer_lines(layers: Iterable[Layer]) -> Iterator[str]:
 
 def read_layers(lines: Lines, blocks: Sequence[Block]) -> tuple[Layer, ...]:
     """The layers, which `forward` must run by their bodies. Raises `UnreadableLineError`."""
-    calls, names = _called(blocks), {block.name for block in blocks}
+    called_bodies, names = _called(blocks), {block.name for block in blocks}
     layers: list[Layer] = []
     while lines.next_starts_with("  layer"):
         first, last, text = lines.take_match(_LAYERS, "`layers …` and their body").groups()
@@ -41,12 +41,12 @@ def read_layers(lines: Lines, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         if start != len(layers):
             raise UnreadableLineError(f"layer {len(layers)} is the next, not {start}")
         for number in range(start, integer(last or first, "the number of a layer", start, MAX_LAYER) + 1):
-            called = calls.get(number)
-            if called not in bodies:
-                runs = f"by {quoted(called)}, which is no body of it" if called else "by no block"
+            called_body = called_bodies.get(number)
+            if called_body not in bodies:
+                runs = f"by {quoted(called_body)}, which is no body of it" if called_body else "by no block"
                 raise UnreadableLineError(f"`forward` runs layer {number} {runs}")
             layers.append(Layer(number, bodies))
-    missing = sorted(calls.keys() - range(len(layers)))
+    missing = sorted(called_bodies.keys() - range(len(layers)))
     if missing:
         raise UnreadableLineError(f"layer {missing[0]} has no body")
     known = {FORWARD, *(body for layer in layers for body in layer.bodies)}
@@ -59,9 +59,9 @@ def read_layers(lines: Lines, blocks: Sequence[Block]) -> tuple[Layer, ...]:
 
 def _called(blocks: Sequence[Block]) -> dict[int, str]:
     """The block by which each layer is called."""
-    found: dict[int, str] = {}
+    bodies: dict[int, str] = {}
     for call in (op for block in blocks for op in block.ops if isinstance(op, Call)):
-        if call.layer in found:
+        if call.layer in bodies:
             raise UnreadableLineError(f"layer {call.layer} runs twice")
-        found[call.layer] = call.block
-    return found
+        bodies[call.layer] = call.block
+    return bodies

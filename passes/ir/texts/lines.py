@@ -41,10 +41,10 @@ class Lines:
     def take_match(self, pattern: re.Pattern[str], wanted: str) -> re.Match[str]:
         """The next line, which must match `pattern`."""
         line = self.take()
-        found = pattern.fullmatch(line)
-        if found is None:
+        match = pattern.fullmatch(line)
+        if match is None:
             raise UnreadableLineError(f"{wanted} is wanted, not {quoted(line)}")
-        return found
+        return match
 
     def take_exactly(self, wanted: str) -> None:
         """Takes the next line, which must be `wanted`."""
@@ -66,9 +66,9 @@ class Lines:
         """Requires that the whole text equals the lines `printed`."""
         self._start = self.number = 0
         for line in printed:
-            given = self.take()
-            if given != line:
+            line_read = self.take()
+            if line_read != line:
                 raise UnreadableLineError(
-                    f"{quoted(given.strip())} is not as `print_program` prints it, {quoted(line.strip())}"
+                    f"{quoted(line_read.strip())} is not as `print_program` prints it, {quoted(line.strip())}"
                 )
         self.end()

@@ -34,7 +34,7 @@ def order_lines(order: Order) -> Iterator[str]:
 
 
 class OrderReader:
-    """Reads the orders of a Program of which everything else is read, and checks their rules line by line."""
+    """Reads the orders of a Program, all other parts of which are read, and checks their rules line by line."""
 
     def __init__(self, lines: Lines, program: Program) -> None:
         self._lines, self._program = lines, program
@@ -66,10 +66,10 @@ class OrderReader:
         return Round(tuple(actions), times)
 
     def _action(self, rules: OrderRules, indent: str) -> Action:
-        found = self._lines.take_match(_ACTION, "an action of a step")
-        if found[1] != indent or found[2] not in _KINDS:
-            raise UnreadableLineError(f"an action of a step is wanted, not {quoted(found[0].strip())}")
-        numbers = (None if n is None else integer(n, "a number", 0, MAX_MICROBATCHES) for n in found.groups()[2:])
-        action = Action(_KINDS[found[2]], *numbers)
+        match = self._lines.take_match(_ACTION, "an action of a step")
+        if match[1] != indent or match[2] not in _KINDS:
+            raise UnreadableLineError(f"an action of a step is wanted, not {quoted(match[0].strip())}")
+        numbers = (None if n is None else integer(n, "a number", 0, MAX_MICROBATCHES) for n in match.groups()[2:])
+        action = Action(_KINDS[match[2]], *numbers)
         rules.take(action)
         return action

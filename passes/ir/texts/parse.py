@@ -93,37 +93,37 @@ def _read_program(lines: Lines) -> Program:
         stages=tuple(stages),
         microbatches=microbatches,
     )
-    orders, reader_of_orders = [], OrderReader(lines, program)
+    orders, order_reader = [], OrderReader(lines, program)
     while lines.next_starts_with("  order "):
-        orders.append(reader_of_orders.order())
+        orders.append(order_reader.order())
         at_most(len(orders), len(stages), "orders")
     lines.take_exactly("}")
     return replace(program, orders=tuple(orders))
 
 
 def _read_mesh(lines: Lines) -> Mesh:
-    found = lines.take_match(_MESH, "a mesh")
-    at_most(len(found[1]), MAX_LABEL, "characters in a name")
+    match = lines.take_match(_MESH, "a mesh")
+    at_most(len(match[1]), MAX_LABEL, "characters in a name")
     axes: dict[str, int] = {}
-    for text in found[2].split(", "):
+    for text in match[2].split(", "):
         axis = _AXIS.fullmatch(text)
         if axis is None or axis[1] in axes:
             raise UnreadableLineError(f"an axis and its size are wanted, once, not {quoted(text)}")
         axes[axis[1]] = integer(axis[2], "the size of an axis", 1, MAX_RANKS)
         at_most(len(axes), MAX_AXES, "axes")
     at_most(math.prod(axes.values()), MAX_RANKS, "ranks")
-    return Mesh(found[1], tuple(axes.items()))
+    return Mesh(match[1], tuple(axes.items()))
 
 
-def _read_stage(lines: Lines, before: Sequence[Stage], meshes: Sequence[Mesh], blocks: Collection[str]) -> Stage:
-    """The next stage; its ranks come after those of the stages `before`, and are as many as those of the meshes."""
-    found = lines.take_match(_STAGE, "a stage")
-    if found[1] != str(len(before)):
-        raise UnreadableLineError(f"stage {len(before)} is wanted")
+def _read_stage(lines: Lines, earlier: Sequence[Stage], meshes: Sequence[Mesh], blocks: Collection[str]) -> Stage:
+    """The next stage; its ranks come after those of the `earlier` stages, and are as many as those of the meshes."""
+    match = lines.take_match(_STAGE, "a stage")
+    if match[1] != str(len(earlier)):
+        raise UnreadableLineError(f"stage {len(earlier)} is wanted")
     size = meshes[0].ranks if meshes else 1
-    first, last = (integer(number, "a rank", 0, MAX_RANKS) for number in found.group(2, 3))
-    if (first, last) != (len(before) * size, len(before) * size + size - 1):
-        raise UnreadableLineError(f"stage {len(before)} has the {size} ranks from {len(before) * size} on")
-    if found[4] not in blocks:
-        raise UnreadableLineError(f"there is no block {quoted(found[4])}")
-    return Stage(index=len(before), first_rank=first, num_ranks=size, forward=found[4])
+    first, last = (integer(number, "a rank", 0, MAX_RANKS) for number in match.group(2, 3))
+    if (first, last) != (len(earlier) * size, len(earlier) * size + size - 1):
+        raise UnreadableLineError(f"stage {len(earlier)} has the {size} ranks from {len(earlier) * size} on")
+    if match[4] not in blocks:
+        raise UnreadableLineError(f"there is no block {quoted(match[4])}")
+    return Stage(index=len(earlier), first_rank=first, num_ranks=size, forward=match[4])

@@ -38,12 +38,12 @@ def read_attributes(text: str, start: int) -> tuple[dict[str, Attribute], int]:
 def _value(text: str, at: int, depth: int) -> tuple[Attribute, int]:
     if text.startswith("[", at):
         return _list(text, at, depth + 1)
-    if (found := _WORD.match(text, at)) is not None:
-        return {"true": True, "false": False}.get(found[0], found[0]), found.end()
-    if (found := _NUMBER.match(text, at)) is not None:
-        return _number(found[0]), found.end()
-    if (found := _STRING.match(text, at)) is not None:
-        return unquoted(found[0]), found.end()
+    if (match := _WORD.match(text, at)) is not None:
+        return {"true": True, "false": False}.get(match[0], match[0]), match.end()
+    if (match := _NUMBER.match(text, at)) is not None:
+        return _number(match[0]), match.end()
+    if (match := _STRING.match(text, at)) is not None:
+        return unquoted(match[0]), match.end()
     raise UnreadableLineError(f"a value is wanted at {_shown(text, at)}")
 
 

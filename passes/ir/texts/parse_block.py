@@ -57,7 +57,7 @@ _ROLES: Mapping[str, Role] = {role: role for role in ROLES}
 
 
 class BlockReader:
-    """Reads block after block. `expanded` maps a block to the number of ops that it runs, called blocks included.
+    """Reads one block at a time. `expanded` maps a block to the number of ops that it runs, called blocks included.
 
     Raises `UnreadableLineError`.
     """
@@ -68,7 +68,7 @@ class BlockReader:
 
     def block(self) -> Block:
         head = self.lines.take_match(_BLOCK, "a block")
-        name, mesh, update, final, recompute, given, *at = head.groups()
+        name, mesh, update, final, recompute, inputs_text, *at = head.groups()
         at_most(max(len(name), len(update or "")), MAX_LABEL, "characters in a name")
         if name in self.expanded:
             raise UnreadableLineError(f"the block {quoted(name)} stands twice")
@@ -76,7 +76,7 @@ class BlockReader:
             raise UnreadableLineError(f"there is no mesh {quoted(mesh)}")
         span = self.span(*at)
         scope = Scope()
-        inputs = self.inputs(given, scope)
+        inputs = self.inputs(inputs_text, scope)
         settings: list[Setting] = []
         while self.lines.next_starts_with("    setting "):
             settings.append(self.setting(scope))
@@ -89,12 +89,12 @@ class BlockReader:
         while self.lines.next_starts_with("    parameter "):
             parameters.append(self.parameter(scope))
             at_most(len(parameters), MAX_OPERANDS, "parameters")
-        made: list[Op] = []
+        ops_read: list[Op] = []
         expanded = 0
         while not self.lines.next_starts_with("    return "):
-            made.append(op := self.op(scope))
+            ops_read.append(op := self.op(scope))
             expanded += 1 + (self.callee(op) if isinstance(op, Call) else 0)
-            at_most(len(made), MAX_OPS, "ops in a block")
+            at_most(len(ops_read), MAX_OPS, "ops in a block")
             at_most(expanded, MAX_EXPANDED_OPS, "ops, counted as often as they run,")
         outputs = self.outputs(self.lines.take_match(_RETURN, "what the block returns")[1], scope)
         self.lines.take_exactly("  }")
@@ -103,7 +103,7 @@ class BlockReader:
             name=name,
             inputs=inputs,
             parameters=tuple(parameters),
-            ops=tuple(made),
+            ops=tuple(ops_read),
             outputs=outputs,
             settings=tuple(settings),
             states=tuple(states),
@@ -124,12 +124,12 @@ class BlockReader:
         inputs: list[Value] = []
         at = 0
         while at < len(text):
-            found = _INPUT.match(text, at)
-            if found is None:
+            match = _INPUT.match(text, at)
+            if match is None:
                 raise UnreadableLineError(f"an input and its type and role are wanted, not {quoted(text[at:])}")
-            inputs.append(replace(self.value(found[1], found[2], scope), role=_role(found[3])))
+            inputs.append(replace(self.value(match[1], match[2], scope), role=_role(match[3])))
             at_most(len(inputs), MAX_OPERANDS, "inputs")
-            at = found.end()
+            at = match.end()
         scope.require_counted(inputs)
         return tuple(inputs)
 
@@ -137,16 +137,16 @@ class BlockReader:
         outputs: list[Output] = []
         at = 0
         while at < len(text):
-            found = _OUTPUT.match(text, at)
-            if found is None:
+            match = _OUTPUT.match(text, at)
+            if match is None:
                 raise UnreadableLineError(f"an output and its role are wanted, not {quoted(text[at:])}")
-            (name,), layer = scope.used(found[1]), found[3]
+            (name,), layer = scope.used(match[1]), match[3]
             number = None if layer is None else integer(layer, "the number of a layer", 0, MAX_LAYER)
-            if found[4] is not None:
-                scope.used(f"^{found[4]}")
-            outputs.append(Output(name, _role(found[2]), number, found[4]))
+            if match[4] is not None:
+                scope.used(f"^{match[4]}")
+            outputs.append(Output(name, _role(match[2]), number, match[4]))
             at_most(len(outputs), MAX_OPERANDS, "outputs")
-            at = found.end()
+            at = match.end()
         return tuple(outputs)
 
     def value(self, name: str, type_: str, scope: Scope) -> Value:
@@ -179,8 +179,8 @@ class BlockReader:
         )
 
     def parameter(self, scope: Scope) -> Parameter:
-        found = self.lines.take_match(_PARAMETER, "a parameter").groups()
-        name, type_, init, std, decays, frozen, cuts, sums, *layouts, stack, rows, hidden, file, line = found
+        fields = self.lines.take_match(_PARAMETER, "a parameter").groups()
+        name, type_, init, std, decays, frozen, cuts, sums, *layouts, stack, rows, hidden, file, line = fields
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -206,18 +206,18 @@ class BlockReader:
 
     def op(self, scope: Scope) -> Op:
         line = self.lines.take()
-        found = _OP.match(line)
-        if found is None:
+        match = _OP.match(line)
+        if match is None:
             raise UnreadableLineError(f"an op is wanted, not {quoted(line)}")
-        class_ = op_class(found[2])
-        operands, optional = _operands(found[3])
-        given, at = read_attributes(line, found.end() + 1) if line[found.end() + 1] == "{" else ({}, found.end())
-        attributes = check_attributes(class_, given)
+        class_ = op_class(match[2])
+        operands, optional = _operands(match[3])
+        stated, at = read_attributes(line, match.end() + 1) if line[match.end() + 1] == "{" else ({}, match.end())
+        attributes = check_attributes(class_, stated)
         results: list[Value] = []
         if not line.startswith(" : ", at):
             raise UnreadableLineError(f"the types of the results are wanted, not {quoted(line[at:])}")
         at += 3
-        for name in found[1][:-1].split(", "):
+        for name in match[1][:-1].split(", "):
             if (type_ := _RESULT_TYPE.match(line, at)) is None or not name.startswith("%"):
                 raise UnreadableLineError(f"a type for each result is wanted, not {quoted(line[at:])}")
             results.append(self.value(name[1:], type_[1], scope))

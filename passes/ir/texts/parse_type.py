@@ -30,11 +30,11 @@ class ReadType:
     ragged: str | None
 
 
-def integer(text: str, what: str, least: int, most: int) -> int:
-    """The integer that `text` prints. Raises `UnreadableLineError`; never converts more than 19 digits."""
+def integer(text: str, noun: str, low: int, high: int) -> int:
+    """The integer that `text` prints; `noun` names it in messages. Raises `UnreadableLineError`."""
     number = int(text) if _DIGITS.fullmatch(text) else -1
-    if not least <= number <= most:
-        raise UnreadableLineError(f"{what} is {quoted(text)}, not a number from {least} to {most}")
+    if not low <= number <= high:
+        raise UnreadableLineError(f"{noun} is {quoted(text)}, not a number from {low} to {high}")
     return number
 
 
@@ -52,8 +52,8 @@ class TypeReader:
         return self._known[text]
 
     def _read(self, text: str) -> ReadType:
-        dtype, _, rest = text.partition("[")
-        dims, _, layout = rest.partition("]")
+        dtype, _, shape_and_layout = text.partition("[")
+        dims, _, layout = shape_and_layout.partition("]")
         if dtype not in DTYPE_BYTES:
             raise UnreadableLineError(f"there is no dtype {quoted(dtype)}")
         shape: list[Dim] = []

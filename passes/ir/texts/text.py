@@ -86,10 +86,10 @@ def _block(block: Block, place: Place) -> Iterator[str]:
 
 
 def _output(output: Output) -> str:
-    of = "" if output.layer is None else f"({output.layer})"
+    owner = "" if output.layer is None else f"({output.layer})"
     if output.state is not None:
-        of = f"(^{output.state})"
-    return f"{_name(output.name)} as {output.role}{of}"
+        owner = f"(^{output.state})"
+    return f"{_name(output.name)} as {output.role}{owner}"
 
 
 def _parameter(p: Parameter) -> str:
@@ -104,7 +104,7 @@ def _parameter(p: Parameter) -> str:
         text += f" sum_over({', '.join(p.sum_over)})"
     layouts = (p.layout, p.weight, p.gradient, p.optimizer_state)
     words = zip(("weight", "gradient", "optimizer"), layouts[1:], layouts[:-1], strict=True)
-    text += "".join(f" {word}({layout})" for word, layout, before in words if layout != before)
+    text += "".join(f" {word}({layout})" for word, layout, outer in words if layout != outer)
     if p.matrices != VECTOR:
         text += f" matrices({p.matrices.stack}, {p.matrices.rows})" + " hidden" * p.matrices.hidden
     return text
@@ -139,8 +139,8 @@ def _operands(op: Op) -> str:
     """The operands, optional ones by their names: `%rows, @up, weights = %w`."""
     names = [_name(operand) for operand in op.operands]
     required = len(names) - len(op.optional)
-    beside = [f"{name} = {operand}" for name, operand in zip(op.optional, names[required:], strict=True)]
-    return ", ".join([*names[:required], *beside])
+    optional = [f"{name} = {operand}" for name, operand in zip(op.optional, names[required:], strict=True)]
+    return ", ".join([*names[:required], *optional])
 
 
 def _attribute(value: Attribute) -> str:

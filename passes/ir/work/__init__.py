@@ -1,1 +1,1 @@
-"""What an op says of its work: operations, bytes, and what backward keeps."""
+"""The cost of ops: operations, bytes, and the activations that are saved for backward."""

@@ -37,13 +37,13 @@ def elementwise(
     """
     outputs = _differentiable(results)
     trained = {name: value for name, value in op.named(operands).items() if not workload.is_frozen(value)}
-    wanted = _differentiable([value for name, value in trained.items() if name not in op.constants])
-    ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
-    if not outputs or not wanted:
-        return Cost(work=Work(forward=ahead), scratch=(scratch[0], 0.0))
-    kept = sum(saved.bytes for saved in keeps)
-    behind = Direction(moved=workload.bytes(*outputs, *wanted) + kept, launches=backward)
-    return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps), scratch=scratch)
+    gradients = _differentiable([value for name, value in trained.items() if name not in op.constants])
+    forward_pass = Direction(moved=workload.bytes(*operands, *results), launches=forward)
+    if not outputs or not gradients:
+        return Cost(work=Work(forward=forward_pass), scratch=(scratch[0], 0.0))
+    saved_bytes = sum(saved.bytes for saved in keeps)
+    backward_pass = Direction(moved=workload.bytes(*outputs, *gradients) + saved_bytes, launches=backward)
+    return Cost(work=Work(forward=forward_pass, backward=backward_pass), saved=tuple(keeps), scratch=scratch)
 
 
 def _differentiable(values: Sequence[Value]) -> list[Value]:
@@ -55,10 +55,16 @@ def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Wor
     local = workload.shape(weight)
     k = math.prod(local[-contract:])
     n = math.prod(local[:-contract])
-    ahead = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
-    names = ("linear_backward",) if workload.is_frozen(weight) else ("linear_backward", "linear_weights")
-    behind = Direction(products=tuple(replace(ahead, name=name) for name in names), launches=len(names))
-    return Work(forward=Direction(products=(ahead,), launches=1), backward=behind)
+    product = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
+    products = linear_backward(product, trains=not workload.is_frozen(weight))
+    backward = Direction(products=products, launches=len(products))
+    return Work(forward=Direction(products=(product,), launches=1), backward=backward)
+
+
+def linear_backward(product: Product, *, trains: bool = True) -> tuple[Product, ...]:
+    """The products of backward of a linear map: for the gradient of its input, and of a weight that `trains`."""
+    names = ("linear_backward", "linear_weights") if trains else ("linear_backward",)
+    return tuple(replace(product, name=name) for name in names)
 
 
 def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, keys: float) -> Work:
@@ -97,18 +103,18 @@ def experts_work(
     width = workload.width(up.dtype)
     wide = Product(name="up", m=rows, n=parts * hidden, k=dim, groups=groups, largest=largest, width=width)
     narrow = replace(wide, name="down", n=dim, k=hidden)
-    behind = (
+    backward_products = (
         replace(narrow, name="down_backward"),
         replace(narrow, name="down_weights"),
         replace(wide, name="up_backward"),
         replace(wide, name="up_weights"),
     )
-    of_biases = rows * (parts * hidden + dim) * width if biases else 0
+    bias_bytes = rows * (parts * hidden + dim) * width if biases else 0
     return Work(
         forward=Direction(products=(wide, narrow), moved=rows * hidden * width + moved, launches=forward),
         backward=Direction(
-            products=behind,
-            moved=2 * rows * parts * hidden * width + of_biases + moved,
+            products=backward_products,
+            moved=2 * rows * parts * hidden * width + bias_bytes + moved,
             launches=backward + len(biases),
         ),
     )
@@ -119,17 +125,17 @@ def experts_scratch(
 ) -> tuple[float, float]:
     """Scratch of `experts_work`: activated rows and, in backward, gradients of hidden rows.
 
-    On CPU buffers serve one expert at a time, on other devices all rows. `gathers` are copies of the model's width of
-    each expert's rows in forward and backward, where these do not lie side by side.
+    On CPU a buffer holds the rows of one expert at a time, on other devices all rows. `gathers` are the numbers of
+    copies of rows, as wide as the model, in forward and in backward, where an expert's rows are not contiguous.
     """
     up = experts[0]
     _, parts, hidden, dim = workload.shape(up)
-    at_once = (largest if workload.device == "cpu" else rows) * workload.width(up.dtype)
-    return at_once * (hidden + gathers[0] * dim), at_once * ((2 + parts) * hidden + gathers[1] * dim)
+    row_bytes = (largest if workload.device == "cpu" else rows) * workload.width(up.dtype)
+    return row_bytes * (hidden + gathers[0] * dim), row_bytes * ((2 + parts) * hidden + gathers[1] * dim)
 
 
-def inner_of_experts(result: Value, rows: float, up: Value, workload: Workload) -> tuple[Saved, Saved]:
-    """What an op saves of `rows` rows: pre-activations in the dtype of `up`, and the table of rows."""
+def saved_inside_experts(result: Value, rows: float, up: Value, workload: Workload) -> tuple[Saved, Saved]:
+    """The tensors inside an op of experts that it saves: `rows` pre-activations in the dtype of `up`, their table."""
     experts, parts, hidden, _ = workload.shape(up)
     table = table_length(round(rows), round(experts))
     return (

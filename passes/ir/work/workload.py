@@ -54,8 +54,8 @@ class Workload:
     @classmethod
     def of_microbatch(cls, spec: Spec, program: Program) -> Workload:
         """The workload of one micro-batch: the batch of `of`, divided by the micro-batches of a step."""
-        whole = cls.of(spec, program)
-        return replace(whole, batch=-(-whole.batch // program.microbatches))
+        batch = cls.of(spec, program)
+        return replace(batch, batch=-(-batch.batch // program.microbatches))
 
     @property
     def even(self) -> Workload:
@@ -92,9 +92,9 @@ class Workload:
         ranks = math.prod(self.meshes.size(axis) for axis in (value.layout or REPLICATED).sharded_axes())
         return self.sizes["rows"] * self.share(value) * self.row(value) / ranks * self.skew(value)
 
-    def share(self, of_experts: Value) -> float:
-        """The share of all choices that goes to the experts of a value `[experts, …]`: 1 where there is one part."""
-        experts = of_experts.shape[0]
+    def share(self, value: Value) -> float:
+        """The share of all choices that goes to the experts of `value` `[experts, …]`: 1 where there is one part."""
+        experts = value.shape[0]
         assert isinstance(experts, int)
         return experts / self.sizes.get("all_experts", experts)
 
@@ -119,7 +119,7 @@ class Workload:
         return tuple(dim if isinstance(dim, int) else int(self.sizes[dim]) for dim in shape)
 
     def is_frozen(self, value: Value) -> bool:
-        """Whether a parameter or value of the block has no gradient: it is frozen, or made from frozen ones alone."""
+        """Whether a parameter or value of the block has no gradient: frozen, or computed from frozen ones alone."""
         return bool(self.frozen) and _name(value) in self.frozen
 
     # ---- saved activations ---------------------------------------------------------------------------
@@ -128,10 +128,10 @@ class Workload:
         """Saves values and parameters of the block for backward."""
         return tuple(Saved(_name(v), self.bytes(v)) for v in values)
 
-    def inner(self, result: Value, what: str, count: float, dtype: str) -> Saved:
+    def inner(self, result: Value, name: str, count: float, dtype: str) -> Saved:
         """Saves a tensor of `count` elements that is inside the op of `result`."""
         width = 1 if dtype == "bool" else DTYPE_BYTES[dtype]
-        return Saved(f"{result.name}:{what}", count * width)
+        return Saved(f"{result.name}:{name}", count * width)
 
     # ---- uneven loads --------------------------------------------------------------------------------
 

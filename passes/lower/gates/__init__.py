@@ -46,18 +46,18 @@ def lower_gate(
     gate: Node,
     experts: int,
     h: str,
-    beside: Mapping[Role, str],
+    by_role: Mapping[Role, str],
     group: RoutingGroup = "sequence",
-    within: Moe | None = None,
+    inner: Moe | None = None,
     ordered: bool = True,
-    of_heads: bool = False,
+    for_heads: bool = False,
 ) -> Gated:
-    """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates. `of_heads`:
-    the gate of a mixture of attention heads."""
+    """Lowers any gate that moec compiles. `inner`: the mixture that each expert is, in a mixture of mixtures; the other
+    parameters are as in `GateInputs`."""
     inputs = GateInputs(
-        subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered, of_heads=of_heads
+        subject=subject, experts=experts, h=h, by_role=by_role, group=group, ordered=ordered, for_heads=for_heads
     )
-    return _LOWERED[type(gate)](b, gate, inputs) if within is None else nested_gate(b, gate, within, inputs)
+    return _LOWERED[type(gate)](b, gate, inputs) if inner is None else nested_gate(b, gate, inner, inputs)
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Node, GateInputs], Gated]] = {

@@ -10,17 +10,16 @@ from moec.passes.lower.gates.gated import Gated, GateInputs
 
 
 def dselect_k(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
-    """Every expert is a choice, −1 where its weight is exactly 0: tokens get fewer as codes become binary."""
+    """Every expert is a choice, −1 where its weight is exactly 0: as codes become binary, tokens have fewer choices."""
     assert isinstance(gate, DSelectK)
     span, bits = gate.span(), inputs.experts.bit_length() - 1
     codes = inputs.router(b, span, name="codes.", to="codes", outputs=gate.k * bits)
     alphas = {"alphas": inputs.router(b, span, to="alphas", outputs=gate.k)} if gate.k > 1 else {}
     w, e, entropies = b.add(
-        DecodeSelectors, codes, beside=alphas, to="w e entropies", span=span, bits=bits, gamma=gate.gamma
+        DecodeSelectors, codes, optional=alphas, to="w e entropies", span=span, bits=bits, gamma=gate.gamma
     )  # fmt: skip
     terms = []
     if gate.entropy:
-        real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
-        entropy = b.one(SumOfTokens, entropies, beside=real, to="entropy", span=gate.span("entropy"))
+        entropy = b.one(SumOfTokens, entropies, optional=inputs.real, to="entropy", span=gate.span("entropy"))
         terms.append((entropy, gate.entropy))
     return Gated(w=w, e=e, p=w, some_are_none=True, terms=tuple(terms))

@@ -18,6 +18,6 @@ def gshard(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="before", normalize=True
     )  # fmt: skip
-    u = b.one(Uniform, inputs.beside["keys"], training, to="u", span=span, count=1, stream=inputs.stream(1))
+    u = b.one(Uniform, inputs.by_role["keys"], training, to="u", span=span, count=1, stream=inputs.stream(1))
     e = b.one(SecondAtRandom, e, w, u, training, to="e", span=span)
     return Gated(w=w, e=e, logits=logits, p=p, some_are_none=True)

@@ -12,7 +12,7 @@ from moec.passes.lower.gates.gated import Gated, GateInputs
 def hash_gate(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     assert isinstance(gate, Hash)
     w, e = b.add(
-        g.HashRoute, inputs.beside["tokens"], to="w e", span=gate.span(),
+        g.HashRoute, inputs.by_role["tokens"], to="w e", span=gate.span(),
         k=gate.k, num_experts=inputs.experts, seed=gate.seed,
     )  # fmt: skip
     return Gated(w=w, e=e)

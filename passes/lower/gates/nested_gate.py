@@ -18,12 +18,12 @@ def nested_gate(b: Builder, gate: Node, inner: Moe, inputs: GateInputs) -> Gated
     shape = (outer * (1 + count), inputs.subject.dim)
     weight = b.parameter("moe.gate.weight", shape, inputs.dtype, normal(), span, matrices=TABLE)
     logits = b.one(o.Router, inputs.h, weight, to="logits", span=span, rounds=inputs.subject.rounds_logits)
-    ways = _way(gate) | {f"inner_{name}": value for name, value in _way(inner.gate).items()}
-    p, w, e = b.add(o.NestedRoute, logits, to="p w e", span=span, outer=outer, inner=count, **ways)
+    options = _options(gate) | {f"inner_{name}": value for name, value in _options(inner.gate).items()}
+    p, w, e = b.add(o.NestedRoute, logits, to="p w e", span=span, outer=outer, inner=count, **options)
     return Gated(w=w, e=e, p=p)
 
 
-def _way(gate: Node) -> dict[str, Any]:
+def _options(gate: Node) -> dict[str, Any]:
     if isinstance(gate, Switch):
         gate = TopK(k=1)
     assert isinstance(gate, TopK), "the language refuses other gates of mixtures of mixtures"

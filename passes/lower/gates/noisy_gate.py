@@ -18,10 +18,10 @@ def noisy_topk(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     clean = inputs.router(b, span, to="clean")
     spread = inputs.router(b, span, name="noise.", to="spread")
     noise = b.one(
-        NormalNoise, clean, inputs.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=inputs.stream(1)
+        NormalNoise, clean, inputs.by_role["keys"], b.setting(TRAINING), to="noise", span=span, stream=inputs.stream(1)
     )
     logits, deviation = b.add(AddLearnedNoise, clean, spread, noise, to="logits deviation", span=span)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="after", normalize=False
     )  # fmt: skip
-    return Gated(w=w, e=e, logits=logits, p=p, others={"clean": clean, "deviation": deviation})
+    return Gated(w=w, e=e, logits=logits, p=p, extras={"clean": clean, "deviation": deviation})

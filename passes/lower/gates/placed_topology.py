@@ -38,14 +38,14 @@ def with_places(spec: Spec, tp: int, ep_of: Mapping[int, int]) -> Spec:
     if not spec.has_model:
         subject = spec.layer
         return spec.replace(layers=(subject.replace(moe=_placed(spec, subject.moe, tp, ep_of.get(0, 1))),))
-    known: dict[tuple[int, int], Layer] = {}
+    placed_layers: dict[tuple[int, int], Layer] = {}
     layers = []
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None and isinstance(layer.moe.gate, Topology):
             key = id(layer), ep_of.get(number, 1)
-            if key not in known:
-                known[key] = layer.replace(moe=_placed(spec, layer.moe, tp, key[1]))
-            layer = known[key]
+            if key not in placed_layers:
+                placed_layers[key] = layer.replace(moe=_placed(spec, layer.moe, tp, key[1]))
+            layer = placed_layers[key]
         layers.append(layer)
     return spec.replace(model=spec.model.replace(layers=tuple(layers)))
 
@@ -54,7 +54,7 @@ def _placed(spec: Spec, moe: Moe, tp: int, ep: int) -> Moe:
     """No rank sends or takes faster than its memory is read."""
     gate, memory = moe.gate, spec.cluster.device.bandwidth
     assert isinstance(gate, Topology)
-    placed = PlacedTopology(
+    gate_with_places = PlacedTopology(
         k=gate.k,
         weight=gate.weight,
         share=gate.share,
@@ -65,4 +65,4 @@ def _placed(spec: Spec, moe: Moe, tp: int, ep: int) -> Moe:
         ep=ep,
     )
     spans = {name: span for name in ("", "k", "weight", "share") if (span := gate.span(name))}
-    return moe.replace(gate=placed.with_spans(spans))
+    return moe.replace(gate=gate_with_places.with_spans(spans))

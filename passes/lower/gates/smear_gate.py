@@ -29,13 +29,12 @@ def smear_mixture(
     assert isinstance(gate, Smear)
     line, shape = gate.span(), (inputs.experts, inputs.subject.dim)
     router = b.parameter("moe.gate.weight", shape, inputs.dtype, normal(), line, matrices=TABLE)
-    real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
-    shares = b.one(m.MergeShares, inputs.h, router, beside=real, to="shares", span=line)
+    shares = b.one(m.MergeShares, inputs.h, router, optional=inputs.real, to="shares", span=line)
     up, down = (b.one(m.MergeExperts, shares, weight, to="merged", span=line) for weight in weights)
     merged = {name: b.one(m.MergeExperts, shares, bias, to="merged", span=line) for name, bias in biases.items()}
-    first = {"bias": merged["up_bias"]} if merged else {}
-    last = {"bias": merged["down_bias"]} if merged else {}
-    hidden = b.one(m.SequenceLinear, inputs.h, up, beside=first, to="hidden", span=span)
+    up_bias = {"bias": merged["up_bias"]} if merged else {}
+    down_bias = {"bias": merged["down_bias"]} if merged else {}
+    hidden = b.one(m.SequenceLinear, inputs.h, up, optional=up_bias, to="hidden", span=span)
     attributes = {"kind" if name == "activation" else name: value for name, value in numbers.items()}
     active = b.one(o.Activation, hidden, to="active", span=span, **attributes)
-    return b.one(m.SequenceLinear, active, down, beside=last | real, to="mixed", span=span)
+    return b.one(m.SequenceLinear, active, down, optional=down_bias | inputs.real, to="mixed", span=span)

@@ -22,8 +22,7 @@ def soft_mixture(b: Builder, gate: Node, inputs: GateInputs, experts: Rows) -> t
     shape, dtype = (slots, inputs.subject.dim), inputs.dtype
     weight = b.parameter("moe.gate.weight", shape, dtype, normal(), span, matrices=TABLE)
     logits = b.one(Router, inputs.h, weight, to="logits", span=span, rounds=inputs.subject.rounds_logits)
-    real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
-    dispatch, combine = b.add(s.SlotWeights, logits, beside=real, to="dispatch combine", span=span)
+    dispatch, combine = b.add(s.SlotWeights, logits, optional=inputs.real, to="dispatch combine", span=span)
     vectors = b.one(
         s.SlotInputs, inputs.h, dispatch, to="inputs", span=span, num_experts=inputs.experts, slots=gate.slots
     )

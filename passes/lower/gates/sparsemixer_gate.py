@@ -14,7 +14,7 @@ def sparsemixer(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     assert isinstance(gate, SparseMixer)
     span, training = gate.span(), b.setting(TRAINING)
     logits = inputs.router(b, span)
-    numbers, keys = 2 * gate.k, inputs.beside["keys"]
+    numbers, keys = 2 * gate.k, inputs.by_role["keys"]
     u = b.one(Uniform, keys, training, to="u", span=span, count=numbers, stream=inputs.stream(1))
     p, e, outside, full = b.add(
         SampleExperts, logits, u, training, to="p e outside full", span=span, k=gate.k, jitter=gate.jitter

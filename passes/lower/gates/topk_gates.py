@@ -17,31 +17,31 @@ def topk(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     if gate.jitter:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
         h = b.one(
-            Jitter, h, inputs.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=inputs.stream(0)
+            Jitter, h, inputs.by_role["keys"], training, to="h", span=line, amount=gate.jitter, stream=inputs.stream(0)
         )
     logits = clean = inputs.router(b, span, h, biased=gate.bias == "learned")
     if gate.noise:
         logits = _with_noise(b, gate, inputs, logits)
     online = isinstance(gate.bias, Online)
-    beside = {"bias": b.state(BIAS, (inputs.experts,), gate.span("bias"))} if online else {}
-    limited = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
+    bias = {"bias": b.state(BIAS, (inputs.experts,), gate.span("bias"))} if online else {}
+    groups = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
     p, w, e = b.add(
-        g.Route, logits, to="p w e", span=span, beside=beside,
-        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **limited,
+        g.Route, logits, to="p w e", span=span, optional=bias,
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **groups,
     )  # fmt: skip
-    others = {"clean": clean} if gate.noise else {}
-    return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not limited, others=others)
+    extras = {"clean": clean} if gate.noise else {}
+    return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not groups, extras=extras)
 
 
 def _with_noise(b: Builder, gate: TopK, inputs: GateInputs, logits: str) -> str:
-    """Logits with noise in training; balance terms are over these, too."""
+    """Logits with noise in training. Balance terms take these logits too."""
     training, line = b.setting(TRAINING), gate.span("noise") or gate.span()
-    noise = b.one(NormalNoise, logits, inputs.beside["keys"], training, to="noise", span=line, stream=inputs.stream(1))
+    noise = b.one(NormalNoise, logits, inputs.by_role["keys"], training, to="noise", span=line, stream=inputs.stream(1))
     return b.one(AddNoise, logits, noise, to="logits", span=line, std=gate.noise)
 
 
 def _groups(gate: TopK) -> dict[str, object]:
-    """The attributes of a choice that some groups are left out of."""
+    """The attributes of a choice among some of the groups."""
     return {"groups": gate.groups, "keep_groups": gate.keep_groups, "group_score": gate.group_score}
 
 

@@ -14,11 +14,11 @@ from moec.passes.lower.gates.placed_topology import PlacedTopology
 from moec.passes.lower.gates.topk_gates import topk
 
 RANKS = "ranks"
-"""The numbers of data ranks among a gate's other results."""
+"""The key of the numbers of data ranks in `Gated.extras`."""
 
 
 def topology(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
-    """`topk(k)`; with `share`, choices beyond the bound are made again and weighed by the same rule."""
+    """`topk(k)`; with `share`, near experts replace the choices beyond the bound, with weights by the same rule."""
     assert isinstance(gate, PlacedTopology)
     spans = {key: span for key in ("", "k") if (span := gate.span(key))}
     gated = topk(b, TopK(k=gate.k).with_spans(spans), inputs)
@@ -28,16 +28,15 @@ def topology(b: Builder, gate: Node, inputs: GateInputs) -> Gated:
     if gate.share is None and not gate.weight:
         return gated
     ranks = b.one(o.DataRanks, logits, to="ranks", span=gate.span())
-    gated = replace(gated, others={RANKS: ranks})
+    gated = replace(gated, extras={RANKS: ranks})
     if gate.share is None:
         return gated
     line = gate.span("share")
-    real = {"real": inputs.beside["real"]} if "real" in inputs.beside else {}
-    kept = b.one(
-        o.BoundFar, gated.w, gated.e, ranks, b.setting(TRAINING), beside=real, to="bounded", span=line,
+    bounded = b.one(
+        o.BoundFar, gated.w, gated.e, ranks, b.setting(TRAINING), optional=inputs.real, to="bounded", span=line,
         share=gate.share.numerator, whole=gate.share.denominator, **gate.places,
     )  # fmt: skip
-    e = b.one(o.ChooseNear, logits, kept, ranks, to="e", span=line, **gate.places)
+    e = b.one(o.ChooseNear, logits, bounded, ranks, to="e", span=line, **gate.places)
     w = b.one(o.ChosenWeights, p, e, to="w", span=line, score="none")
     return replace(gated, w=w, e=e, by_scores=False)
 
@@ -49,6 +48,6 @@ def topology_loss(b: Builder, gate: PlacedTopology, gated: Gated, e: str, real: 
     experts = sum(gate.parts)
     choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=experts, group="rank")
     return b.one(
-        o.TopologyLoss, gated.p, choices, gated.others[RANKS], beside=real, to="topology", span=span,
+        o.TopologyLoss, gated.p, choices, gated.extras[RANKS], optional=real, to="topology", span=span,
         bandwidths=gate.bandwidths, **gate.places,
     )  # fmt: skip

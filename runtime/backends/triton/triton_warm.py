@@ -36,7 +36,7 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
     variants = [
         (kernel, name, switches)
         for kernel in kernels_of(plan, target_at(device))
-        for name, _ in kernels_in(kernel.shape, kernel.only)
+        for name, _ in kernels_in(kernel.shape, kernel.launched)
         for switches in _switches(plan, kernel, name)
     ]
     for number, (kernel, name, switches) in enumerate(variants, 1):

@@ -54,7 +54,7 @@ class DecodingGraphs:
             if self._refused is not None:
                 raise JobError(
                     "MOE0741",
-                    f"{self._refused.place} has {self._refused.what}",
+                    f"{self._refused.place} has {self._refused.reason}",
                     "a token must follow from the tokens before it alone; `model(tokens).logits` takes whole sequences",
                 )
             # The unsharded model of a file was never fused.

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.ops.registry import OF_INTEGERS
+from moec.runtime.ops.registry import INTEGER_OPERATORS
 
 STEP = 1e-5
 OF_GENERATION = {"cached_attention", "mixture_of_few", "turn"}
@@ -128,14 +128,14 @@ def test_every_operator_has_each_derivative_or_refuses_it(monkeypatch: pytest.Mo
     draw, seen, codes = torch.Generator().manual_seed(0), set[Any](), dict[str, set[str]]()
     for family in TABLE:
         for name, arguments in TABLE[family](Numbers(torch.float64)):
-            if kind(name, arguments) in seen or name in OF_INTEGERS:
+            if kind(name, arguments) in seen or name in INTEGER_OPERATORS:
                 continue
             seen.add(kind(name, arguments))
             call = Call(name, arguments, draw)
             codes.setdefault(name, set()).update(refusal(call, mode) for mode in (backward, forward, second, batched))
     schemas = torch._C._jit_get_all_schemas()
     registered = {schema.name.removeprefix("moec::") for schema in schemas if schema.name.startswith("moec::")}
-    assert registered - IN_A_GROUP - {*OF_INTEGERS} == {*codes}
+    assert registered - IN_A_GROUP - {*INTEGER_OPERATORS} == {*codes}
     undifferentiated = {name for name in codes if name in OF_GENERATION or name.endswith("_backward")}
     assert codes == {name: {"MOE0729"} if name in undifferentiated else {""} for name in codes}
 
@@ -145,8 +145,8 @@ def test_operators_of_integers_give_no_floating_results(monkeypatch: pytest.Monk
     tried = set[str]()
     for family in TABLE:
         for name, arguments in TABLE[family](Numbers(torch.float64)):
-            if name in OF_INTEGERS:
+            if name in INTEGER_OPERATORS:
                 results = getattr(torch.ops.moec, name).default(*arguments)
                 assert not any(x.is_floating_point() for x in (results if isinstance(results, tuple) else (results,)))
                 tried.add(name)
-    assert tried == {*OF_INTEGERS}
+    assert tried == {*INTEGER_OPERATORS}

@@ -58,7 +58,7 @@ def graphs(decoding: Decoding) -> list[fx.Graph]:
 def test_plan_and_reference_agree_on_which_models_generate() -> None:
     for name, both in programs().items():
         one, other = map(refusal, both)
-        assert (one and one.what) == (other and other.what), name
+        assert (one and one.reason) == (other and other.reason), name
 
 
 def test_graphs_name_operators_of_torch_and_moec_only_and_write_to_caches_alone(
@@ -97,7 +97,7 @@ def test_a_gate_generates_unless_its_word_says_that_it_leaks_in_evaluation() -> 
         gates = [moe.gate for moe in plan.spec.subject.mixtures if moe is not None]
         refused = refusal(plan.program)
         leaking = {gate.word for gate in gates if "evaluation" in gate.leaks}
-        assert leaking == {gate.word for gate in gates if refused and refused.what.startswith(f"`{gate.word}`")}, name
+        assert leaking == {gate.word for gate in gates if refused and refused.reason.startswith(f"`{gate.word}`")}, name
         seen |= {type(gate) for gate in gates}
     assert seen >= {gate for gate in get_args(Gate) if "evaluation" in gate.leaks}
 

@@ -31,8 +31,8 @@ def test_large_hidden_widths_take_a_library_where_it_is_predicted_to_win_and_say
     for tokens in (8192, 32768):
         found = choice(MIXTRAL, tokens)
         assert {"down", "up_backward", "down_weights", "up_weights"} <= by_library(found)
-        assert "predicted gains of grouped_mm: " in found.why
-        assert all(f"{kernel} 1." in found.why for kernel in by_library(found))
+        assert "predicted gains of grouped_mm: " in found.reason
+        assert all(f"{kernel} 1." in found.reason for kernel in by_library(found))
 
 
 @each_row("layer", [QWEN3, OLMOE])
@@ -40,7 +40,7 @@ def test_small_hidden_widths_keep_our_products_which_gather_and_activate(layer: 
     for tokens in (8192, 32768):
         found = choice(layer, tokens)
         assert not by_library(found)
-        assert "grouped_mm" not in found.why
+        assert "grouped_mm" not in found.reason
 
 
 @each_row(
@@ -88,6 +88,6 @@ def test_a_plan_lists_the_kernels_around_a_library_s_products_and_none_of_those(
     assert up.backward is None
     assert down.tile is None
     (around,) = (kernel for kernel in kernels if isinstance(kernel.shape, AroundShape))
-    assert "gather" in around.only
-    assert "scatter" not in around.only  # no rows from other ranks
-    assert ("through" in around.only) == (down.backward is None)
+    assert "gather" in around.launched
+    assert "scatter" not in around.launched  # no rows from other ranks
+    assert ("through" in around.launched) == (down.backward is None)

@@ -66,7 +66,7 @@ def test_the_kernels_of_a_gate_are_those_that_its_op_calls(gate: str) -> None:
         text = text.replace("8 * swiglu(16)", '8 * mixture("inner")') + NESTED
     found = [kernel for kernel in kernels_of(compile_source(text)) if isinstance(kernel.shape, RouteShape)]
     assert {(one.shape.experts, one.shape.k, one.shape.score) for one in found} == CALLS[gate]
-    assert all(one.only == (("route",) if gate.startswith("sparsemixer") else ()) for one in found)
+    assert all(one.launched == (("route",) if gate.startswith("sparsemixer") else ()) for one in found)
 
 
 def test_dense_layers_have_the_kernels_of_their_activation_as_wide_as_on_one_rank() -> None:

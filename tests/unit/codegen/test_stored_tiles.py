@@ -99,7 +99,7 @@ def test_a_choice_says_why_in_a_few_words() -> None:
     own = {key_of("bf16", 8192, 8, (4096, 1024), True): OTHER}
     for tuned, why in ((own, "tuned on h100 for many rows per expert"), ({}, "many rows per expert (1,024) on hopper")):
         found = choose("bf16", 8192, 8, (4096, 1024), True, device="h100", family="hopper", tuned=tuned)
-        assert found.why == why
+        assert found.reason == why
 
 
 def test_a_tile_reads_back_as_it_is_written() -> None:

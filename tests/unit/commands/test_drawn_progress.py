@@ -73,7 +73,7 @@ def test_the_line_never_wraps(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
-    with progress("verifying 32 ranks", of_bytes=of_bytes) as bar:
+    with progress("verifying 32 ranks", counts_bytes=of_bytes) as bar:
         bar.at("float64, the unsharded model: backward, layer 12 of 32", 1 << 30, 1 << 32)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
     assert any(line.startswith("float64, the unsharded ") for line in lines)

@@ -19,7 +19,7 @@ from moec.runtime.backends import BackendError, _select, select
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton import triton_backend
 from moec.runtime.backends.triton.triton_support import complaint
-from moec.runtime.ops.registry import FROM_BACKENDS
+from moec.runtime.ops.registry import BACKEND_OPERATORS
 
 
 def test_plain_torch_serves_cpu_and_kernels_serve_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: Mod
     # These get the capacity in force.
     decide_capacity = {"permute_padded", "keep_choices", "keep_first", "keep_best", "reroute"}
     names = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
-    assert names == {*FROM_BACKENDS, *decide_capacity}
+    assert names == {*BACKEND_OPERATORS, *decide_capacity}
     assert len(names) > 20
     for name in names:
         wanted = [argument.name for argument in getattr(torch.ops.moec, name).default._schema.arguments]

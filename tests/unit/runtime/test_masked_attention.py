@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime import ops
-from moec.runtime.ops.masked_attention import Mask, attend_in_public
+from moec.runtime.ops.masked_attention import Mask, attend_by_sdpa
 
 masked_attention = sys.modules[Mask.__module__]
 """The module: its operator has the same name."""
@@ -64,10 +64,10 @@ def test_a_block_has_the_keys_of_its_texts_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(masked_attention, "ROWS", 4)
     segments = torch.tensor([[0] * 2 + [3] * 6 + [9] * 3, [-1] * 2 + [2] * 7 + [4] * 2])
     rows = [slice(0, 4), slice(4, 8), slice(8, 11)]
-    causal, both = (list(Mask.seen(segments, None, causal, 0).blocks(11)) for causal in (True, False))
+    causal, both = (list(Mask.of_batch(segments, None, causal, 0).blocks(11)) for causal in (True, False))
     assert causal == list(zip(rows, [slice(0, 4), slice(2, 8), slice(2, 11)], strict=True))
     assert both == list(zip(rows, [slice(0, 9), slice(2, 9), slice(2, 11)], strict=True))
-    windows = list(Mask.seen(segments, None, True, 2).blocks(11))
+    windows = list(Mask.of_batch(segments, None, True, 2).blocks(11))
     assert windows == list(zip(rows, [slice(0, 4), slice(3, 8), slice(7, 11)], strict=True))
 
 
@@ -78,7 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *how: object) 
 
 def in_public(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *how: object) -> Tensor:
     *mask, scale = how
-    return attend_in_public(q, k, v, sinks, Mask(*mask), scale)  # type: ignore[arg-type]
+    return attend_by_sdpa(q, k, v, sinks, Mask(*mask), scale)  # type: ignore[arg-type]
 
 
 def results(compute: object, given: tuple[Tensor, ...], *how: object) -> list[Tensor]:

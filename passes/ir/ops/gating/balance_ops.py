@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import Count, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens, sum_tokens
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Dim, Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
@@ -32,14 +33,14 @@ class CountChoices(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         groups: Dim = {"sequence": experts.shape[0], "batch": 1, "rank": "data_ranks"}[self.group]
         return (Type(shape=(groups, self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
-        counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
-        return Placing((tokens,), (counted,))
+        tokens, layout = meshes.own_tokens, group_layout(self.group, meshes)
+        count_layout = Layout.of((axis, layout.get(axis) or Partial()) for axis in tokens.axes)
+        return Placing((tokens,), (count_layout,))
 
 
 @op("largest_scores", "logits -> experts")
@@ -102,19 +103,17 @@ class SwitchLoss(Op):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
         real = (tokens,) * len(operands[2:])
-        return Placing(
-            (tokens, grouped(self.group, meshes), *real), (Layout.of(dict.fromkeys(tokens.axes, Partial())),)
-        )
+        return Placing((tokens, group_layout(self.group, meshes), *real), (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         probabilities, choices, *real = operands
-        kept = workload.keep(probabilities)
+        saved = workload.keep(probabilities)
         if real:  # masking copies the probabilities
-            kept = (
+            saved = (
                 workload.inner(results[0], "masked", workload.count(probabilities), probabilities.dtype),
                 workload.inner(results[0], "real", workload.count(*real), "bool"),
             )
-        return elementwise(self, operands, results, workload, keeps=(*kept, *workload.keep(choices)))
+        return elementwise(self, operands, results, workload, keeps=(*saved, *workload.keep(choices)))
 
 
 @op("z_loss", "logits real? -> loss")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moec.passes.ir.attribute_types import Count, RoutingGroup, WideCount
-from moec.passes.ir.layout import REPLICATED, Layout, Partial
+from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
-from moec.passes.ir.ops.token_operands import require_choices
-from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.ops.token_operands import require_choices, require_training_where
+from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
 
@@ -59,8 +59,8 @@ class QueueStarts(TokenOp):
         return (Type(shape=counts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
-        return Placing((whole,), (whole,))
+        layout = group_layout(self.group, meshes)
+        return Placing((layout,), (layout,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,13 @@ class Capacity(Op):
 
     def require_setting(self, settings: Sequence[Value]) -> None:
         """Requires `$training` exactly where the capacity depends on it."""
-        scalar = all(isinstance(v, Setting) and v.name == TRAINING.name for v in settings)
-        require(len(settings) == int(self.varies) and scalar, self, "wants $training where its capacity varies")
+        require_training_where(self, self.varies, settings)
+
+    def bound_rows(self, experts: Value, num_experts: int, workload: Workload) -> Mapping[str, float]:
+        """The most rows of choices with a place, over all ranks: experts `[batch, sequence, k]`."""
+        groups, capacity, _ = self.room(workload.shape(experts)[-1], num_experts, workload)
+        ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
+        return {"rows": min(workload.whole(experts), num_experts * capacity * groups * ranks)}
 
     def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
         """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
@@ -112,8 +117,8 @@ class Capacity(Op):
         }
         groups = groups_of[self.group]
         tokens = workload.tokens // (dp * tp * groups)
-        whole = tokens * tp * (dp if self.group == "batch" else 1)
-        return groups, max(self.least, -(-self.parts * k * whole // (self.whole * experts))), tokens
+        group_tokens = tokens * tp * (dp if self.group == "batch" else 1)
+        return groups, max(self.least, -(-self.parts * k * group_tokens // (self.whole * experts))), tokens
 
 
 @op("keep_choices", "experts starts training? -> kept", operator="keep_choices")
@@ -134,11 +139,8 @@ class KeepChoices(Capacity):
         return Placing(((meshes.own_tokens,) * 2 + settings), (meshes.own_tokens,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen, starts, *_ = operands
-        *_, k, experts = workload.shape(starts)
-        groups, capacity, _ = self.room(k, experts, workload)
-        ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
-        return {"rows": min(workload.whole(chosen), experts * capacity * groups * ranks)}
+        experts, starts, *_ = operands
+        return self.bound_rows(experts, workload.shape(starts)[-1], workload)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=3)
@@ -160,7 +162,7 @@ class LargestLoad(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        return Placing((tokens,), (Layout.of(dict.fromkeys(tokens.axes, Partial("max"))),))
+        return Placing((tokens,), (tokens.as_partial("max"),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=2)

@@ -9,16 +9,15 @@ head as grouped queries do, and `tp` cuts the heads of every group alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
-from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
+from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, reduced_layout
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
-from moec.passes.ir.work.formulas import elementwise
+from moec.passes.ir.work.formulas import elementwise, linear_backward
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -27,9 +26,9 @@ HEADS = 2
 """The dim of the heads in `[batch, sequence, heads · k, head_dim]`, as attention has them."""
 
 
-def _tokens(op: Op, x: Value, weight: Layout, heads: int, meshes: Meshes) -> Layout:
+def _token_layout(op: Op, x: Value, weight: Layout, heads: int, meshes: Meshes) -> Layout:
     """The layout of tokens that an op needs: that of x, whole where `weight` is cut by its dim `heads`."""
-    layout = settled(x, meshes)
+    layout = reduced_layout(x, meshes)
     for axis, placement in weight.placements:
         if placement != Shard(heads):
             raise LayoutError(f"{op.mnemonic} has no rule for groups of heads with {axis}:{placement}")
@@ -53,12 +52,12 @@ def _cost(
     result, groups = op.results[0], workload.shape(weight)[0]
     (k, n), element = sizes, workload.width(weight.dtype)
     rows, largest = workload.rows_of(workload.count(chosen), groups)
-    ahead = Product(name="linear", m=rows, n=n, k=k, groups=groups, largest=largest, width=element)
-    behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
+    product = Product(name="linear", m=rows, n=n, k=k, groups=groups, largest=largest, width=element)
+
     moved = workload.bytes(chosen, result) + 2 * rows * k * element
     work = Work(
-        forward=Direction(products=(ahead,), moved=moved, launches=7),
-        backward=Direction(products=behind, moved=moved, launches=5),
+        forward=Direction(products=(product,), moved=moved, launches=7),
+        backward=Direction(products=linear_backward(product), moved=moved, launches=5),
     )
     numbers = (
         workload.inner(result, "positions", workload.count(chosen), "int64"),
@@ -99,9 +98,9 @@ class ChosenHeads(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         x, _, weight, *biases = operands
-        stored = layout_of(weight)
-        tokens = _tokens(self, x, stored, 1, meshes)
-        return Placing((tokens, tokens, stored, *(stored for _ in biases)), (_with_heads(tokens, stored),))
+        heads = layout_of(weight)
+        tokens = _token_layout(self, x, heads, 1, meshes)
+        return Placing((tokens, tokens, heads, *(heads for _ in biases)), (_with_heads(tokens, heads),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         _, chosen, weight, *_ = operands
@@ -135,10 +134,10 @@ class MixHeads(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         attended, _, _, weight = operands
-        stored = layout_of(weight)
-        tokens = _tokens(self, attended, stored, 2, meshes)
-        partial = Layout.of((*tokens.placements, *((axis, Partial()) for axis in stored.axes)))
-        return Placing((_with_heads(tokens, stored), tokens, tokens, stored), (partial,))
+        weight_layout = layout_of(weight)
+        tokens = _token_layout(self, attended, weight_layout, 2, meshes)
+        partial = Layout.of((*tokens.placements, *((axis, Partial()) for axis in weight_layout.axes)))
+        return Placing((_with_heads(tokens, weight_layout), tokens, tokens, weight_layout), (partial,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         _, chosen, weights, weight = operands
@@ -162,8 +161,8 @@ class CountGroups(Op):
         return (Type(shape=("sources", self.groups), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        of_ranks = Layout.of(dict.fromkeys(meshes.own_tokens.axes, Shard(0)))
-        return Placing((meshes.own_tokens,), (of_ranks,))
+        count_layout = Layout.of(dict.fromkeys(meshes.own_tokens.axes, Shard(0)))
+        return Placing((meshes.own_tokens,), (count_layout,))
 
 
 @op("detached_shares", "weights -> shares")

@@ -52,15 +52,15 @@ class Route(TokenOp):
         require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
         assert isinstance(experts, int)
         require(experts % self.groups == 0, self, f"{experts} experts in {self.groups} equal groups")
-        kept = self.keep_groups * (experts // self.groups)
-        require(self.k <= kept <= experts, self, f"k = {self.k} of the {kept} experts of {self.keep_groups} groups")
+        pool = self.keep_groups * (experts // self.groups)
+        require(self.k <= pool <= experts, self, f"k = {self.k} of the {pool} experts of {self.keep_groups} groups")
         fits = all((bias.shape, bias.dtype) == ((experts,), "fp32") for bias in biases)
         require(fits, self, "wants an fp32 bias for each expert")
-        chosen = (*logits.shape[:-1], self.k)
+        choice_shape = (*logits.shape[:-1], self.k)
         return (
             Type(shape=logits.shape, dtype=logits.dtype),
-            Type(shape=chosen, dtype=logits.dtype),
-            Type(shape=chosen, dtype="int64"),
+            Type(shape=choice_shape, dtype=logits.dtype),
+            Type(shape=choice_shape, dtype="int64"),
         )
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -124,7 +124,7 @@ class AttendExperts(TokenOp):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (projected,), (logits,) = operands, results
-        inner = [workload.inner(logits, what, workload.count(logits), logits.dtype) for what in ("attended", "sums")]
+        inner = [workload.inner(logits, name, workload.count(logits), logits.dtype) for name in ("attended", "sums")]
         keeps = (*workload.keep(projected), *inner)
         return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=5)
 
@@ -149,8 +149,8 @@ class HashRoute(TokenOp):
         (ids,) = operands
         require(ids.dtype == "int64" and len(ids.shape) == 2, self, "wants ids")
         require(self.k <= self.num_experts, self, f"k = {self.k} of {self.num_experts} experts")
-        chosen = (*ids.shape, self.k)
-        return Type(shape=chosen, dtype="fp32"), Type(shape=chosen, dtype="int64")
+        choice_shape = (*ids.shape, self.k)
+        return Type(shape=choice_shape, dtype="fp32"), Type(shape=choice_shape, dtype="int64")
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)

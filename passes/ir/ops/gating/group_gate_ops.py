@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_scores, require_training
@@ -51,14 +51,14 @@ class ChooseTokens(Op):
         return (Type(shape=scores.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
-        return Placing((whole,) * len(operands), (whole,))
+        layout = group_layout(self.group, meshes)
+        return Placing((layout,) * len(operands), (layout,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         tokens, experts = workload.tokens, workload.shape(operands[0])[2]
         groups = {"sequence": workload.batch, "batch": 1, "rank": int(workload.sizes["data_ranks"])}[self.group]
-        of_group = tokens // groups
-        return {"rows": groups * experts * min(of_group, -(-self.parts * of_group // (self.whole * experts)))}
+        group_tokens = tokens // groups
+        return {"rows": groups * experts * min(group_tokens, -(-self.parts * group_tokens // (self.whole * experts)))}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
@@ -91,8 +91,8 @@ class BalancedAssignment(TokenOp):
         return (Type(shape=(*scores.shape[:2], 1), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
-        return Placing((whole, REPLICATED, *(whole,) * len(operands[2:])), (whole,))
+        layout = group_layout(self.group, meshes)
+        return Placing((layout, REPLICATED, *(layout,) * len(operands[2:])), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=40)

@@ -1,4 +1,4 @@
-"""A gate on what attention gives."""
+"""The gate on the result of attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.ops.token_layouts import Blocks, reduced_layout
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
@@ -29,7 +29,7 @@ class GateHeads(TokenOp):
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        layout = settled(operands[0], meshes)
+        layout = reduced_layout(operands[0], meshes)
         return Placing((layout, layout), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:

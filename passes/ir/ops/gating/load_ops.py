@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import Count, Positive, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Dim, Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
@@ -29,7 +30,7 @@ class FirstChoices(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         return (Type(shape=(*experts.shape[:-1], 1), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -45,7 +46,7 @@ class ExpertWeights(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         weights, experts = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         require(weights.shape == experts.shape and weights.dtype != "int64", self, "wants a weight for each choice")
         k = experts.shape[-1]
         require(isinstance(k, int) and k <= self.num_experts, self, f"k = {k} of {self.num_experts} experts")
@@ -71,12 +72,10 @@ class ExpectedLoads(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         clean, noisy, deviation, experts = operands
-        same = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in (noisy, deviation))
-        require(same and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
+        fits = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in (noisy, deviation))
+        require(fits and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
         k, count = experts.shape[-1], clean.shape[-1]
-        require(
-            experts.dtype == "int64" and experts.shape[:-1] == clean.shape[:-1], self, "wants experts of each token"
-        )
+        require_choices(self, experts, clean)
         require(isinstance(k, int) and isinstance(count, int) and k < count, self, f"k = {k} of {count} experts")
         return (Type(shape=clean.shape, dtype=clean.dtype),)
 
@@ -109,10 +108,9 @@ class LoadsAbove(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, logits, experts = operands
-        same = (scores.shape, scores.dtype) == (logits.shape, logits.dtype)
-        require(same and scores.dtype != "int64" and len(scores.shape) == 3, self, "wants two numbers for each expert")
-        fits = experts.dtype == "int64" and experts.shape[:-1] == scores.shape[:-1]
-        require(fits, self, "wants experts of each token")
+        fits = (scores.shape, scores.dtype) == (logits.shape, logits.dtype)
+        require(fits and scores.dtype != "int64" and len(scores.shape) == 3, self, "wants two numbers for each expert")
+        require_choices(self, experts, scores)
         return (Type(shape=scores.shape, dtype=scores.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -147,9 +145,9 @@ class GroupTotals(Op):
         return (Type(shape=(groups, experts + 1), dtype=parts.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
-        counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
-        return Placing((tokens,) * len(operands), (counted,))
+        tokens, layout = meshes.own_tokens, group_layout(self.group, meshes)
+        total_layout = Layout.of((axis, layout.get(axis) or Partial()) for axis in tokens.axes)
+        return Placing((tokens,) * len(operands), (total_layout,))
 
 
 @op("variation_loss", "parts totals real? -> loss", constants={"totals"})
@@ -177,8 +175,8 @@ class VariationLoss(Op):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
         real = (tokens,) * len(operands[2:])
-        wanted = (tokens, grouped(self.group, meshes), *real)
-        return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        layouts = (tokens, group_layout(self.group, meshes), *real)
+        return Placing(layouts, (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         _, totals, *real = operands

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
@@ -41,8 +41,8 @@ class MergeShares(Op):
         return (Type(shape=(x.shape[0], weight.shape[0]), dtype=promoted(weight.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped("sequence", meshes)
-        return Placing((whole, REPLICATED, *(whole,) * len(operands[2:])), (whole,))
+        layout = group_layout("sequence", meshes)
+        return Placing((layout, REPLICATED, *(layout,) * len(operands[2:])), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         _, weight, *_ = operands
@@ -67,8 +67,8 @@ class MergeExperts(Op):
         return (Type(shape=(shares.shape[0], *experts.shape[1:]), dtype=experts.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped("sequence", meshes)
-        return Placing((whole, REPLICATED), (whole,))
+        layout = group_layout("sequence", meshes)
+        return Placing((layout, REPLICATED), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         shares, experts = operands
@@ -101,9 +101,9 @@ class SequenceLinear(Op):
         return (Type(shape=(*x.shape[:2], *weight.shape[1:-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens, whole = meshes.own_tokens, grouped("sequence", meshes)
-        wanted = (whole if name in ("weight", "bias") else tokens for name in self.named(operands))
-        return Placing(tuple(wanted), (tokens,))
+        tokens, weight_layout = meshes.own_tokens, group_layout("sequence", meshes)
+        layouts = (weight_layout if name in ("weight", "bias") else tokens for name in self.named(operands))
+        return Placing(tuple(layouts), (tokens,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)
@@ -113,13 +113,13 @@ class SequenceLinear(Op):
         saved = workload.keep(x, weight)
         if "real" in by_name:
             saved = (*saved, workload.inner(results[0], "real", workload.count(by_name["real"]), "bool"))
-        bytes_each = workload.width(x.dtype)
-        return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, bytes_each), saved=saved)
+        element = workload.width(x.dtype)
+        return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, element), saved=saved)
 
 
 def _products(name: str, m: float, n: float, k: float, groups: float, width: int) -> Work:
     """A product `[m, k] × [k, n]` in each of `groups`, and the two of its backward."""
-    ahead = Product(name=name, m=m * groups, n=n, k=k, groups=groups, width=width)
+    product = Product(name=name, m=m * groups, n=n, k=k, groups=groups, width=width)
     return Work(
-        forward=Direction(products=(ahead,), launches=1), backward=Direction(products=(ahead, ahead), launches=2)
+        forward=Direction(products=(product,), launches=1), backward=Direction(products=(product, product), launches=2)
     )

@@ -39,14 +39,14 @@ class NestedRoute(TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (logits,) = operands
-        wide = self.outer * (1 + self.inner)
-        require(logits.shape[-1] == wide, self, f"wants {wide} logits of each token")
+        num_logits = self.outer * (1 + self.inner)
+        require(logits.shape[-1] == num_logits, self, f"wants {num_logits} logits of each token")
         require(self.k <= self.outer and self.inner_k <= self.inner, self, "chooses more experts than there are")
-        tokens, chosen = logits.shape[:-1], self.k * self.inner_k
+        tokens, num_pairs = logits.shape[:-1], self.k * self.inner_k
         return (
             Type(shape=(*tokens, self.outer), dtype=logits.dtype),
-            Type(shape=(*tokens, chosen), dtype=logits.dtype),
-            Type(shape=(*tokens, chosen), dtype="int64"),
+            Type(shape=(*tokens, num_pairs), dtype=logits.dtype),
+            Type(shape=(*tokens, num_pairs), dtype="int64"),
         )
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -57,11 +57,11 @@ class NestedRoute(TokenOp):
         (logits,), (_, weights, _) = operands, results
         pairs = workload.count(weights)
         chosen = pairs / self.inner_k
-        kept = (
+        tensors = (
             *(("own", chosen * self.inner, logits.dtype), ("outer", chosen, logits.dtype), ("chosen", chosen, "int64")),
             *(("within", pairs, logits.dtype), ("inside", pairs, "int64")),
         )
-        keeps = (*workload.keep(logits), *(workload.inner(weights, *tensor) for tensor in kept))
+        keeps = (*workload.keep(logits), *(workload.inner(weights, *tensor) for tensor in tensors))
         return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
 
 
@@ -74,11 +74,11 @@ class OuterChoices(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        chosen = experts.shape[-1]
-        fits = isinstance(chosen, int) and chosen % self.inner_k == 0
+        num_pairs = experts.shape[-1]
+        fits = isinstance(num_pairs, int) and num_pairs % self.inner_k == 0
         require(fits and experts.dtype == "int64", self, f"wants {self.inner_k} choices within each outer one")
-        assert isinstance(chosen, int)
-        return (Type(shape=(*experts.shape[:-1], chosen // self.inner_k), dtype="int64"),)
+        assert isinstance(num_pairs, int)
+        return (Type(shape=(*experts.shape[:-1], num_pairs // self.inner_k), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)

@@ -15,7 +15,7 @@ from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.gating.capacity_ops import Capacity
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices, require_scores
 from moec.passes.ir.value import Value
@@ -40,13 +40,6 @@ class BestScore(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)
-
-
-def _rows(op: Capacity, chosen: Value, num_experts: int, workload: Workload) -> Mapping[str, float]:
-    """The rows of choices with a place, over all ranks: at most."""
-    groups, capacity, _ = op.room(workload.shape(chosen)[-1], num_experts, workload)
-    ranks = 1 if op.group == "batch" else workload.meshes.size("dp")
-    return {"rows": min(workload.whole(chosen), num_experts * capacity * groups * ranks)}
 
 
 @op(
@@ -74,11 +67,11 @@ class KeepFirst(Capacity):
         return (Type(shape=experts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
-        return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
+        layout = group_layout(self.group, meshes)
+        return Placing((layout, layout, *(REPLICATED,) * len(operands[2:])), (layout,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        return _rows(self, operands[0], self.num_experts, workload)
+        return self.bound_rows(operands[0], self.num_experts, workload)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
@@ -113,11 +106,11 @@ class KeepBest(Capacity):
         return (Type(shape=experts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
-        return Placing(tuple(REPLICATED if n == "training" else whole for n in self.named(operands)), (whole,))
+        layout = group_layout(self.group, meshes)
+        return Placing(tuple(REPLICATED if n == "training" else layout for n in self.named(operands)), (layout,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        return _rows(self, operands[0], self.num_experts, workload)
+        return self.bound_rows(operands[0], self.num_experts, workload)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
@@ -158,13 +151,13 @@ class Reroute(Capacity):
         return (Type(shape=experts.shape, dtype="int64"),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped(self.group, meshes)
+        layout = group_layout(self.group, meshes)
         replicated = {"bias": REPLICATED, "training": REPLICATED}
-        return Placing(tuple(replicated.get(name, whole) for name in self.named(operands)), (whole, whole))
+        return Placing(tuple(replicated.get(name, layout) for name in self.named(operands)), (layout, layout))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        logits, chosen, *_ = operands
-        return _rows(self, chosen, workload.shape(logits)[-1], workload)
+        logits, experts, *_ = operands
+        return self.bound_rows(experts, workload.shape(logits)[-1], workload)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
@@ -229,16 +222,16 @@ class ChosenWeights(TokenOp):
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (logits, _), (weights,) = operands, results
         num_chosen, num_scores = workload.count(weights), workload.count(logits)
-        kept = [workload.inner(weights, "indices", num_chosen, "int64")]
+        saved = [workload.inner(weights, "indices", num_chosen, "int64")]
         over_chosen = self.normalize or (self.order == "after" and self.score == "softmax")
         if not over_chosen and self.score == "softmax":
-            kept.append(workload.inner(weights, "scores", num_scores, logits.dtype))
+            saved.append(workload.inner(weights, "scores", num_scores, logits.dtype))
         elif self.score == "none":
             pass
         elif self.scale == 1:
-            kept += workload.keep(weights)
+            saved += workload.keep(weights)
         else:
-            kept.append(workload.inner(weights, "unscaled", num_chosen, logits.dtype))
+            saved.append(workload.inner(weights, "unscaled", num_chosen, logits.dtype))
         if over_chosen and self.score == "sigmoid":
-            kept += (*workload.keep(logits), workload.inner(weights, "buffer", num_scores, logits.dtype))
-        return elementwise(self, operands, results, workload, keeps=kept)
+            saved += (*workload.keep(logits), workload.inner(weights, "buffer", num_scores, logits.dtype))
+        return elementwise(self, operands, results, workload, keeps=saved)

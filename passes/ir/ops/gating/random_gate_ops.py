@@ -66,9 +66,9 @@ class AddLearnedNoise(TokenOp):
     `[batch, sequence, experts]`; also the standard deviation softplus(spread). No gradient flows to the noise."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        clean, *others = operands
-        same = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in others)
-        require(same and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
+        clean, *noises = operands
+        fits = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in noises)
+        require(fits and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
         return (Type(shape=clean.shape, dtype=clean.dtype),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

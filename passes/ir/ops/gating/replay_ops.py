@@ -47,9 +47,9 @@ class Replay(TokenOp):
         # At most: gates that normalise do not keep the softmax of all scores.
         softmax = workload.inner(weights, "softmax", workload.count(scores), scores.dtype)
         chosen = workload.inner(weights, "chosen", workload.count(experts), "int64")
-        none = workload.inner(weights, "none", workload.count(experts), "bool")
-        kept = (*workload.keep(weights), softmax, chosen, none)
-        return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
+        dropped = workload.inner(weights, "none", workload.count(experts), "bool")
+        saved = (*workload.keep(weights), softmax, chosen, dropped)
+        return elementwise(self, operands, results, workload, keeps=saved, forward=3, backward=3)
 
 
 @op("take_routes", "routes -> choices")
@@ -65,9 +65,9 @@ class TakeRoutes(TokenOp):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (routes,) = operands
         require(routes.dtype == "int64" and len(routes.shape) == 4, self, "wants routes of every mixture")
-        *tokens, mixtures, most = routes.shape
-        within = isinstance(mixtures, int) and isinstance(most, int) and self.mixture < mixtures and self.k <= most
-        require(within, self, f"routes are of {mixtures} mixtures, with {most} choices")
+        *tokens, mixtures, places = routes.shape
+        fits = isinstance(mixtures, int) and isinstance(places, int) and self.mixture < mixtures and self.k <= places
+        require(fits, self, f"routes are of {mixtures} mixtures, with {places} choices")
         return (Type(shape=(*tokens, self.k), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -106,8 +106,8 @@ class WholeSequences(TokenOp):
         return (Type(shape=x.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = layout_of(operands[0]).only(Shard(0))
-        return Placing((whole,), (whole,))
+        layout = layout_of(operands[0]).only(Shard(0))
+        return Placing((layout,), (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return Cost()

@@ -1,4 +1,4 @@
-"""The op of `dselect_k`: experts selected by binary codes; and the sum of a number of each token."""
+"""The op of `dselect_k`, which selects experts by binary codes, and the sum of one number per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, Positive
-from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
@@ -41,10 +40,10 @@ class DecodeSelectors(TokenOp):
         fits = len(codes.shape) == 3 and codes.dtype != "int64" and codes.shape[-1] == int(selectors) * self.bits
         require(fits, self, f"wants {self.bits} numbers for each selector")
         require(all((v.shape[:-1], v.dtype) == (codes.shape[:-1], codes.dtype) for v in alphas), self, "wants alphas")
-        chosen = (*codes.shape[:-1], 2**self.bits)
+        choice_shape = (*codes.shape[:-1], 2**self.bits)
         return (
-            Type(shape=chosen, dtype=codes.dtype),
-            Type(shape=chosen, dtype="int64"),
+            Type(shape=choice_shape, dtype=codes.dtype),
+            Type(shape=choice_shape, dtype="int64"),
             Type(shape=codes.shape[:-1], dtype=codes.dtype),
         )
 
@@ -83,7 +82,7 @@ class SumOfTokens(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        return Placing((tokens,) * len(operands), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        return Placing((tokens,) * len(operands), (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         masks = [workload.inner(results[0], "real", workload.count(value), "bool") for value in operands[1:]]

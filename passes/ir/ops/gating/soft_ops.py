@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
-from moec.passes.ir.ops.mixture_ops import experts_layout, grouped
+from moec.passes.ir.ops.mixture_ops import experts_layout, group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
@@ -49,18 +49,18 @@ class SlotWeights(Op):
         return (Type(shape=logits.shape, dtype=logits.dtype),) * 2
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        whole = grouped("sequence", meshes)
-        return Placing((whole,) * len(operands), (whole, whole))
+        layout = group_layout("sequence", meshes)
+        return Placing((layout,) * len(operands), (layout, layout))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         _, *real = operands
-        kept = workload.keep(*results)
+        saved = workload.keep(*results)
         if real:  # the softmax before padding is masked, and the mask
-            kept = (
+            saved = (
                 *(workload.inner(v, "softmax", workload.count(v), v.dtype) for v in results),
                 workload.inner(results[0], "real", workload.count(*real), "bool"),
             )
-        return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
+        return elementwise(self, operands, results, workload, keeps=saved, forward=3, backward=3)
 
 
 @op("slot_inputs", "x dispatch -> inputs")
@@ -75,22 +75,22 @@ class SlotInputs(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, dispatch = operands
-        wanted = (*x.shape[:-1], self.num_experts * self.slots)
-        require(len(x.shape) == 3 and dispatch.shape == wanted, self, "wants a weight of each token in each slot")
+        shape = (*x.shape[:-1], self.num_experts * self.slots)
+        require(len(x.shape) == 3 and dispatch.shape == shape, self, "wants a weight of each token in each slot")
         return (Type(shape=(x.shape[0], self.num_experts, self.slots, x.shape[2]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        cut: dict[str, Placement] = {"dp": Shard(0), "tp": Partial()}
-        result = Layout.of((axis, placement) for axis, placement in cut.items() if axis in tokens.axes)
+        placements: dict[str, Placement] = {"dp": Shard(0), "tp": Partial()}
+        result = Layout.of((axis, placement) for axis, placement in placements.items() if axis in tokens.axes)
         return Placing((tokens, tokens), (result,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, dispatch = operands
-        wide = workload.keep(x)
+        saved = workload.keep(x)
         if x.dtype != dispatch.dtype:
-            wide = (workload.inner(results[0], "x", workload.count(x), dispatch.dtype),)
-        return elementwise(self, operands, results, workload, keeps=(*wide, *workload.keep(dispatch)), forward=2)
+            saved = (workload.inner(results[0], "x", workload.count(x), dispatch.dtype),)
+        return elementwise(self, operands, results, workload, keeps=(*saved, *workload.keep(dispatch)), forward=2)
 
 
 @op("slot_rows", "inputs -> rows counts", moves=True)
@@ -155,11 +155,11 @@ class SlotCombine(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        return Placing((grouped("sequence", meshes), tokens), (tokens,))
+        return Placing((group_layout("sequence", meshes), tokens), (tokens,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         outputs, combine = operands
-        wide = workload.keep(outputs)
+        saved = workload.keep(outputs)
         if outputs.dtype != combine.dtype:
-            wide = (workload.inner(results[0], "outputs", workload.count(outputs), combine.dtype),)
-        return elementwise(self, operands, results, workload, keeps=(*wide, *workload.keep(combine)), forward=2)
+            saved = (workload.inner(results[0], "outputs", workload.count(outputs), combine.dtype),)
+        return elementwise(self, operands, results, workload, keeps=(*saved, *workload.keep(combine)), forward=2)

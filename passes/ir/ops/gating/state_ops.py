@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.passes.ir.attribute_types import Positive
-from moec.passes.ir.layout import REPLICATED, Layout, Partial
+from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
@@ -23,7 +23,7 @@ class SumSources(Op):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         layout = layout_of(operands[0])
         sources = Layout.of((axis, placement) for axis, placement in layout.placements if axis in layout.cuts(0))
-        return Placing((sources,), (Layout.of(dict.fromkeys(sources.axes, Partial())),))
+        return Placing((sources,), (sources.as_partial(),))
 
 
 @op("move_bias", "bias loads -> moved", constants={"bias"})

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
-from moec.passes.ir.layout import REPLICATED, Layout, Partial
+from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
-from moec.passes.ir.ops.token_operands import require_training
+from moec.passes.ir.ops.token_operands import require_choices, require_training
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
@@ -43,18 +43,18 @@ class Placed(Op):
 
     def require_placed(self, experts: object, ranks: Value) -> None:
         """Requires levels of all ranks, `ep` equal pieces of each part, and the number of each data rank."""
-        known = len(self.levels) <= MAX_AXES and math.prod(self.levels) <= MAX_RANKS
-        require(known, self, f"wants at most {MAX_AXES} levels")
+        fits = len(self.levels) <= MAX_AXES and math.prod(self.levels) <= MAX_RANKS
+        require(fits, self, f"wants at most {MAX_AXES} levels")
         require(sum(self.parts) == experts, self, f"wants parts of {experts} experts")
         require(all(n % self.ep == 0 for n in self.parts), self, f"{self.ep} ranks do not divide the experts")
-        whole = all(math.prod(self.levels) % degree == 0 for degree in (self.tp, self.ep))
-        require(whole, self, "wants whole groups of ranks")
+        divides = all(math.prod(self.levels) % degree == 0 for degree in (self.tp, self.ep))
+        require(divides, self, "wants whole groups of ranks")
         require(ranks.dtype == "int64" and len(ranks.shape) == 1, self, "wants the number of each data rank")
 
     def require_meshes(self, meshes: Meshes) -> None:
         """Requires degrees of the meshes. Raises `LayoutError`."""
-        own, sizes = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
-        if own != sizes or math.prod(self.levels) != meshes.dense.ranks:
+        degrees, mesh_degrees = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
+        if degrees != mesh_degrees or math.prod(self.levels) != meshes.dense.ranks:
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 
 
@@ -103,9 +103,9 @@ class TopologyLoss(Placed):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         self.require_meshes(meshes)
-        tokens, per_rank = meshes.own_tokens, grouped("rank", meshes)
-        wanted = (tokens, per_rank, per_rank, *(tokens,) * len(operands[3:]))
-        return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        tokens, per_rank = meshes.own_tokens, group_layout("rank", meshes)
+        layouts = (tokens, per_rank, per_rank, *(tokens,) * len(operands[3:]))
+        return Placing(layouts, (tokens.as_partial(),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         probabilities, _, _, *real = operands
@@ -132,7 +132,7 @@ class BoundFar(Placed, TokenOp):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         weights, experts, ranks, training, *real = self.named(operands).values()
         require(weights.shape == experts.shape and weights.dtype != "int64", self, "wants a weight for each choice")
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         self.require_placed(sum(self.parts), ranks)
         require(self.share <= self.whole and self.whole > 0, self, "wants a share of at most 1")
         require_training(self, training)
@@ -141,9 +141,9 @@ class BoundFar(Placed, TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         self.require_meshes(meshes)
-        whole = grouped("rank", meshes)
-        wanted = (whole, whole, whole, REPLICATED, *(whole,) * len(operands[4:]))
-        return Placing(wanted, (whole,))
+        layout = group_layout("rank", meshes)
+        layouts = (layout, layout, layout, REPLICATED, *(layout,) * len(operands[4:]))
+        return Placing(layouts, (layout,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=40 + 2 * len(self.levels))
@@ -161,7 +161,7 @@ class ChooseNear(Placed, TokenOp):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, kept, ranks = operands
-        require(kept.dtype == "int64" and len(kept.shape) == 3, self, "wants experts of each token")
+        require_choices(self, kept)
         require(scores.dtype != "int64" and scores.shape[:-1] == kept.shape[:-1], self, "wants scores of each token")
         self.require_placed(scores.shape[-1], ranks)
         return (Type(shape=kept.shape, dtype="int64"),)
@@ -169,7 +169,7 @@ class ChooseNear(Placed, TokenOp):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         self.require_meshes(meshes)
         placing = own_tokens(self, 2, meshes)
-        return Placing((*placing.operands, grouped("rank", meshes)), placing.results)
+        return Placing((*placing.operands, group_layout("rank", meshes)), placing.results)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         k = workload.shape(operands[1])[-1]
