@@ -13,7 +13,7 @@ import torch
 
 from moec.runtime.backends import forced_backend, select, using
 from moec.runtime.ops.derivatives import Composition, Given, Rule, gradients_of, kernel_of, ordinary
-from moec.runtime.refused_derivatives import beyond_backward, once
+from moec.runtime.refused_derivatives import beyond_backward, once_differentiable
 
 DEVICES = ("CPU", "CUDA")
 
@@ -97,7 +97,7 @@ def differentiate(
                 return refusing(ctx, *gradients)
             return backward(ctx, *gradients) if given is None else gradients_of(composition, given, ctx, gradients)
 
-    refusing = once(operator.name())(backward)
+    refusing = once_differentiable(operator.name())(backward)
     rule = _rules[operator.name()]
     rule.ordinary, rule.composition = ordinary(operator, note, by_the_same), composition
 
