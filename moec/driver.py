@@ -109,9 +109,10 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     mistake that has nothing to do with the number of ranks is raised itself, and so is that of the only one.
     """
     from moec.grammar.diagnostics import diagnose
-    from moec.runtime.uncaught import speak_once
+    from moec.runtime.uncaught import show_uncaught_once
 
-    speak_once(int(os.environ.get("RANK") or "0"))  # `moec.launch` installs the hook later; this call comes first
+    # `moec.launch` installs the hook later: this call comes first.
+    show_uncaught_once(int(os.environ.get("RANK") or "0"))
     require_world_size(world_size)
     reasons = []
     for source in plans:
@@ -169,10 +170,10 @@ def layer(
 
     Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
-    from moec.runtime.errors import one_of
+    from moec.runtime.errors import require_one_of
     from moec.runtime.host.layer_home import make_layer, ranks_of, require_layer
 
-    one_of("moec.layer", "reduction", reduction, ("mean", "sum"))
+    require_one_of("moec.layer", "reduction", reduction, ("mean", "sum"))
     ranks = ranks_of(group)
     plan = _plan_or_none(source)
     if plan is None:

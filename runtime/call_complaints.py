@@ -18,45 +18,45 @@ def complaint(
     """The error for a call that does not fit the signature; None if it fits."""
     parameters = dict(signature(function).parameters)
     parameters.pop("self", None)
-    given = args[1:] if "self" in signature(function).parameters else args
+    values = args[1:] if "self" in signature(function).parameters else args
     usage = f"call it as `{name}({', '.join(_usage(parameters))})`"
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    positional = [each for each, p in parameters.items() if p.kind in BY_POSITION]
-    if not takes_any and (unknown := next((each for each in kwargs if each not in parameters), None)):
+    positional = [key for key, p in parameters.items() if p.kind in BY_POSITION]
+    if not takes_any and (unknown := next((key for key in kwargs if key not in parameters), None)):
         meant = nearest(unknown, parameters)
         help = hints.get(unknown) or (f"did you mean `{meant}`? " if meant else "") + usage
         return wrong_argument(f"`{name}` has no argument `{unknown}`", help)
-    if len(given) > len(positional) and not any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
+    if len(values) > len(positional) and not any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
         takes = f"{len(positional)} argument{'s' * (len(positional) != 1)} by position"
-        named = [each for each, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY]
+        named = [key for key, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY]
         help = f"{usage}; by name: {', '.join(named)}" if named else usage
-        return wrong_argument(f"`{name}` takes {takes}, and got {len(given)}", help)
-    if twice := next((each for each in positional[: len(given)] if each in kwargs), None):
+        return wrong_argument(f"`{name}` takes {takes}, and got {len(values)}", help)
+    if twice := next((key for key in positional[: len(values)] if key in kwargs), None):
         return wrong_argument(f"`{name}` got `{twice}` twice, by position and by name", usage)
     missing = [
-        each
-        for index, (each, p) in enumerate(parameters.items())
+        key
+        for index, (key, p) in enumerate(parameters.items())
         if p.default is Parameter.empty
         and p.kind in (*BY_POSITION, Parameter.KEYWORD_ONLY)
-        and each not in kwargs
-        and not (p.kind in BY_POSITION and index < len(given))
+        and key not in kwargs
+        and not (p.kind in BY_POSITION and index < len(values))
     ]
     if not missing:
         return None
-    packed = next((each for each in given if isinstance(each, Mapping | tuple | list)), None)
+    packed = next((value for value in values if isinstance(value, Mapping | tuple | list)), None)
     unpack = [] if packed is None else [f"a {type(packed).__name__} is not unpacked: give its tensors, one by one"]
-    help = "; ".join([usage, *unpack, *(hints[each] for each in missing if each in hints)])
-    return wrong_argument(f"`{name}` needs {' and '.join(f'`{each}`' for each in missing)}", help)
+    help = "; ".join([usage, *unpack, *(hints[key] for key in missing if key in hints)])
+    return wrong_argument(f"`{name}` needs {' and '.join(f'`{key}`' for key in missing)}", help)
 
 
 def _usage(parameters: Mapping[str, Parameter]) -> Iterator[str]:
     """The arguments that a call must have, and `…` if there are others."""
-    for each, p in parameters.items():
+    for name, p in parameters.items():
         if p.default is Parameter.empty and p.kind in BY_POSITION:
-            yield each
+            yield name
         elif p.default is Parameter.empty and p.kind is Parameter.KEYWORD_ONLY:
-            yield f"{each}=…"
+            yield f"{name}=…"
         elif p.kind is Parameter.VAR_POSITIONAL:
-            yield f"*{each}"
+            yield f"*{name}"
     if any(p.default is not Parameter.empty or p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         yield "…"

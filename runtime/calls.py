@@ -1,4 +1,4 @@
-"""Calls from scripts: arguments that a function does not have are a diagnostic with its signature."""
+"""Calls from scripts: a call that does not fit a function's signature raises a diagnostic with the signature."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def called(name: str, **hints: str) -> Callable[[Callable[P, R]], Callable[P, R]
                     raise
                 from moec.runtime.call_complaints import complaint  # with `inspect`, which no right call needs
 
-                found = complaint(function, name, args, kwargs, hints)
-                if found is None:
+                call_error = complaint(function, name, args, kwargs, hints)
+                if call_error is None:
                     raise
-                raise found from None
+                raise call_error from None
 
         return call
 

@@ -38,19 +38,19 @@ def wrong_argument(message: str, help: str) -> CallError:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an int, and no bool."""
+    """Whether `value` is an int, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def one_of(call: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+def require_one_of(call: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises `CallError` unless `value`, the argument `name` of `call`, is one of the words `allowed`."""
     from moec.grammar.suggest import nearest
 
     if isinstance(value, str) and value in allowed:
         return
     meant = nearest(value, allowed) if isinstance(value, str) else None
-    *others, last = map(repr, allowed)
-    listed = f"{', '.join(others)} or {last}"
+    *first_words, last_word = map(repr, allowed)
+    listed = f"{', '.join(first_words)} or {last_word}"
     help = (
         f"did you mean `{name}={meant!r}`?" if meant else f"`{call}` takes one of these; leave it out for its default"
     )

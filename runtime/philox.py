@@ -43,13 +43,13 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> tuple[
     The words of the counter and of the key broadcast to `shape`.
     """
     c0, c1, c2, c3 = counter
-    keys = [_of_rounds(torch.as_tensor(word, device=c0.device), step) for word, step in zip(key, _WEYL, strict=True)]
-    of_rounds = zip(*keys, strict=True)
+    keys = [_round_keys(torch.as_tensor(word, device=c0.device), step) for word, step in zip(key, _WEYL, strict=True)]
+    round_keys = zip(*keys, strict=True)
     shape = torch.broadcast_shapes(*(word.shape for word in (*counter, keys[0][0], keys[1][0])))  # type: ignore[no-untyped-call]
     # 64-bit products wrap around; their low and high halves are still right. Words 1 and 3 are low halves of products:
     # their high halves are cleared after the exclusive or of a round, and once more at the end.
     while True:  # the first rounds of words that broadcast are those of few numbers
-        k0, k1 = next(of_rounds)
+        k0, k1 = next(round_keys)
         first, second = c0 * _FIRST, c2 * _SECOND
         c0 = (second >> 32).bitwise_xor(c1).bitwise_xor(k0).bitwise_and_(_MASK)
         c2 = (first >> 32).bitwise_xor(c3).bitwise_xor(k1).bitwise_and_(_MASK)
@@ -58,7 +58,7 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> tuple[
             break
     c1, c3 = c1.expand(shape).contiguous(), c3.expand(shape).contiguous()
     first, second = torch.empty_like(c0), torch.empty_like(c0)
-    for k0, k1 in of_rounds:
+    for k0, k1 in round_keys:
         torch.mul(c0, _FIRST, out=first)
         torch.mul(c2, _SECOND, out=second)
         torch.bitwise_right_shift(second, _HALF, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
@@ -67,16 +67,16 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> tuple[
     return c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW)
 
 
-def _of_rounds(word: Tensor, step: int) -> Tensor:
-    """A word of the key in each round."""
+def _round_keys(word: Tensor, step: int) -> Tensor:
+    """A word of the key in each round: int64 `[ROUNDS, *word.shape]`."""
     steps = torch.arange(ROUNDS, device=word.device).mul_(step)
     return (word + steps.view(-1, *[1] * word.dim())).bitwise_and_(_MASK)
 
 
 def halves(words: Tensor | int) -> tuple[Tensor, Tensor]:
     """The low and the high 32 bits of 64-bit words, each as an int64."""
-    whole = torch.as_tensor(words)
-    return whole & _MASK, (whole >> 32) & _MASK
+    words = torch.as_tensor(words)
+    return words & _MASK, (words >> 32) & _MASK
 
 
 def normal(indices: Tensor, key: tuple[int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which derivatives are asked for beyond one backward pass, and how code that does not have them refuses.
+"""Refuses derivatives that an operator does not have: second ones, forward mode, and transforms of `torch.func`.
 
 Torch takes what it cannot differentiate for a constant in forward mode and in `torch.func`, and after
 `once_differentiable` also in `torch.autograd.grad`: a wrong number, and no error.
@@ -38,8 +38,8 @@ def in_vmap() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
-def outlasting(value: Tensor) -> Tensor:
-    """A count that is kept after the transforms of `torch.func` other than `vmap` which it was made in."""
+def unwrapped(value: Tensor) -> Tensor:
+    """The tensor without the wrappers of `torch.func`'s transforms: it may be kept after them. Not for `vmap`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
@@ -62,7 +62,7 @@ def is_tracked(value: object) -> bool:
     return isinstance(value, Tensor) and ((value.requires_grad and torch.is_grad_enabled()) or has_tangent(value))
 
 
-def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def once_differentiable(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a `backward(ctx, *gradients)` whose results refuse to be differentiated again."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,20 +78,20 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _refusing(name: str, backward: Callable[..., Any], ctx: _Unpacked, gradients: tuple[Any, ...]) -> Any:
-    given = [tensor for tensor in (*gradients, *ctx.saved_tensors) if tensor is not None]
-    if any(map(has_tangent, given)):
+    tensors = [tensor for tensor in (*gradients, *ctx.saved_tensors) if tensor is not None]
+    if any(map(has_tangent, tensors)):
         raise no_derivative(name, "derivative in forward mode")
     with torch.no_grad():
-        found = backward(ctx, *(None if gradient is None else gradient.detach() for gradient in gradients))
-    tracked = [tensor for tensor in given if tensor.requires_grad]
+        results = backward(ctx, *(None if gradient is None else gradient.detach() for gradient in gradients))
+    tracked = [tensor for tensor in tensors if tensor.requires_grad]
     if not tracked or not torch.is_grad_enabled():
-        return found
-    results = list(found) if isinstance(found, tuple) else [found]
-    places = [i for i, each in enumerate(results) if isinstance(each, Tensor)]
-    refused = _Refused.apply(name, len(places), *(results[i] for i in places), *tracked)  # type: ignore[no-untyped-call]
-    for place, each in zip(places, refused, strict=True):
-        results[place] = each
-    return tuple(results) if isinstance(found, tuple) else results[0]
+        return results
+    outputs = list(results) if isinstance(results, tuple) else [results]
+    places = [i for i, output in enumerate(outputs) if isinstance(output, Tensor)]
+    refusing = _Refused.apply(name, len(places), *(outputs[i] for i in places), *tracked)  # type: ignore[no-untyped-call]
+    for place, output in zip(places, refusing, strict=True):
+        outputs[place] = output
+    return tuple(outputs) if isinstance(results, tuple) else outputs[0]
 
 
 class _Unpacked:

@@ -13,7 +13,7 @@ from types import FrameType
 def script_line() -> str:
     """The line of the script that runs now, as `train.py:13`; empty where there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and of_library(frame):
+    while frame is not None and is_library_frame(frame):
         frame = frame.f_back
     return "" if frame is None else f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -21,7 +21,7 @@ def script_line() -> str:
 def warn(message: str) -> None:
     """Warns at the line of the script that runs now; where there is none, at the outermost line."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and of_library(frame):
+    while frame.f_back is not None and is_library_frame(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -35,7 +35,7 @@ def warn_first(message: str, rank: str = "RANK") -> None:
         warn(message)
 
 
-def of_library(frame: FrameType) -> bool:
+def is_library_frame(frame: FrameType) -> bool:
     """Whether the frame is moec's, Python's or an installed package's."""
     module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
     return module.partition(".")[0] == "moec" or path.startswith((*_libraries(), "<frozen"))
@@ -51,7 +51,7 @@ def shown_path(path: str) -> str:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Folders whose frames are no lines of the user's."""
+    """Folders of Python and of installed packages."""
     import sysconfig
 
     return tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))

@@ -10,24 +10,25 @@ from types import CodeType, TracebackType
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
 from moec.grammar.source import Source, Span
 from moec.runtime.errors import CallError, JobError, RankError
-from moec.runtime.script import of_library, shown_path
+from moec.runtime.script import is_library_frame, shown_path
 
 HEAD_START_SECONDS = 2.0
+"""Delay after which a rank above 0 exits for an error that rank 0 prints."""
 OWN_ERROR_SECONDS = 10.0
-"""After which a rank prints an error that ranks have not agreed on. Of a call that all ranks make, rank 0 has exited by
-then, and the launcher has ended this rank; a rank that ended sooner could break a slow rank 0's connections."""
+"""Delay after which a rank prints an error that ranks have not agreed on. If all ranks made the call, rank 0 has exited
+by then, and the launcher has ended this rank. A rank that ended sooner could break a slow rank 0's connections."""
 
 CLIP_HELP = (
     "help: parameters of experts lie on another mesh than those of other layers: call `job.clip_grad_norm_(model, "
     "max_norm)`, or `moec.clip_grad_norm_` for `moec.layer`"
 )
-"""What ends `torch.nn.utils.clip_grad_norm_` on several ranks."""
+"""Added to the error of `torch.nn.utils.clip_grad_norm_` on several ranks."""
 
 DETACHED_HELP = "help: if this is the loss of `job.step`, leave `backward()` out: `job.step` has run it already"
-"""What ends `backward()` of a loss without a graph."""
+"""Added to the error of `backward()` of a loss without a graph."""
 
 FORWARD_HELP = "help: call it as `model(tokens, labels)`, or `model(tokens)` for logits alone"
-"""What ends a call of the model with other arguments, which `torch.nn.Module` passes on."""
+"""Added to the error of a call of the model with other arguments, which `torch.nn.Module` passes on."""
 
 _rank: int | None = None
 _inner = sys.excepthook
@@ -35,13 +36,13 @@ _installed = False
 
 
 def show_uncaught() -> None:
-    """Installs the hook, once, where no other hook is: a debugger's or a notebook's stays."""
+    """Installs the hook, once, unless there is another one, as of a debugger or a notebook."""
     if sys.excepthook is sys.__excepthook__:
         _install()
 
 
-def speak_once(rank: int) -> None:
-    """Installs the hook, also over another one: all ranks raise the same, and rank 0 alone prints it."""
+def show_uncaught_once(rank: int) -> None:
+    """Installs the hook, also over another one: all ranks raise the same error, and rank 0 alone prints it."""
     global _rank
     _rank = rank
     if not _installed:
@@ -53,10 +54,10 @@ def located(diagnostics: tuple[Diagnostic, ...], trace: TracebackType | None) ->
     place = _place(trace)
     if place is None or not diagnostics:
         return diagnostics
-    first, *others = diagnostics
+    first, *further = diagnostics
     if first.span is None:
-        return first._replace(span=place), *others
-    return first._replace(labels=(*first.labels, Label(span=place, message="from this call"))), *others
+        return first._replace(span=place), *further
+    return first._replace(labels=(*first.labels, Label(span=place, message="from this call"))), *further
 
 
 def in_script(error: DiagnosticError, trace: TracebackType | None) -> tuple[Diagnostic, ...]:
@@ -64,8 +65,8 @@ def in_script(error: DiagnosticError, trace: TracebackType | None) -> tuple[Diag
 
     An error in a function that the script gave to moec is at the function's line, with the call as a further place.
     """
-    of_function = error.__cause__.__traceback__ if error.__cause__ is not None else None
-    return located(located(error.diagnostics, of_function), trace)
+    function_trace = error.__cause__.__traceback__ if error.__cause__ is not None else None
+    return located(located(error.diagnostics, function_trace), trace)
 
 
 def _install() -> None:
@@ -94,7 +95,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _own_rank() -> int:
-    """The rank of the job, before there is one that of the launcher."""
+    """The rank of the job; before a job, that of the launcher."""
     return int(os.environ.get("RANK") or "0") if _rank is None else _rank
 
 
@@ -126,23 +127,23 @@ def _columns_of_terminal() -> int | None:
 
 
 def _place(trace: TracebackType | None) -> Span | None:
-    """The innermost line of the user's in a traceback; of a line in several, the first."""
-    found = None
+    """The innermost line of the user's script in a traceback; of a statement on several lines, the first."""
+    script_trace = None
     while trace is not None:
-        if not of_library(trace.tb_frame):
-            found = trace
+        if not is_library_frame(trace.tb_frame):
+            script_trace = trace
         trace = trace.tb_next
-    if found is None:
+    if script_trace is None:
         return None
     import linecache
 
-    code, path = found.tb_frame.f_code, found.tb_frame.f_code.co_filename
-    lines = linecache.getlines(path, found.tb_frame.f_globals)
-    number = found.tb_lineno
+    code, path = script_trace.tb_frame.f_code, script_trace.tb_frame.f_code.co_filename
+    lines = linecache.getlines(path, script_trace.tb_frame.f_globals)
+    number = script_trace.tb_lineno
     if not 1 <= number <= len(lines):
         return None
     line = lines[number - 1]
-    start, end = _columns(code, found.tb_lasti, number, line)
+    start, end = _columns(code, script_trace.tb_lasti, number, line)
     before = sum(map(len, lines[: number - 1]))
     return Span(Source(shown_path(path), "".join(lines)), before + start, before + end)
 
@@ -150,10 +151,10 @@ def _place(trace: TracebackType | None) -> Span | None:
 def _columns(code: CodeType, instruction: int, number: int, line: str) -> tuple[int, int]:
     """Start and end of the failing expression in its first line, in characters; all of the line if unknown."""
     text = line.rstrip("\n")
-    whole = len(text) - len(text.lstrip()), max(len(text.rstrip()), 1)
+    line_columns = len(text) - len(text.lstrip()), max(len(text.rstrip()), 1)
     first, last, start, end = list(code.co_positions())[instruction // 2]
     if first != number or start is None or end is None:
-        return whole
+        return line_columns
     encoded = text.encode()
     begin = len(encoded[:start].decode(errors="replace"))
-    return begin, max(len(encoded[:end].decode(errors="replace")) if last == first else whole[1], begin + 1)
+    return begin, max(len(encoded[:end].decode(errors="replace")) if last == first else line_columns[1], begin + 1)

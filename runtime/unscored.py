@@ -1,7 +1,7 @@
 """Tokens without scores: their router logits are NaN or infinite, and so their scores are NaN.
 
-A model's forward pass notes them without waiting for the device; at its end the ranks agree whether there are any.
-Outside of a model, `moec::route` raises for them on CPU only, where the check costs no synchronisation.
+A model's forward pass collects their masks without waiting for the device; at its end the ranks agree whether there are
+any. Outside of a model, `moec::route` raises for them on CPU only, where the check costs no synchronisation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
     if noted is not None:
         noted.append(bad)
     elif bad.any():
-        raise FloatingPointError(f"moec::route: the router logits {which(bad)}")
+        raise FloatingPointError(f"moec::route: the router logits {describe_mask(bad)}")
 
 
 def note(logits: Tensor) -> None:
@@ -49,8 +49,8 @@ def note(logits: Tensor) -> None:
         noted.append(~logits.amax(-1).isfinite())
 
 
-def which(bad: Tensor) -> str:
-    """How many tokens of a mask have no scores, and the first of them."""
+def describe_mask(bad: Tensor) -> str:
+    """The number of a mask's tokens, which have no scores, and the first of them, in words."""
     sequence, token = bad.nonzero()[0].tolist()
     if bad.shape[1] == 1:
         return f"are NaN or infinite for {int(bad.sum())} of {len(bad)} sequences, first sequence {sequence}"

@@ -33,7 +33,7 @@ class JobCheckpoints(RunningJob):
     def saves(self) -> Saves:
         """The saves of this job. Raises `JobError` outside of `with`."""
         if self._saves is None or not self.is_running:
-            raise groups.ended()
+            raise groups.ended_error()
         return self._saves
 
     def _enter_more(self, stack: ExitStack) -> None:

@@ -193,7 +193,7 @@ def _agree_on_next(job: JobCheckpoints, search: _Search, failure: JobError | Non
         try:
             name = search.next(failure)
         except JobError as error:
-            complaint = Complaint.of(error, of_all_ranks=True)
+            complaint = Complaint.of(error, is_on_all_ranks=True)
     job.checks.require("job.resume", complaint)
     if job.world_size == 1:
         return name

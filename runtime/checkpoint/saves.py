@@ -81,7 +81,7 @@ class Saves:
         if failure is not None and not isinstance(failure, JobError):
             raise failure
         self._last = None
-        return None if failure is None else Complaint.of(failure, of_all_ranks=True)
+        return None if failure is None else Complaint.of(failure, is_on_all_ranks=True)
 
     def start(self, task: Task) -> Saving:
         """Starts a thread that writes a checkpoint."""

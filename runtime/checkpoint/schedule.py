@@ -78,13 +78,13 @@ def _complaint_about_others(folder: Path, model: PlanModule, first: int | None, 
     try:
         checkpoints = heads_in(folder)
     except JobError as error:
-        return Complaint.of(error, of_all_ranks=True)
+        return Complaint.of(error, is_on_all_ranks=True)
     ways = f"another folder keeps runs apart; `job.resume({str(folder)!r}, …)` before the first step goes on from it"
     steps = {int(path.name) for path, _ in checkpoints if re.fullmatch(NUMBER, path.name)}
     if first in steps:
         message = f"{shown(folder / str(first))}: exists, and the first save of this run would have its name"
         ways = "save into another folder" if model.run.ancestors else ways  # it has gone on from a checkpoint
-        return Complaint("MOE0803", message, f"{ways}; or move it away", of_all_ranks=True)
+        return Complaint("MOE0803", message, f"{ways}; or move it away", is_on_all_ranks=True)
     other = next((path for path, head in checkpoints if head is not None and not model.run.has(head)), None)
     if other is not None:
         in_the_way = (n for n in steps if first is not None and every is not None and n > first and n % every == 0)

@@ -57,15 +57,15 @@ def with_number(event: BatchAgreed) -> BatchAgreed:
 
 
 def _complaints(event: Event) -> list[tuple[Guard[Any], Complaint | None]]:
-    """What each guard that looks says; every one of them looks, and may warn."""
-    found = []
+    """Each guard that looks at the event, with its complaint. All of them look, and may warn."""
+    complaints = []
     for guard in tuple(_looking_at(event)):
         if guard.once:
             event.seen.add(guard.once)
         complaint = guard.look(event)
         assert complaint is None or complaint.code == guard.code
-        found.append((guard, complaint))
-    return found
+        complaints.append((guard, complaint))
+    return complaints
 
 
 def _looking_at(event: Event) -> Iterator[Guard[Any]]:

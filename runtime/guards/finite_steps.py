@@ -49,8 +49,8 @@ def bad_gradient_of_optimizer(steps: OptimizerSteps) -> Complaint | None:
     return bad_gradient(steps.steps, gradients)
 
 
-def _complaint(steps: int, words: str) -> Complaint:
-    return Complaint("MOE0723", f"step {steps}: {words}" if steps else words, HELP)
+def _complaint(steps: int, message: str) -> Complaint:
+    return Complaint("MOE0723", f"step {steps}: {message}" if steps else message, HELP)
 
 
 def _have_finite_norms(parameters: Sequence[nn.Parameter]) -> bool:

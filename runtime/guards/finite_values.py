@@ -6,7 +6,7 @@ import torch
 
 from moec.runtime.guards.guard import Guard, PassEnds, StatesRead, TokensChosen
 from moec.runtime.ranks.checks import Complaint
-from moec.runtime.unscored import which
+from moec.runtime.unscored import describe_mask
 
 NOT_FINITE = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
@@ -22,7 +22,7 @@ def unscored(ended: PassEnds) -> Complaint | None:
     # A layer that the user replaced may route too: then there are more masks than routers.
     named = zip(names if len(names) == len(masks) else ["a layer"] * len(masks), masks, strict=True)
     name, bad = next((name, bad) for name, bad in named if bad.any())
-    return Complaint("MOE0708", f"the router logits of {name} {which(bad)}", NOT_FINITE)
+    return Complaint("MOE0708", f"the router logits of {name} {describe_mask(bad)}", NOT_FINITE)
 
 
 def bad_state(read: StatesRead) -> Complaint | None:
@@ -39,8 +39,8 @@ def no_token(chosen: TokensChosen) -> Complaint | None:
     bad = chosen.impossible
     if not bad.any():
         return None
-    words = f"the logits of {int(bad.sum())} of {len(bad)} sequences are NaN or infinite, first sequence "
-    return Complaint("MOE0743", f"{words}{int(bad.nonzero()[0])}", "go on from the last weights that were finite")
+    message = f"the logits of {int(bad.sum())} of {len(bad)} sequences are NaN or infinite, first sequence "
+    return Complaint("MOE0743", f"{message}{int(bad.nonzero()[0])}", "go on from the last weights that were finite")
 
 
 ROUTERS = Guard(event=PassEnds, look=unscored, code="MOE0708", agreed=True, waits=True)

@@ -1,4 +1,4 @@
-"""Finds mistakes of a model's first batch: labels that are not the next tokens, and sequences in the first place.
+"""Finds mistakes in a model's first batch: labels that are not the next tokens, and tokens `[sequence, batch]`.
 
 Other libraries' models shift labels inside (`labels=input_ids` of Hugging Face's); moec's take the next token of each.
 """
@@ -33,9 +33,9 @@ def warn_of_batch(step: BatchAgreed) -> None:
                 "tokens for each data rank: give `[batch, sequence]`, such as `tokens.t()`"
             )
     if is_causal(model.program) and not are_tokens(labels, tokens, 1, least=0):
-        for shift, words in SHIFTED.items():
+        for shift, message in SHIFTED.items():
             if are_tokens(labels, tokens, shift, least=2):
-                warn_first(words)
+                warn_first(message)
                 break
 
 
@@ -46,7 +46,7 @@ def is_causal(program: Program) -> bool:
 
 
 def are_tokens(labels: Tensor, tokens: Tensor, shift: int, least: int) -> bool:
-    """Whether the valid labels that have a token so many places on, at least `least`, are these tokens."""
+    """Whether valid labels equal the tokens `shift` places on; False if fewer than `least` labels have such a token."""
     if labels.shape != tokens.shape:
         return False
     labels = labels[:, : max(0, labels.shape[1] - shift)]

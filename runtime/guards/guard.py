@@ -1,4 +1,4 @@
-"""What a guard is: it looks at what a script does, at one event, and warns or refuses; and the events.
+"""The class of guards, and their events. A guard looks at one event of a script, and warns or refuses.
 
 A new guard is a file here with a `Guard`, and its line in `every_guard.py`.
 """
@@ -19,7 +19,7 @@ from moec.runtime.ranks.checks import Complaint
 
 
 class Guarded(Protocol):
-    """What guards know of a model. `seen`: what was looked at before; guards may add words of their own."""
+    """The parts of a model that guards read. `seen`: names of events that were looked at; guards may add their own."""
 
     seen: set[object]
     training: bool
@@ -34,17 +34,17 @@ class Guarded(Protocol):
 
 
 class Hosted(Protocol):
-    """What guards know of a layer in a plain PyTorch model. `hosts`: the wrappers around it when it was last called."""
+    """A layer in a plain PyTorch model, for guards. `hosts`: the wrappers around it when it was last called."""
 
     hosts: tuple[object, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What all events have.
+    """The base of all events.
 
-    `seen`: what was looked at before. `look`: values may be read, as `checks` or `on_nonfinite` says. `site`: the name
-    of the ranks' agreement.
+    `seen`: names of earlier events. `look`: values may be read, as `checks` or `on_nonfinite` says. `site`: the name of
+    the ranks' agreement.
     """
 
     seen: set[object] = field(default_factory=set)
@@ -148,8 +148,8 @@ class BatchAgreed(Event):
 class LossComputed(Event):
     """The event after a custom loss of a micro-batch, which then gets the ranks' agreement.
 
-    `summed`: what the function `name` gave, None if that is refused already. `by_labels` as above. `group`: the name of
-    the group of the `group_size` ranks that compute the same loss.
+    `summed`: the result of the function `name`, None if that is refused already. `by_labels` as in `BatchAgreed`.
+    `group`: the name of the group of the `group_size` ranks that compute the same loss.
     """
 
     name: str
@@ -221,7 +221,7 @@ Sight = TypeVar("Sight", bound=Event)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard(Generic[Sight]):
-    """Looks at an event, whose class is what it sees.
+    """Looks at the events of one class.
 
     `look` warns, or returns the complaint that stops the step. `code`: of its complaint, "" for a warning. `agreed`:
     ranks may differ in the complaint, and agree on it before one raises; else it is the same on every rank. `waits`: it

@@ -1,4 +1,4 @@
-"""Refuses DistributedDataParallel and `fully_shard` if they manage the experts of `moec.layer`, or if nobody does.
+"""Refuses DistributedDataParallel and `fully_shard` if they manage the experts of `moec.layer`, or if no host does.
 
 A layer over several ranks sums the gradients of its experts itself; experts of a layer of one rank are replicas.
 """
@@ -19,8 +19,8 @@ from moec.runtime.ranks.checks import Complaint
 
 
 def _hosts(experts: nn.Module) -> tuple[object, ...]:
-    """What changes with the layer's hosts: the active DDP module, whether it is in `join()`, whether FSDP is around,
-    and the module that last got a composable state (`fully_shard`).
+    """The state that changes with the layer's hosts: the active DDP module, whether it is in `join()`, whether FSDP is
+    around, and the module that last got a composable state (`fully_shard`).
 
     Weak references: after garbage collection an id can be reused and a count can fall, at different times on different
     ranks. A rank that skips the check would not raise, and the others would hang.
@@ -32,7 +32,7 @@ def _hosts(experts: nn.Module) -> tuple[object, ...]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def foreign_host(call: LayerCalled) -> Complaint | None:
-    """The complaint about the present hosts, which it looks at if they are not those of the layer's last call."""
+    """The complaint about the layer's hosts, which are examined if they are not those of its last call."""
     hosts = _hosts(call.experts)
     if call.layer.hosts == hosts:
         return None
@@ -96,8 +96,8 @@ def _unmanaged(experts: nn.Module, ddp: Any, hosts: Sequence[str]) -> Complaint 
     managed = _reduced_by(ddp) if ddp is not None else {}
     if ddp is not None and not _is_inside(experts, ddp):
         hosts = [host for host in hosts if host == "fully_shard"]  # DDP's forward pass calls another model's layer
-    left = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
-    if hosts and left and not _is_owned_by_fsdp(experts):
+    has_unmanaged = any(parameter.requires_grad and id(parameter) not in managed for parameter in experts.parameters())
+    if hosts and has_unmanaged and not _is_owned_by_fsdp(experts):
         return Complaint(
             "MOE0711",
             f"{hosts[0]} ignores the experts of a layer of one rank: nobody would sum their gradients",

@@ -1,4 +1,4 @@
-"""Finds weights that a host has narrowed before they reach a layer, and steps of which a host has not told a layer."""
+"""Finds weights that a host has narrowed before they reach a layer, and steps without `moec.end_step`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def narrowed(layer: LayerBegins) -> Complaint | None:
 
 
 def untold(layer: LayerBegins) -> Complaint:
-    """The complaint about a pass in training after a step whose end nobody has said."""
+    """The complaint about a pass in training after a step without `moec.end_step`."""
     return Complaint(
         "MOE0713",
         "an optimizer has stepped, and nothing said that the step ended: the biases of `online` have not moved",

@@ -1,6 +1,6 @@
-"""Finds losses that are means where `job.step` wants sums, in the graph that autograd has of them.
+"""Finds losses that are means where `job.step` takes sums, from their autograd graph.
 
-The graph is there already: no function is called again. A few numbers are read, in the first step of a model.
+No function is called again. A few numbers are read, in the first step of a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STILL_A_MEAN = (
 """Nodes whose result is a mean, or a sum of a few, if all their inputs are."""
 
 MOST_NODES = 1000
-"""A longer graph is of no simple mean."""
+"""A graph with more nodes does not compute a simple mean."""
 
 
 def warn_of_mean(loss: LossComputed) -> None:
@@ -43,31 +43,31 @@ def may_be_a_mean(loss: LossComputed) -> bool:
 
 
 def kind_of(loss: LossComputed) -> str:
-    """The name in `seen`."""
+    """The name of a loss in `seen`."""
     return f"mean of {loss.name}"
 
 
 def is_mean(value: Tensor, labels: Tensor) -> bool:
     """Whether a scalar with a graph is a mean, or a sum of means scaled down.
 
-    So is a sum that is divided by the number of `labels` or of the valid ones. False for whatever may be a sum: a mean
-    times the number of its elements, or a mean beside a sum.
+    A sum divided by the number of `labels` or of valid labels is a mean too. False for values that may be sums: a mean
+    times the number of its elements, or a mean added to a sum.
     """
-    open_nodes, seen = [value.grad_fn], 0
-    while open_nodes:
-        node, seen = open_nodes.pop(), seen + 1
-        if seen > MOST_NODES:
+    pending, visited = [value.grad_fn], 0
+    while pending:
+        node, visited = pending.pop(), visited + 1
+        if visited > MOST_NODES:
             return False
         if not _gives_mean(node, labels):
-            before = _before(node)
-            if not before or not _keeps_mean(node):
+            inputs = _input_nodes(node)
+            if not inputs or not _keeps_mean(node):
                 return False
-            open_nodes += before
+            pending += inputs
     return True
 
 
-def _before(node: Any) -> list[Any]:
-    return [each for each, _ in node.next_functions if each is not None]
+def _input_nodes(node: Any) -> list[Any]:
+    return [producer for producer, _ in node.next_functions if producer is not None]
 
 
 def _gives_mean(node: Any, labels: Tensor) -> bool:
@@ -75,16 +75,16 @@ def _gives_mean(node: Any, labels: Tensor) -> bool:
     if kind == "MeanBackward":
         return bool(node._saved_self_sym_numel > 1)
     if kind == "DivBackward":
-        by = _factor(node)
-        return by is not None and by > 1 and by in (labels.numel(), int((labels != IGNORED_LABEL).sum()))
+        factor = _factor(node)
+        return factor is not None and factor > 1 and factor in (labels.numel(), int((labels != IGNORED_LABEL).sum()))
     return getattr(node, "_saved_reduction", None) == MEAN_REDUCTION
 
 
 def _keeps_mean(node: Any) -> bool:
     kind = _kind(node)
     if kind in ("MulBackward", "DivBackward"):
-        by = _factor(node)
-        return by is not None and (abs(by) <= 1 if kind == "MulBackward" else abs(by) >= 1)
+        factor = _factor(node)
+        return factor is not None and (abs(factor) <= 1 if kind == "MulBackward" else abs(factor) >= 1)
     return kind in STILL_A_MEAN
 
 
@@ -99,14 +99,14 @@ def _factor(node: Any) -> float | None:
 
     A tensor that a hook of the script's has packed is not read: that of a checkpoint would compute again.
     """
-    saved = getattr(node, "_raw_saved_other", None)
-    if saved is None:
-        other = getattr(node, "_saved_other", None)
-        return other if isinstance(other, int | float) else None
-    if len(_before(node)) != 1 or getattr(saved, "unpack_hook", saved) is not None:
+    packed = getattr(node, "_raw_saved_other", None)
+    if packed is None:
+        factor = getattr(node, "_saved_other", None)
+        return factor if isinstance(factor, int | float) else None
+    if len(_input_nodes(node)) != 1 or getattr(packed, "unpack_hook", packed) is not None:
         return None
-    other = node._saved_other
-    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and not other.is_complex() else None
+    factor = node._saved_other
+    return float(factor) if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.is_complex() else None
 
 
 GUARD = Guard(event=LossComputed, look=warn_of_mean, when=may_be_a_mean)

@@ -31,7 +31,7 @@ def warn_of_padded(step: BatchAgreed) -> None:
 
 
 def padding_of(step: BatchAgreed) -> Tensor | None:
-    """Which tokens are padding: bool `[batch, sequence]`, or None for a model that knows none."""
+    """The mask of padding: bool `[batch, sequence]`, or None for a model without padding."""
     if step.model.takes.padding and step.beside.padding is not None:
         return step.beside.padding != 0
     padding = step.model.limits.padding

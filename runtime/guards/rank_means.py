@@ -19,10 +19,10 @@ CLOSE = 0.02
 loss is smaller by the number of ranks, which is at least 2."""
 
 
-def watch_for_mean(given: LogitsGiven) -> None:
+def watch_for_mean(event: LogitsGiven) -> None:
     """Makes the first backward through whole logits warn of a mean over this rank's labels."""
-    look = partial(_look, given.logits.detach(), given.logits._version, given.data_size)
-    given.logits.register_hook(look)  # type: ignore[no-untyped-call]
+    look = partial(_look, event.logits.detach(), event.logits._version, event.data_size)
+    event.logits.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def _look(logits: Tensor, version: int, ranks: int, gradient: Tensor) -> None:
@@ -63,6 +63,6 @@ def _is_of_count(logits: Tensor, gradient: Tensor, count: int) -> bool:
 
 
 GUARD = Guard(
-    event=LogitsGiven, look=watch_for_mean, when=lambda given: given.data_size > 1 and given.logits.requires_grad,
+    event=LogitsGiven, look=watch_for_mean, when=lambda event: event.data_size > 1 and event.logits.requires_grad,
     once="mean of a rank",
 )  # fmt: skip

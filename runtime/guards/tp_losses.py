@@ -21,16 +21,17 @@ def unlike_in_group(computed: LossComputed) -> Complaint | None:
     value = math.nan if loss is None else float(loss.detach())
     is_number, number = not math.isnan(value), 0.0 if math.isnan(value) else value
     device = "cpu" if loss is None else loss.device
-    most = torch.tensor([loss is None, is_number, -is_number, number, -number], dtype=torch.float64, device=device)
+    maxima = torch.tensor([loss is None, is_number, -is_number, number, -number], dtype=torch.float64, device=device)
     with collective("all_reduce", computed.group, "a custom loss") as peers:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=peers)
-    lacks, any_number, all_numbers, high, low = most[0] > 0, most[1] > 0, most[2] < 0, float(most[3]), -float(most[4])
-    if lacks or not any_number or (all_numbers and math.isclose(low, high, rel_tol=TOLERANCE)):
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=peers)
+    lacks_loss, any_number, all_numbers = maxima[0] > 0, maxima[1] > 0, maxima[2] < 0
+    high, low = float(maxima[3]), -float(maxima[4])
+    if lacks_loss or not any_number or (all_numbers and math.isclose(low, high, rel_tol=TOLERANCE)):
         return None
-    others = f"from {low:g} to {high:g}" if all_numbers else "NaN on some, and a number on others,"
+    range_text = f"from {low:g} to {high:g}" if all_numbers else "NaN on some, and a number on others,"
     return Complaint(
         "MOE0713",
-        f"the custom loss is {value:g} here, and {others} of the ranks with the same `job.data_rank`",
+        f"the custom loss is {value:g} here, and {range_text} of the ranks with the same `job.data_rank`",
         "these ranks compute one loss of the same tokens: draw its random numbers from a generator that they seed "
         "alike, as by `job.data_rank` and the step",
     )

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import Program, State
 from moec.runtime.host.layer_state import INNER
-from moec.runtime.refused_derivatives import outlasting
+from moec.runtime.refused_derivatives import unwrapped
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
 from moec.runtime.weights.states import OwnStates
@@ -72,7 +72,7 @@ class LayerBiases:
         """Counts the rows `[experts]` of a pass in training."""
         if self._function is None or in_backward():
             return
-        self._loads = outlasting(counts if self._loads is None else self._loads + counts)
+        self._loads = unwrapped(counts if self._loads is None else self._loads + counts)
         if not self._watches:
             self._watches = True
             _watch(weakref.ref(owner), self)

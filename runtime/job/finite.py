@@ -10,7 +10,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moec.runtime.errors import JobError, one_of
+from moec.runtime.errors import JobError, require_one_of
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LossSummed, NormTaken, OptimizerSteps
 from moec.runtime.optimizers.clipping import HandedOver
@@ -53,7 +53,7 @@ class Finite:
     """
 
     def __init__(self, job: RunningJob, mode: str) -> None:
-        one_of("moec.launch", "on_nonfinite", mode, MODES)
+        require_one_of("moec.launch", "on_nonfinite", mode, MODES)
         self._job, self.mode, self.skipped = job, mode, 0
         self._normed: WeakKeyDictionary[nn.Module, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""

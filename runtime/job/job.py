@@ -85,7 +85,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         here, on a device that has them, and not in the first step.
         """
         if not self.is_running:
-            raise groups.ended() if self._has_begun else groups.not_begun(self.plan.name)
+            raise groups.ended_error() if self._has_begun else groups.not_begun_error(self.plan.name)
         target = _device(device or self.device_type)
         compile_kernels_ahead(self.plan, target)
         home = RankHome(

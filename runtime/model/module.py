@@ -40,7 +40,7 @@ from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, of_step
 from moec.runtime.model.step_module import StepModule
 from moec.runtime.model.top_level import TopLevel
-from moec.runtime.refused_derivatives import in_vmap, outlasting
+from moec.runtime.refused_derivatives import in_vmap, unwrapped
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
 from moec.runtime.weights.microbatches import Microbatches
@@ -145,7 +145,7 @@ class PlanModule(StepModule):
         chosen = results.get(("routes", None, None))
         kept = {} if in_vmap() else results  # it has other counts for each of its batch
         self.expert_counts, self.head_counts, self.choices_made = (
-            {n: outlasting(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
+            {n: unwrapped(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
             for counted in COUNTS
         )
         if labels is not None and of_step(self.training):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function, emit_function
 from moec.passes.ir import OutputKey, Program
 from moec.runtime.model.plan_layer import layer_inside
-from moec.runtime.refused_derivatives import outlasting
+from moec.runtime.refused_derivatives import unwrapped
 from moec.runtime.weights.home import Home
 
 
@@ -58,7 +58,7 @@ class Updates:
         for (role, layer, _), counts in results.items():
             if role == "counts" and layer in self._of_layer:
                 seen = self.loads.get(layer)
-                self.loads[layer] = outlasting(counts if seen is None else seen + counts)
+                self.loads[layer] = unwrapped(counts if seen is None else seen + counts)
 
     @torch.no_grad()
     def new_values(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

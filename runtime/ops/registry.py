@@ -13,7 +13,7 @@ import torch
 
 from moec.runtime.backends import forced_backend, select, using
 from moec.runtime.ops.derivatives import Composition, Rule, SavedInputs, gradients_of, kernel_of, ordinary
-from moec.runtime.refused_derivatives import beyond_backward, once
+from moec.runtime.refused_derivatives import beyond_backward, once_differentiable
 
 DEVICES = ("CPU", "CUDA")
 
@@ -99,7 +99,7 @@ def differentiate(
                 return backward(ctx, *gradients)
             return gradients_of(composition, saved_inputs, ctx, gradients)
 
-    refused = once(operator.name())(backward)
+    refused = once_differentiable(operator.name())(backward)
     rule = _rules[operator.name()]
     rule.ordinary, rule.composition = ordinary(operator, setup_with_backend, backward_by_same_backend), composition
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.errors import JobError, one_of
+from moec.runtime.errors import JobError, require_one_of
 from moec.runtime.ranks.fingerprint import fingerprint
 from moec.runtime.ranks.groups import HOST
 from moec.runtime.ranks.watch import collective
@@ -42,33 +42,33 @@ OTHER_TOKENS = "ranks {one} and {other} have the same `job.data_rank`, but diffe
 
 
 class Complaint(NamedTuple):
-    """An error to be raised on every rank. Its words get the rank's number, unless it is `of_all_ranks`."""
+    """An error to be raised on every rank. Its message gets the rank's number, unless the error `is_on_all_ranks`."""
 
     code: str
-    words: str
+    message: str
     help: str = ""
-    of_all_ranks: bool = False
+    is_on_all_ranks: bool = False
 
     @staticmethod
-    def of(error: DiagnosticError, *, of_all_ranks: bool = False) -> Complaint:
+    def of(error: DiagnosticError, *, is_on_all_ranks: bool = False) -> Complaint:
         """The code and message of `error`."""
         first = error.diagnostics[0]
-        return Complaint(first.code, first.message, first.help or "", of_all_ranks)
+        return Complaint(first.code, first.message, first.help or "", is_on_all_ranks)
 
     def error(self) -> JobError:
         """The error to raise."""
-        return JobError(self.code, self.words, self.help)
+        return JobError(self.code, self.message, self.help)
 
 
 class MustMatch(NamedTuple):
     """Numbers that must be equal on all ranks, and the message if they are not.
 
-    In `words`, `{least}` and `{most}` stand for the minimum and maximum of each number over the ranks, `{one}` and
+    In `message`, `{least}` and `{most}` stand for the minimum and maximum of each number over the ranks, `{one}` and
     `{other}` for the first ranks that have the minimum and the maximum of the first number that differs.
     """
 
     code: str
-    words: str
+    message: str
     numbers: tuple[int, ...]
 
 
@@ -86,7 +86,7 @@ class Checks:
     """Whether there is more than one rank."""
 
     def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
-        one_of("moec.launch", "checks", mode, MODES)
+        require_one_of("moec.launch", "checks", mode, MODES)
         self.mode, self.place = mode, place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checks:
@@ -115,8 +115,8 @@ class Checks:
 
         A collective: every rank calls it, or none.
         """
-        if complaint is not None and not complaint.of_all_ranks and (place := self.place()):
-            complaint = complaint._replace(words=f"{place}: {complaint.words}")
+        if complaint is not None and not complaint.is_on_all_ranks and (place := self.place()):
+            complaint = complaint._replace(message=f"{place}: {complaint.message}")
         return self._agree(_Report(site, complaint, matching), inputs, counts)
 
     def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
@@ -168,7 +168,7 @@ class JobChecks(Checks):
         buffers = [torch.empty_like(buffer) for _ in range(self._world_size)]
         with collective("all_gather", self._job + HOST, "an error") as peers:
             dist.all_gather(buffers, buffer, group=peers)
-        reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in buffers]
+        reports = [_Report.decode(rank_buffer.numpy().tobytes().rstrip(b"\0")) for rank_buffer in buffers]
         wrong = next((report for report in reports if report.complaint), None)
         if wrong is None or wrong.complaint is None:
             return _difference(reports).error()
@@ -176,16 +176,17 @@ class JobChecks(Checks):
         if line == reports[0].line:
             return complaint.error()
         # Rank 0 prints the error, and would show its own line.
-        error = complaint._replace(words=f"{complaint.words} (at {line})" if line else complaint.words).error()
+        error = complaint._replace(message=f"{complaint.message} (at {line})" if line else complaint.message).error()
         error.elsewhere = True
         return error
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank sends. `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group.
+    """The report of one rank to the others.
 
-    `line`: the line of its script, in a report of an error.
+    `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group. `line`: the line of
+    its script, in a report of an error.
     """
 
     site: str
@@ -197,14 +198,14 @@ class _Report:
 
     def digest(self) -> int:
         """A hash of site and numbers, the same in every process."""
-        return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.matching)))
+        return hash((zlib.crc32(self.site.encode()), *(claim.numbers for claim in self.matching)))
 
     def encode(self) -> bytes:
-        """At most `MAX_BYTES` of JSON, with shorter words where they take more."""
+        """At most `MAX_BYTES` of JSON, with a shorter message where it takes more."""
         for most in (MAX_WORDS, MAX_WORDS // 4, MAX_WORDS // 16):
             complaint = self.complaint
             if complaint is not None:
-                complaint = complaint._replace(words=complaint.words[:most], help=complaint.help[:most])
+                complaint = complaint._replace(message=complaint.message[:most], help=complaint.help[:most])
             fields = [self.site, complaint, self.matching, self.first, self.inputs, self.line]
             # A path with bytes that are no text has characters without an encoding.
             encoded = json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace")
@@ -215,7 +216,7 @@ class _Report:
     @staticmethod
     def decode(encoded: bytes) -> _Report:
         site, complaint, matching, first, inputs, line = json.loads(encoded)
-        matching = [MustMatch(code, words, tuple(numbers)) for code, words, numbers in matching]
+        matching = [MustMatch(code, message, tuple(numbers)) for code, message, numbers in matching]
         return _Report(site, complaint and Complaint(*complaint), matching, first, inputs, line)
 
 
@@ -229,8 +230,9 @@ def _difference(reports: Sequence[_Report]) -> Complaint:
         least, most = [min(column) for column in columns], [max(column) for column in columns]
         if least != most:
             ranks = next(column for column in columns if min(column) != max(column))
-            one, other = ranks.index(min(ranks)), ranks.index(max(ranks))
-            return Complaint(claims[0].code, claims[0].words.format(least=least, most=most, one=one, other=other))
+            low, high = ranks.index(min(ranks)), ranks.index(max(ranks))
+            text = claims[0].message.format(least=least, most=most, one=low, other=high)
+            return Complaint(claims[0].code, text)
     rank, first = next((i, r.first) for i, r in enumerate(reports) if r.inputs != reports[r.first].inputs)
     return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
 

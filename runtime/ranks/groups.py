@@ -91,8 +91,8 @@ def resolve(name: str) -> ProcessGroup:
         return _groups[name]
     except KeyError:
         if SEPARATOR in name:
-            raise ended() from None
-        known = ", ".join(f'"{other}"' for other in sorted(_groups)) or "none"
+            raise ended_error() from None
+        known = ", ".join(f'"{group}"' for group in sorted(_groups)) or "none"
         message = (
             f'no process group is called "{name}" on this rank (known: {known}); '
             "run collectives and their backward inside `groups.use({name: group})`"
@@ -112,7 +112,7 @@ def plain_name(name: str) -> str:
     return "" if plain == HOST else plain
 
 
-def not_begun(name: str) -> JobError:
+def not_begun_error(name: str) -> JobError:
     """The error for a job that is used before its `with`."""
     return JobError(
         "MOE0752",
@@ -121,7 +121,7 @@ def not_begun(name: str) -> JobError:
     )
 
 
-def ended() -> JobError:
+def ended_error() -> JobError:
     """The error for a model that is used after its job."""
     return JobError(
         "MOE0709",

@@ -27,6 +27,7 @@ from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
 from moec.runtime.ranks.groups import HOST, STAGE
+from moec.runtime.ranks.verdict import ranks_text
 
 MOST_ABSENT = 8
 """Ranks that a message names."""
@@ -36,24 +37,24 @@ _joined: Counter[tuple[str, str]] = Counter()
 
 
 @dataclass(slots=True)
-class _Made:
-    """The process group of all ranks that a job made, the jobs that use it now, and the longest timeout of any."""
+class _OwnGroup:
+    """The process group of all ranks, made by a job, with the longest timeout of its jobs, and how many use it now."""
 
     group: ProcessGroup
     timeout: timedelta
     jobs: int = 0
 
 
-_made: list[_Made] = []
+_own_groups: list[_OwnGroup] = []
 _prefixed = set[int]()
 """The rank in this process's `sys.excepthook`, once a process group was made."""
 
 
 @contextmanager
 def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> Iterator[None]:
-    """The process group of all ranks until the block ends: the one that is there, or a new one.
+    """The process group of all ranks until the block ends: the process's, or a new one where it has none.
 
-    A group that was made here ends with the last job that uses it, in whatever order jobs end.
+    A new group ends with the last job that uses it, in whatever order jobs end.
     """
     if not dist.is_initialized():
         hook = sys.excepthook
@@ -62,21 +63,21 @@ def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> 
             sys.excepthook = hook
         _prefixed.add(rank)
         assert dist.group.WORLD is not None
-        _made[:] = [_Made(dist.group.WORLD, timeout)]
-    mine = next((made for made in _made if made.group is dist.group.WORLD), None)
-    if mine is None:  # the script's own group
+        _own_groups[:] = [_OwnGroup(dist.group.WORLD, timeout)]
+    own_group = next((group for group in _own_groups if group.group is dist.group.WORLD), None)
+    if own_group is None:  # the script's own group
         yield
         return
-    mine.jobs += 1
-    if timeout > mine.timeout:  # each job's watch keeps the job's own
-        mine.timeout = timeout
-        distributed_c10d._set_pg_timeout(timeout, mine.group)
+    own_group.jobs += 1
+    if timeout > own_group.timeout:  # each job's watch keeps the job's own
+        own_group.timeout = timeout
+        distributed_c10d._set_pg_timeout(timeout, own_group.group)
     try:
         yield
     finally:
-        mine.jobs -= 1
-        if not mine.jobs and mine.group is dist.group.WORLD:
-            _made.clear()
+        own_group.jobs -= 1
+        if not own_group.jobs and own_group.group is dist.group.WORLD:
+            _own_groups.clear()
             dist.destroy_process_group()
 
 
@@ -95,30 +96,30 @@ def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> N
     address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
     _joined[address] += 1
-    store.set(_here(rank), "")
+    store.set(_arrival_key(rank), "")
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:
         absent = _absent(store, world_size)
         if not absent:
             raise
-        who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} have"
+        verb = "has" if len(absent) == 1 else "have"
         raise JobError(
             "MOE0705",
-            f"{who} not joined within {timeout.total_seconds():g} s",
+            f"{ranks_text(absent)} {verb} not joined within {timeout.total_seconds():g} s",
             "look there for what ends the process before `moec.launch`, or takes so long; `timeout=` waits longer",
         ) from error
 
 
 def _absent(store: Store, world_size: int) -> list[int]:
-    """The first ranks that have not said that they are here; none where the store is gone too."""
+    """The first ranks that have not written their arrival key; none where the store is gone too."""
     try:
-        return list(islice((rank for rank in range(world_size) if not store.check([_here(rank)])), MOST_ABSENT))
+        return list(islice((rank for rank in range(world_size) if not store.check([_arrival_key(rank)])), MOST_ABSENT))
     except RuntimeError:
         return []
 
 
-def _here(rank: int) -> str:
+def _arrival_key(rank: int) -> str:
     return f"here{rank}"
 
 
@@ -127,12 +128,12 @@ def require_world_size(plan: Plan, world_size: int) -> None:
     ranks = plan.world_size
     if world_size == ranks:
         return
-    found = f"this job has {world_size}"
+    processes = f"this job has {world_size}"
     if world_size == 1 and "RANK" not in os.environ:
-        found = "this script was started as one process"
+        processes = "this script was started as one process"
     raise JobError(
         "MOE0701",
-        f"the plan is for {ranks} ranks, but {found}",
+        f"the plan is for {ranks} ranks, but {processes}",
         f"start it with `{start_command(plan, 'PLAN', _script())}`, or compile the file for a cluster of {world_size}",
     )
 
@@ -144,7 +145,7 @@ def _script() -> list[str]:
 
 
 def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
-    """Raises `CallError` for what `moec.launch` cannot be told."""
+    """Raises `CallError` for arguments that `moec.launch` does not take."""
     if not is_whole(check_replicas) or check_replicas < 0:
         message = f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}"
         raise wrong_argument(message, "`check_replicas=100` compares replicas at every 100th step")
@@ -185,13 +186,13 @@ def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, Dev
 
 
 def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
-    """Empties DTensor's caches, which outlive a job, and lets go of the groups of `meshes`, which parameters keep.
+    """Empties DTensor's caches, which outlive a job, and drops the groups of `meshes`, which parameters keep.
+
+    The caches find a mesh by its shape and return that of an earlier job, whose groups have ended: `full_tensor()`
+    would not find them, or find others of the same name. They also keep the connections of every job open.
 
     Gloo's threads end with their group. One that frees its last work while the interpreter ends aborts the process, or
     waits for it for ever (torch 2.13: such works have Python objects, which threads then may not touch).
-
-    They find a mesh by its shape and give that of an earlier job, whose groups have ended: `full_tensor()` would not
-    find them, or find others of the same name. They also keep the connections of every job open.
     """
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
@@ -210,7 +211,8 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
         world = dist.group.WORLD
         assert world is not None
         by_name[STAGE] = world
-        by_name[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
+        takes_cpu_tensors = device_type == "cpu" or "cpu:" in str(dist.get_backend_config())
+        by_name[HOST] = world if takes_cpu_tensors else dist.new_group(backend="gloo")
     for group in by_name.values():
         # New groups have torch's default timeout of 30 minutes. The group of all ranks has its jobs' longest.
         if group is not dist.group.WORLD:
@@ -219,25 +221,23 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
 
 
 def number_in_store(rank: int) -> int:
-    """The number of the job that begins now among those over the store of all ranks, by which they meet there.
+    """The number of the job that begins now, among the jobs over the store of all ranks. Its ranks meet there by it.
 
-    Each rank counts its own: every one enters the same jobs over one store, whatever its process had before.
+    Each rank counts its own jobs: all ranks enter the same jobs over one store, whatever their processes had before.
     """
     return int(distributed_c10d._get_default_store().add(f"jobs_{rank}", 1))
 
 
 def await_groups(number: int, world_size: int) -> None:
-    """Waits until every rank has made its groups: one that raised and ended sooner would break a slow rank's
-    connections, whose error would then stand for its own. Raises `JobError` after the groups' timeout."""
+    """Waits until every rank has made its groups. Raises `JobError` after the groups' timeout.
+
+    A rank that raised and ended sooner would break a slow rank's connections, and that rank would show another error.
+    """
     store = PrefixStore(f"groups_{number}", distributed_c10d._get_default_store())
     if store.add("made", 1) == world_size:
         store.set("all", "")
     try:
         store.wait(["all"])
     except RuntimeError as error:
-        words = "a rank has not made its process groups in time"
-        raise JobError("MOE0705", words, "look there for what ends the process in `moec.launch`") from error
-
-
-def _takes_cpu_tensors() -> bool:
-    return "cpu:" in str(dist.get_backend_config())
+        message = "a rank has not made its process groups in time"
+        raise JobError("MOE0705", message, "look there for what ends the process in `moec.launch`") from error

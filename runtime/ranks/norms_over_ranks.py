@@ -15,7 +15,7 @@ from moec.runtime.ranks.groups import resolve
 from moec.runtime.ranks.watch import collective
 
 Span = str | DeviceMesh
-"""Where the other parts are: on the ranks of a group, by its name; on those of a mesh; nowhere (""), for replicas."""
+"""The ranks that have the other parts: those of a group, by its name, or of a mesh; none ("") for replicas."""
 
 
 def canonical(groups: Iterable[str]) -> dict[str, str]:
@@ -43,18 +43,18 @@ def norms(parts: Mapping[Span, list[Tensor]], local: Callable[[list[Tensor]], Te
 
     `local` is the norm of this rank's gradients, a scalar. Collectives over the groups and meshes of `parts`.
     """
-    found: list[Tensor] = []
+    span_norms: list[Tensor] = []
     for span, gradients in parts.items():
         norm = local(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        found += _of_all_ranks(norm, span) if isinstance(span, str) and span else [norm]
-    return found
+        span_norms += _rank_norms(norm, span) if isinstance(span, str) and span else [norm]
+    return span_norms
 
 
-def _of_all_ranks(norm: Tensor, group: str) -> list[Tensor]:
+def _rank_norms(norm: Tensor, group: str) -> list[Tensor]:
     """The `norm` of each rank of the group. Not their sum: a maximum, an infinite norm and NaN need no case."""
     with collective("all_gather", group, "gradient norm") as peers:
-        found = [torch.empty_like(norm) for _ in range(dist.get_world_size(peers))]
-        dist.all_gather(found, norm, group=peers)
-    return found
+        rank_norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(peers))]
+        dist.all_gather(rank_norms, norm, group=peers)
+    return rank_norms

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
+from moec.runtime.ranks.fingerprint import INT_DTYPES
+from moec.runtime.ranks.verdict import ranks_text
 from moec.runtime.ranks.watch import collective
 
 CHUNK = 1 << 20
@@ -18,7 +20,6 @@ MAX_NAMED = 5
 """Parameters that a message names; the others are counted."""
 
 Hash = tuple[int, int]
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_hash(tensor: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
     Both wrap around. One changed bit changes the first sum. NaNs and signed zeros count as their bits.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    bits = tensor.detach().contiguous().view(-1).view(INT_DTYPES[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
@@ -57,10 +58,10 @@ def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int
 def require_equal(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
     """Raises `JobError` if ranks with the same part of a parameter differ in their hash; one hash per rank."""
     differing = []
-    for name, of_rank in hashes.items():
-        words = [drift for ranks in replicas(plan, name) if (drift := _drift({rank: of_rank[rank] for rank in ranks}))]
-        if words:
-            differing.append(f"{name}: {'; '.join(words)}")
+    for name, rank_hashes in hashes.items():
+        drifts = (_drift({rank: rank_hashes[rank] for rank in ranks}) for ranks in replicas(plan, name))
+        if drift := "; ".join(filter(None, drifts)):
+            differing.append(f"{name}: {drift}")
     if differing:
         more = f"; and {len(differing) - MAX_NAMED} more parameters" if len(differing) > MAX_NAMED else ""
         raise JobError("MOE0704", "; ".join(differing[:MAX_NAMED]) + more)
@@ -86,12 +87,8 @@ def _drift(hashes: Mapping[int, Hash]) -> str:
         ranks_by_hash.setdefault(value, []).append(rank)
     if len(ranks_by_hash) == 1:
         return ""
-    largest, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
-    if len(largest) == len(others[0]):
-        return " and ".join(_ranks(ranks) for ranks in ranks_by_hash.values()) + " differ from each other"
-    odd = sorted(rank for ranks in others for rank in ranks)
-    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(largest)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    majority, *minorities = sorted(ranks_by_hash.values(), key=len, reverse=True)
+    if len(majority) == len(minorities[0]):
+        return " and ".join(ranks_text(ranks) for ranks in ranks_by_hash.values()) + " differ from each other"
+    odd = sorted(rank for ranks in minorities for rank in ranks)
+    return f"{ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} from {ranks_text(majority)}"

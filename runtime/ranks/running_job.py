@@ -1,4 +1,4 @@
-"""What every part of a running job knows: its plan, its ranks and their groups, and what it has counted."""
+"""The base of a job: its plan, its ranks and their groups, and its counts of steps and tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moec.runtime.ranks.join import (
     require_world_size,
 )
 from moec.runtime.ranks.watch import Watch, watch
-from moec.runtime.uncaught import speak_once
+from moec.runtime.uncaught import show_uncaught_once
 
 
 class RunningJob:
@@ -59,11 +59,11 @@ class RunningJob:
         self.tokens = 0
         """Tokens of this rank that `step` and `accumulate` have trained on."""
         self.total_tokens = 0
-        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
+        """Tokens of all ranks that the weights were trained on, with those before the checkpoint that was loaded."""
         self.new_tokens = 0
         """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
         self._running = list[tuple[int, int]]()
-        """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
+        """The tokens, of this rank and of all, of each step that runs. A step inside another is of another model."""
         self._in_step, self._has_begun = False, False
         self._timeout = timedelta(seconds=timeout)
         self._meshes = dict[str, DeviceMesh]()
@@ -74,7 +74,7 @@ class RunningJob:
         return self
 
     def __enter__(self) -> Self:
-        speak_once(self.rank)
+        show_uncaught_once(self.rank)
         if self.is_running:
             raise JobError("MOE0752", "this job has begun already", "leave out the inner `with`")
         with ExitStack() as stack:
@@ -114,12 +114,12 @@ class RunningJob:
         """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
         return 0.0 if self._watch is None else self._watch.seconds
 
-    def count_tokens(self, of_rank: int, of_all: int) -> None:
-        """Notes the tokens of the step that runs; they count when it has ended."""
-        self._running[-1] = of_rank, of_all
+    def count_tokens(self, rank_tokens: int, total_tokens: int) -> None:
+        """Sets the tokens of the step that runs; they count when it has ended."""
+        self._running[-1] = rank_tokens, total_tokens
 
     def count_from(self, step: int) -> None:
-        """Counts on from `step`, from 0 as a new training."""
+        """Goes on counting from `step`. 0 begins a new training."""
         self.steps = step
         if not step:
             self.total_tokens = 0
@@ -137,18 +137,18 @@ class RunningJob:
             self.new_steps -= 1
             self._running.pop()
             raise
-        of_rank, of_all = self._running.pop()
-        self.tokens += of_rank
-        self.new_tokens += of_all
-        self.total_tokens += of_all
+        rank_tokens, total_tokens = self._running.pop()
+        self.tokens += rank_tokens
+        self.new_tokens += total_tokens
+        self.total_tokens += total_tokens
 
     def _require_device(self) -> None:
         """Raises for a device on which the job cannot run, before any collective."""
 
     def _enter_more(self, stack: ExitStack) -> None:
-        """Enters what else the job has while it runs."""
+        """Enters further contexts of a subclass, for as long as the job runs."""
 
     def _place(self) -> str:
-        """Where an error is, for its message."""
+        """The rank and step of an error, for its message."""
         rank = [f"rank {self.rank}"] if self.world_size > 1 else []
         return ", ".join([*rank, f"step {self.steps}"] if self._in_step else rank)

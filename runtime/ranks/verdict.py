@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: `inside` the collective `place`, or outside since it left `place` (None: since the start).
+    """A rank's position: `inside` the collective `place`, or outside since it left `place` (None: since the start).
 
     `seconds`: for how long. `counts`: collectives begun per communicator (`Place.key`). `newest`: `place` is the last
     collective that it began; false if it waits for an earlier one.
@@ -43,13 +43,13 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Departed:
     """A rank that has left the job. `error`: the exception that ended it, empty if none did."""
 
     error: str = ""
 
 
-RankState = Position | Left
+RankState = Position | Departed
 
 
 def to_json(state: RankState) -> str:
@@ -61,7 +61,7 @@ def from_json(text: str | bytes) -> RankState:
     """Reads the text of `to_json`. Raises `ValueError`, `KeyError` or `TypeError` for anything else."""
     data = json.loads(text)
     if "error" in data:
-        return Left(str(data["error"]))
+        return Departed(str(data["error"]))
     place = data["place"]
     if place is not None:
         place = Place(place["name"], place["group"], tuple(place["ranks"]), place["site"])
@@ -85,7 +85,7 @@ def judge(states: Mapping[int, RankState], world_size: int, *, overdue: bool) ->
     If all ranks answered and none left early, a rank is blamed only if a wait is `overdue` or collectives differ.
     """
     for rank, state in sorted(states.items()):
-        if isinstance(state, Left) and state.error:
+        if isinstance(state, Departed) and state.error:
             printed = state.error.partition(":")[0] != SystemExit.__name__  # Python prints no traceback of `sys.exit`
             return Verdict(f"rank {rank} ended with {state.error}{_waited_for(states, {rank})}", printed)
     different = _different(states)
@@ -95,12 +95,12 @@ def judge(states: Mapping[int, RankState], world_size: int, *, overdue: bool) ->
     if silent:
         answer = "no longer answers" if len(silent) == 1 else "no longer answer"
         why = "killed, out of memory, stopped, or its machine cut off"
-        return Verdict(f"{_ranks(silent)} {answer} ({why}){_waited_for(states, silent)}")
-    left = {rank for rank, state in states.items() if isinstance(state, Left)}
-    awaited = {rank for rank in left if _waiting_for(states, {rank}) is not None}
+        return Verdict(f"{ranks_text(silent)} {answer} ({why}){_waited_for(states, silent)}")
+    departed = {rank for rank, state in states.items() if isinstance(state, Departed)}
+    awaited = {rank for rank in departed if _waiting_for(states, {rank}) is not None}
     if awaited:
         calls = "; every rank makes the same calls, as often: none stands under `if job.rank == 0`"
-        return Verdict(f"{_ranks(awaited)} left the job before the others{_waited_for(states, awaited)}{calls}")
+        return Verdict(f"{ranks_text(awaited)} left the job before the others{_waited_for(states, awaited)}{calls}")
     waiting = [(w.seconds, rank) for rank, w in states.items() if isinstance(w, Position) and w.inside]
     if not overdue or not waiting:
         return None
@@ -114,10 +114,10 @@ def _different(states: Mapping[int, RankState]) -> str:
         place = _collective_of(state)
         if place is None or not isinstance(state, Position) or not state.newest:
             continue
-        other = first.setdefault((place.key(), _count(state, place)), rank)
-        there = _collective_of(states[other])
-        if there is not None and (there.name, there.site) != (place.name, place.site):
-            return f"the ranks make different calls: rank {other} is in {there}, and rank {rank} in {place}"
+        peer = first.setdefault((place.key(), _count(state, place)), rank)
+        peer_place = _collective_of(states[peer])
+        if peer_place is not None and (peer_place.name, peer_place.site) != (place.name, place.site):
+            return f"the ranks make different calls: rank {peer} is in {peer_place}, and rank {rank} in {place}"
     return ""
 
 
@@ -125,13 +125,14 @@ def _blame_for_wait(states: Mapping[int, RankState], rank: int) -> str:
     """Follows who waits for whom from `rank` on, to a rank outside of collectives, a cycle, or a complete group."""
     path = [rank]
     while True:
-        here = states[path[-1]]
-        assert isinstance(here, Position)
-        assert here.place is not None
-        behind = [r for r in here.place.ranks if _count(states[r], here.place) < _count(here, here.place)]
+        position = states[path[-1]]
+        assert isinstance(position, Position)
+        assert position.place is not None
+        place, count = position.place, _count(position, position.place)
+        behind = [r for r in place.ranks if _count(states[r], place) < count]
         if not behind:
-            members, waited = _ranks(set(here.place.ranks)), f"rank {rank} for {here.seconds:.1f} s"
-            return f"{members} are all in {here.place}, {waited}: it does not finish; {LONGER}"
+            members, waited = ranks_text(place.ranks), f"rank {rank} for {position.seconds:.1f} s"
+            return f"{members} are all in {place}, {waited}: it does not finish; {LONGER}"
         outside = [r for r in behind if _collective_of(states[r]) is None]
         if outside:
             return _stalled(states, outside[0], path[-1])
@@ -150,7 +151,7 @@ def _stalled(states: Mapping[int, RankState], rank: int, waiter: int) -> str:
 
 
 def _waited_for(states: Mapping[int, RankState], ranks: set[int]) -> str:
-    """The end of a message: where another rank waits for one of `ranks`, else the last place of one of them."""
+    """The end of a message: where another rank waits for one of `ranks`, else the last place of any rank."""
     waiter = _waiting_for(states, ranks)
     if waiter is not None:
         return f"; rank {waiter} waits for {'it' if len(ranks) == 1 else 'them'} in {_place_of(states[waiter])}"
@@ -182,5 +183,7 @@ def _place_of(state: RankState) -> str:
     return str(state.place)
 
 
-def _ranks(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 1, 2, 5`."""
+    numbers = sorted(ranks)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))

@@ -26,17 +26,17 @@ class Handler:
         self._run(number)
 
     def install(self, number: int) -> Any:
-        """Handles the signal from now on; returns the handler before. Of the main thread."""
-        before = signal.signal(number, self)
+        """Handles the signal from now on. Returns the previous handler. Called in the main thread only."""
+        previous = signal.signal(number, self)
         if not _handled:
             # Signals are blocked during a fork: until the child has reset them, it would do what its parent does.
             os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
         _handled.add(number)
-        return before
+        return previous
 
 
 class _WakeupHandler(Handler):
-    """The handler of `woken_by_sigterm`, until that has `ended`."""
+    """The handler of `woken_by_sigterm`. `ended`: the block of `woken_by_sigterm` has ended."""
 
     ended = False
 
@@ -75,7 +75,8 @@ class Wakeup:
 
 @contextmanager
 def woken_by_sigterm() -> Iterator[Wakeup]:
-    """Makes SIGTERM wake it and do nothing else, in the main thread and if SIGTERM has no handler yet."""
+    """Yields a `Wakeup` that SIGTERM wakes, and makes SIGTERM do nothing else. Only in the main thread, and only if
+    SIGTERM has no handler yet."""
     global _pipe
     wakeup = Wakeup()
     unset = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -97,7 +98,7 @@ def woken_by_sigterm() -> Iterator[Wakeup]:
 
 
 def is_of_wakeup(handler: Any) -> bool:
-    """Whether a handler is that of `woken_by_sigterm`: without it, SIGTERM would have its default effect."""
+    """Whether a handler is the handler of `woken_by_sigterm`: without it, SIGTERM would have its default effect."""
     return isinstance(handler, _WakeupHandler)
 
 

@@ -24,17 +24,17 @@ from torch._C._distributed_c10d import Store
 from moec.grammar.diagnostics import render
 from moec.runtime.errors import RankError
 from moec.runtime.ranks.groups import plain_name, resolve, watch_of
-from moec.runtime.ranks.verdict import Left, Place, Position, RankState, Verdict, from_json, judge, to_json
+from moec.runtime.ranks.verdict import Departed, Place, Position, RankState, Verdict, from_json, judge, to_json
 from moec.runtime.ranks.wakeup import Wakeup, woken_by_sigterm
 
 MARGIN_SECONDS = 10.0
 """Ranks are asked this long before the timeout, or a quarter of it: their answers arrive before the wait ends."""
 TERMINATED_SECONDS = 3.0
-"""How long answers may take after the launcher's SIGTERM: torchrun kills 30 s later."""
+"""The time for answers after the launcher's SIGTERM: torchrun kills 30 s later."""
 EXIT_SECONDS = 10.0
-"""How long a rank may take to end by itself after a verdict."""
+"""The time in which a rank may end by itself after a verdict."""
 BEATS = 8
-"""How often a rank says that it lives, in the time after which others ask for it."""
+"""The number of signs of life of a rank, in the time after which others ask for its position."""
 
 Layer = torch.Tensor | None
 """The number of a layer, 0-d int64 on CPU; None outside of layers."""
@@ -100,16 +100,16 @@ def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[
             yield rank_watch
         except BaseException as error:
             if not isinstance(error, RankError):
-                rank_watch.publish(Left(_sentence(error)))
+                rank_watch.publish(Departed(_sentence(error)))
             raise
         else:
-            rank_watch.publish(Left())
+            rank_watch.publish(Departed())
         finally:
             rank_watch.stop()
 
 
 class _Timed(NamedTuple):
-    """A `Position` with the time since when instead of the seconds."""
+    """A `Position` with the time at which it began instead of its seconds."""
 
     inside: bool
     place: Place | None
@@ -130,7 +130,7 @@ class Watch:
         self._position = _Timed(False, None, time.monotonic())
         self._places: dict[tuple[str, str, str], Place] = {}
         self._lock, self._publishing = threading.Lock(), threading.Lock()
-        self._left = False
+        self._has_departed = False
         self._verdict: Verdict | None = None
         self._stopping = False
         self.tick = min(1.0, max(0.05, timeout / 50))
@@ -179,8 +179,8 @@ class Watch:
     def publish(self, state: RankState) -> None:
         """Writes this rank's position to the store, unless it has left. The store's process may be gone."""
         with self._publishing, suppress(RuntimeError):
-            if not self._left:
-                self._left = isinstance(state, Left)
+            if not self._has_departed:
+                self._has_departed = isinstance(state, Departed)
                 self._store.set(f"at_{self.rank}", to_json(state))
 
     def stop(self) -> None:
@@ -192,7 +192,7 @@ class Watch:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What was found about a rank that blocks the job; None so far."""
+        """The verdict about a rank that blocks the job; None while there is none."""
         return self._verdict
 
     def beats_of(self, rank: int) -> int:
@@ -256,13 +256,14 @@ class Watch:
             verdict = self._judge(overdue, error, seconds)
             self._store.set("verdict", verdict.text or f"rank {self.rank} ended with {_sentence(error)}")
             return verdict
-        except RuntimeError as gone:
-            return self._print_once(Verdict(f"the process that holds the job's store is gone: {_sentence(gone)}"))
+        except RuntimeError as store_error:
+            text = f"the process that holds the job's store is gone: {_sentence(store_error)}"
+            return self._print_once(Verdict(text))
 
     def _read_verdict(self, seconds: float) -> Verdict | None:
         """The verdict of the rank that judges, or None if none came in time."""
-        found = _until(lambda: self._store.check(["verdict"]), seconds, self.tick)
-        return Verdict(self._store.get("verdict").decode(), printed=True) if found else None
+        is_written = _until(lambda: self._store.check(["verdict"]), seconds, self.tick)
+        return Verdict(self._store.get("verdict").decode(), printed=True) if is_written else None
 
     def _judge(self, overdue: bool, error: BaseException | None, seconds: float) -> Verdict:
         states: dict[int, RankState] = {}
@@ -270,9 +271,9 @@ class Watch:
         def answered() -> bool:
             for rank in range(self.world_size):
                 # Read again even after an answer: the rank may have left after it.
-                if not isinstance(states.get(rank), Left) and self._store.check([f"at_{rank}"]):
+                if not isinstance(states.get(rank), Departed) and self._store.check([f"at_{rank}"]):
                     states[rank] = from_json(self._store.get(f"at_{rank}"))
-            failed = any(isinstance(state, Left) and state.error for state in states.values())
+            failed = any(isinstance(state, Departed) and state.error for state in states.values())
             return failed or len(states) == self.world_size
 
         _until(answered, seconds, self.tick)

@@ -1,4 +1,5 @@
-"""Weights so large that numbers exceed the limits of `clip` and of clamped activations: initial weights never do."""
+"""Makes weights so large that values exceed the limits of `clip` and of clamped activations. With initial weights no
+value does."""
 
 from __future__ import annotations
 
@@ -40,23 +41,23 @@ def beyond_limits(model: Unsharded, limits: Mapping[str, float]) -> Iterator[Non
 
 
 def _limits_in(block: Block) -> Iterator[tuple[str, float]]:
-    given = {value.name: op for op in block.ops for value in op.results}
+    producers = {value.name: op for op in block.ops for value in op.results}
     for op in block.ops:
         if isinstance(op, Activates) and op.clamp is not None:
             yield op.named(op.operands)["up"][1:], op.clamp
             continue
         limit = op.limit if isinstance(op, Clip) else op.clamp if isinstance(op, Activation) else None
-        if limit is not None and (weight := _weight_of(op.operands[0], given)):
+        if limit is not None and (weight := _weight_of(op.operands[0], producers)):
             yield weight, limit
 
 
-def _weight_of(value: str, given: Mapping[str, Op]) -> str:
+def _weight_of(value: str, producers: Mapping[str, Op]) -> str:
     """The name of the parameter that a value is a product of; empty if there is none."""
-    while value in given:
-        op = given[value]
-        found = [name[1:] for name in op.operands if name[0] == "@"]
-        if found and not isinstance(op, AddBias):
-            return found[0]
+    while value in producers:
+        op = producers[value]
+        parameters = [name[1:] for name in op.operands if name[0] == "@"]
+        if parameters and not isinstance(op, AddBias):
+            return parameters[0]
         value = op.operands[0]
     return ""
 

@@ -12,17 +12,20 @@ SCALE_FLOOR = 1e-3
 is pure noise has no scale of its own."""
 
 Part = tuple[tuple[slice, ...], Tensor]
-"""An index, and a rank's values of what is there."""
+"""An index into a tensor, and a rank's values at this index."""
 
 
-def relative_error(got: object, expected: Tensor, whole: Tensor, kind_scale: float) -> float:
-    """max|got − expected| / max(max|whole|, SCALE_FLOOR · kind_scale), 0/0 being 0; inf for other shapes or NaN."""
-    if not isinstance(got, Tensor) or got.shape != expected.shape:
+def relative_error(actual: object, expected: Tensor, reference: Tensor, kind_scale: float) -> float:
+    """max|actual − expected| / max(max|reference|, SCALE_FLOOR · kind_scale). `expected` is a part of `reference`.
+
+    0/0 is 0. The error is inf where the shapes differ or a value is NaN.
+    """
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return math.inf
-    difference = largest(got - expected)
-    if difference != difference:
+    difference = largest(actual - expected)
+    if math.isnan(difference):
         return math.inf
-    scale = max(largest(whole), SCALE_FLOOR * kind_scale)
+    scale = max(largest(reference), SCALE_FLOOR * kind_scale)
     return 0.0 if difference == 0 else difference / scale if scale else math.inf
 
 
@@ -36,20 +39,23 @@ def rms(tensor: Tensor) -> float:
     return float(tensor.norm()) / math.sqrt(max(tensor.numel(), 1))
 
 
-def distance(got: Tensor, whole: Tensor) -> float:
+def distance(actual: Tensor, reference: Tensor) -> float:
     """The 2-norm of the difference."""
-    return float((got - whole).norm())
+    return float((actual - reference).norm())
 
 
-def distance_of(parts: Sequence[Part], whole: Tensor) -> float:
-    """The same for values that lie on ranks in parts; of replicas, the one that is further off counts."""
+def distance_of_parts(parts: Sequence[Part], reference: Tensor) -> float:
+    """The 2-norm of the difference between ranks' parts and `reference`; of replicas, the larger difference counts.
+
+    inf where shapes differ or a value is NaN.
+    """
     squares: dict[tuple[tuple[int, int], ...], float] = {}
     for index, part in parts:
-        wanted = whole[index]
-        if part.shape != wanted.shape:
+        expected = reference[index]
+        if part.shape != expected.shape:
             return math.inf
-        square = float((part.detach().double() - wanted).square().sum())
-        if square != square:
+        square = float((part.detach().double() - expected).square().sum())
+        if math.isnan(square):
             return math.inf
         key = tuple((cut.start, cut.stop) for cut in index)
         squares[key] = max(squares.get(key, 0.0), square)

@@ -1,4 +1,4 @@
-"""The inputs of a comparison: a global batch and each rank's part of it."""
+"""The global batch of a comparison, and each rank's part of it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ MAX_SEQUENCE = 16
 LONGEST_WINDOW = 48
 """Sequences are longer than windows of attention up to this; wider ones would take too long."""
 MOST_ROWS = 100
+"""Random loads of experts are below this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """Token ids and labels `[batch, sequence]` of a model, or images and labels `[batch]`; x and a cotangent of y
-    `[batch, sequence, dim]` of a layer.
+class GlobalBatch:
+    """A batch, and each rank's part of it.
 
-    Every x is a leaf: its gradient is compared too. The global batch is in the order of micro-batches, and in each in
-    the order of data-parallel ranks, so that the sequences of a routing group of the plan follow each other.
+    `inputs` are a model's token ids `[batch, sequence]` or images, or a layer's x `[batch, sequence, dim]`. `targets`
+    are labels `[batch, sequence]`, for images `[batch]`, or a cotangent of y `[batch, sequence, dim]`. Every x is a
+    leaf: its gradient is compared too. The batch is in the order of micro-batches, and in each in the order of
+    data-parallel ranks, so that the sequences of a routing group of the plan follow each other.
     """
 
-    given: Tensor
+    inputs: Tensor
     targets: Tensor
-    rank_given: Sequence[Tensor]
+    rank_inputs: Sequence[Tensor]
     rank_targets: Sequence[Tensor]
     rank_rows: Sequence[slice]
     """The sequences of the global batch that each rank has of the first micro-batch."""
@@ -47,38 +49,34 @@ class Inputs:
     """For each layer with states, random expert loads of each rank, int64 `[ranks, experts]`. The loads of a batch may
     be too similar on all ranks to show that a rank's are left out."""
     microbatches: int = 1
-    beside: Mapping[Role, Tensor] = field(default_factory=dict)
-    """The other inputs of `forward` by role, of the global batch."""
-    rank_beside: Mapping[Role, Sequence[Tensor]] = field(default_factory=dict)
+    extra_inputs: Mapping[Role, Tensor] = field(default_factory=dict)
+    """The other inputs of `forward` by role."""
+    rank_extra_inputs: Mapping[Role, Sequence[Tensor]] = field(default_factory=dict)
 
     @property
-    def arguments(self) -> dict[str, Tensor]:
-        """`beside`, as an unsharded model takes it."""
-        named = {str(role): whole for role, whole in self.beside.items() if role != "real"}
-        return named | ({"padding": 1 - self.beside["real"]} if "real" in self.beside else {})
+    def model_arguments(self) -> dict[str, Tensor]:
+        """`extra_inputs` as arguments of an unsharded model."""
+        arguments = {str(role): values for role, values in self.extra_inputs.items() if role != "real"}
+        return arguments | ({"padding": 1 - self.extra_inputs["real"]} if "real" in self.extra_inputs else {})
 
     @property
-    def beside_alone(self) -> dict[Role, Sequence[Tensor]]:
-        """`beside`, for the one rank of an unsharded model."""
-        return {role: [whole] for role, whole in self.beside.items()}
+    def extra_inputs_of_one_rank(self) -> dict[Role, Sequence[Tensor]]:
+        """`extra_inputs` for the one rank of an unsharded model."""
+        return {role: [values] for role, values in self.extra_inputs.items()}
 
-    def to(self, dtype: torch.dtype) -> Inputs:
+    def to(self, dtype: torch.dtype) -> GlobalBatch:
         """Copies of x rounded to `dtype`, without gradients; ids and labels unchanged."""
-        if not self.given.is_floating_point():
+        if not self.inputs.is_floating_point():
             return self
         if not self.targets.is_floating_point():  # images
-            rounded = [images.to(dtype) for images in self.rank_given]
-            return replace(self, given=self.given.to(dtype), rank_given=rounded)
-        return Inputs(
-            _leaf(self.given, dtype),
-            self.targets.to(dtype),
-            [_leaf(x, dtype) for x in self.rank_given],
-            [cotangent.to(dtype) for cotangent in self.rank_targets],
-            self.rank_rows,
-            self.loads,
-            self.microbatches,
-            self.beside,
-            self.rank_beside,
+            images = [images.to(dtype) for images in self.rank_inputs]
+            return replace(self, inputs=self.inputs.to(dtype), rank_inputs=images)
+        return replace(
+            self,
+            inputs=_leaf(self.inputs, dtype),
+            targets=self.targets.to(dtype),
+            rank_inputs=[_leaf(x, dtype) for x in self.rank_inputs],
+            rank_targets=[cotangent.to(dtype) for cotangent in self.rank_targets],
         )
 
 
@@ -100,51 +98,59 @@ def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
     return batch, max(min(context_of(plan.spec), longest) // pieces, 1) * pieces
 
 
-def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
+def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> GlobalBatch:
     """Two random sequences per data-parallel rank and micro-batch."""
     generator = torch.Generator().manual_seed(seed + 1)
     shape = batch_shape(plan, microbatches)
-    given, targets = _labelled(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
+    inputs, targets = _labelled(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
     numbers = torch.arange(shape[0]).view(microbatches, plan.data_size, SEQUENCES_PER_RANK)
     rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.stage_size)]
-    first = [slice(int(each[0]), int(each[0]) + SEQUENCES_PER_RANK) for each in rows]
-    parts = [given[part] for part in rows], [targets[part] for part in rows]
     loads = _loads(plan, generator)
-    beside = _beside(plan, generator, given)
-    of_ranks = {role: [whole[part] for part in rows] for role, whole in beside.items()}
-    return Inputs(given, targets, *parts, first, loads, microbatches, beside, of_ranks).to(torch.float64)
+    extra_inputs = _extra_inputs(plan, generator, inputs)
+    return GlobalBatch(
+        inputs=inputs,
+        targets=targets,
+        rank_inputs=[inputs[part] for part in rows],
+        rank_targets=[targets[part] for part in rows],
+        rank_rows=[slice(int(part[0]), int(part[0]) + SEQUENCES_PER_RANK) for part in rows],
+        loads=loads,
+        microbatches=microbatches,
+        extra_inputs=extra_inputs,
+        rank_extra_inputs={role: [values[part] for part in rows] for role, values in extra_inputs.items()},
+    ).to(torch.float64)
 
 
-def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role, Tensor]:
+def _extra_inputs(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role, Tensor]:
     """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none. Random segments:
     a text begins at every fourth token. Random padding: a quarter of the tokens and the whole last sequence.
     """
-    takes, found = Takes.of(plan.program), dict[Role, Tensor]()
+    takes, extra_inputs = Takes.of(plan.program), dict[Role, Tensor]()
     if takes.k:
         routes = tokens.new_full((*tokens.shape, len(takes.k), max(takes.k)), -1)
         for mixture, (experts, k) in enumerate(zip(takes.experts, takes.k, strict=True)):
             shuffled = torch.rand((*tokens.shape, experts), generator=generator).argsort(-1)[..., :k]
-            none = torch.rand(shuffled.shape, generator=generator) < 1 / 8
-            routes[:, :, mixture, :k] = shuffled.masked_fill(none, -1)
-        free = torch.rand(tokens.shape, generator=generator) < 1 / 2
-        found["routes"] = routes.masked_fill(free[..., None, None], FREE_ROUTE)
+            is_none = torch.rand(shuffled.shape, generator=generator) < 1 / 8
+            routes[:, :, mixture, :k] = shuffled.masked_fill(is_none, -1)
+        is_free = torch.rand(tokens.shape, generator=generator) < 1 / 2
+        extra_inputs["routes"] = routes.masked_fill(is_free[..., None, None], FREE_ROUTE)
     if takes.segments:
-        found["segments"] = 3 * (torch.rand(tokens.shape, generator=generator) < 1 / 4).cumsum(1)
+        extra_inputs["segments"] = 3 * (torch.rand(tokens.shape, generator=generator) < 1 / 4).cumsum(1)
     if takes.padding:
-        found["real"] = (torch.rand(tokens.shape, generator=generator) < 3 / 4).to(torch.int64)
-        found["real"][-1] = 0
-    return found
+        real = (torch.rand(tokens.shape, generator=generator) < 3 / 4).to(torch.int64)
+        real[-1] = 0
+        extra_inputs["real"] = real
+    return extra_inputs
 
 
 def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
-    program, found = reference_program(plan.spec), dict[int, Tensor]()
+    program, loads = reference_program(plan.spec), dict[int, Tensor]()
     for call in layer_calls(program):
         update = program.block(call.block).update
         counts = program.block(update).input("counts") if update is not None else None
         if counts is not None:
             shape = (plan.stage_size, cast(int, counts.shape[1]))
-            found[call.layer] = torch.randint(MOST_ROWS, shape, generator=generator)
-    return found
+            loads[call.layer] = torch.randint(MOST_ROWS, shape, generator=generator)
+    return loads
 
 
 def _labelled(plan: Plan, generator: torch.Generator, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The memory that a comparison on the virtual cluster needs, and what is done where it is too much."""
+"""The memory that a comparison on the virtual cluster needs, and its limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from moec.runtime.verify.inputs import batch_shape, microbatches_of
 MAX_BYTES = 8 * 10**9
 """Limit for `weight_bytes`."""
 
-KEPT_BYTES = 4 * 10**9
-"""Limit for the activations of all ranks. Above it they are recomputed in backward, which takes a third longer."""
+ACTIVATION_BYTES = 4 * 10**9
+"""Limit for the activations of all ranks. Above it they are recomputed in backward, which takes a third more time."""
 
 GRAPH_BYTES = 50_000
-"""What autograd's graph of one layer takes on one rank, besides the tensors that ops save."""
+"""Bytes of autograd's graph of one layer on one rank, besides the tensors that ops save."""
 
 
 def recomputes(plan: Plan) -> bool:
-    """Whether the virtual cluster computes activations again instead of keeping them.
+    """Whether the virtual cluster recomputes activations in backward instead of keeping them.
 
     An upper estimate, from the reference: a plan may be wrong. It counts everything for each rank of
     `tp`, and every tensor in the plan's dtype, which float64 widens. 61 layers at toy widths on 256 ranks are estimated
@@ -34,7 +34,7 @@ def recomputes(plan: Plan) -> bool:
     program = reference_program(plan.spec)
     saved = activation_bytes(program, costs_of(program, Workload(batch=batch, sequence=sequence)))
     saved *= plan.sharers * 8 / DTYPE_BYTES[plan.spec.subject.dtype]
-    return saved + plan.stage_size * plan.spec.subject.depth * GRAPH_BYTES > KEPT_BYTES
+    return saved + plan.stage_size * plan.spec.subject.depth * GRAPH_BYTES > ACTIVATION_BYTES
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -48,6 +48,7 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def require_memory(plan: Plan, help: str) -> None:
+    """Raises `JobError`, with `help`, for a plan whose `weight_bytes` are above `MAX_BYTES`."""
     needed = weight_bytes(plan)
     if needed > MAX_BYTES:
         raise JobError(

@@ -47,15 +47,15 @@ class WeightedRows:
         for call in layer_calls(plan):
             path = f"layers.{call.layer}."
             by_positions = {part.positions: part for part in mixtures.get(path, ())}
-            part: MixtureValues | None = None  # of the last weights of rows, which the next experts take
+            part: MixtureValues | None = None  # of the last `permute_weights`, which the next experts read
             for op in plan.block(call.block).ops:
                 key = path, op.results[0].name
                 if isinstance(op, PermuteWeights):
                     part = by_positions.get(op.operands[1])  # None in a wrong plan: then no value is the reference's
                     if part is not None:
-                        self.values[key], self.mixtures[key] = self._weights_of(path, part), part
+                        self.values[key], self.mixtures[key] = self._row_weights(path, part), part
                 elif isinstance(op, Experts) and key not in computed and part is not None:
-                    self.values[key], self.mixtures[key] = self._rows_of(path, part), part
+                    self.values[key], self.mixtures[key] = self._weighted_rows(path, part), part
         for value in self.values.values():
             if value.requires_grad:  # false for weights that no router computes
                 value.retain_grad()
@@ -69,24 +69,24 @@ class WeightedRows:
         for (path, names), rows in self._rows.items():
             positions, mixed = self._computed[path, names.positions], self._computed[path, names.mixed]
             assert mixed.grad is not None
-            of_choices = mixed.grad.flatten(0, 1).repeat_interleave(positions.shape[2], 0)
-            rows.grad = _scattered(of_choices, positions, rows.shape[:-1])
+            choice_gradients = mixed.grad.flatten(0, 1).repeat_interleave(positions.shape[2], 0)
+            rows.grad = _scattered(choice_gradients, positions, rows.shape[:-1])
 
-    def _weights_of(self, path: str, names: MixtureValues) -> Tensor:
+    def _row_weights(self, path: str, names: MixtureValues) -> Tensor:
         if (path, names) not in self._weights:
             weights, rows = self._computed[path, names.weights], self._computed[path, names.rows]
             positions = self._computed[path, names.positions]
             self._weights[path, names] = _scattered(weights.flatten(), positions, rows.shape[:-1])
         return self._weights[path, names]
 
-    def _rows_of(self, path: str, names: MixtureValues) -> Tensor:
-        self._rows[path, names] = self._computed[path, names.rows] * self._weights_of(path, names)[..., None]
+    def _weighted_rows(self, path: str, names: MixtureValues) -> Tensor:
+        self._rows[path, names] = self._computed[path, names.rows] * self._row_weights(path, names)[..., None]
         return self._rows[path, names]
 
 
-def _scattered(of_choices: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
+def _scattered(choices: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
     """Scatters per-choice values [N, …] to their rows [*shape, …]. Dropped choices leave zeros."""
     places = positions.flatten()
-    kept = places >= 0
-    placed = of_choices.new_zeros((shape.numel(), *of_choices.shape[1:])).index_put((places[kept],), of_choices[kept])
-    return placed.view(*shape, *of_choices.shape[1:])
+    has_row = places >= 0
+    rows = choices.new_zeros((shape.numel(), *choices.shape[1:])).index_put((places[has_row],), choices[has_row])
+    return rows.view(*shape, *choices.shape[1:])

@@ -15,8 +15,8 @@ from moec.passes.cost.optimizers import kind_of
 from moec.passes.ir import local_slices
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.verify.cluster.routes import Routes
-from moec.runtime.verify.distances import Part, distance, distance_of, rms
-from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.distances import Part, distance, distance_of_parts, rms
+from moec.runtime.verify.inputs import GlobalBatch
 from moec.runtime.verify.rounding_runs import UnshardedRun
 from moec.runtime.verify.unsharded import result_name
 from moec.runtime.verify.verify_report import FACTOR, FACTORS, MEAN, MEANS, STEP_BOUND, Rounding
@@ -49,48 +49,49 @@ class RoundingErrors:
         self._steps: dict[str, float] = {}
         self._known = self._known_errors()
 
-    def outputs(self, results: Sequence[Tensor], scalars: Mapping[str, Sequence[Tensor]]) -> None:
-        """Logits or y, and losses, of every rank."""
+    def add_outputs(self, results: Sequence[Tensor], scalars: Mapping[str, Sequence[Tensor]]) -> None:
+        """Adds the ratios of logits or y, and of losses, of every rank."""
         exact, dense = self._exact, self._plan.meshes["dense"]
         layout = self._plan.result_layout
         parts = [(local_slices(exact.result.shape, layout, dense, r), x) for r, x in enumerate(results)]
-        error = max(distance(run.result, exact.result) for run in (self._same_dtype, self._perturbed))
-        error = max(error, FLOOR * self._eps * float(exact.result.norm()))
-        self._ratios["output"][result_name(self._plan.spec)] = _ratio(distance_of(parts, exact.result), error)
+        known = max(distance(run.result, exact.result) for run in (self._same_dtype, self._perturbed))
+        known = max(known, FLOOR * self._eps * float(exact.result.norm()))
+        self._ratios["output"][result_name(self._plan.spec)] = _ratio(distance_of_parts(parts, exact.result), known)
         # A loss is a mean over tokens, whose error may vanish by chance. It is at most about that of a logit.
-        mean = error / math.sqrt(max(exact.result.numel(), 1)) if self._plan.spec.has_model else 0.0
-        for name, wanted in exact.scalars.items():
-            known = max(abs(self._same_dtype.scalars[name] - wanted), mean, EPS_FP32 * abs(wanted))
-            off = max(abs(float(scalar.detach()) - wanted) for scalar in scalars[name])
-            self._ratios["output"][f"the {name}"] = _ratio(off, known)
+        mean = known / math.sqrt(max(exact.result.numel(), 1)) if self._plan.spec.has_model else 0.0
+        for name, expected in exact.scalars.items():
+            known = max(abs(self._same_dtype.scalars[name] - expected), mean, EPS_FP32 * abs(expected))
+            error = max(abs(float(scalar.detach()) - expected) for scalar in scalars[name])
+            self._ratios["output"][f"the {name}"] = _ratio(error, known)
 
-    def routers(self, routes: Routes) -> None:
-        """Fails a plan whose router logits were rounded to bf16: bf16 makes ties."""
+    def add_routers(self, routes: Routes) -> None:
+        """Adds an infinite ratio if a plan's router logits were rounded to bf16: bf16 makes ties."""
         for key, (expected,) in self._same_dtype.routes.scores.items():
             if not _are_bf16(expected) and all(map(_are_bf16, routes.scores[key])):
                 layer = ".".join(key.split(".")[:2])
                 self._ratios["output"][f"the router logits of {layer}, rounded to bf16"] = math.inf
 
-    def gradients(self, summed: Mapping[str, Sequence[Tensor]]) -> None:
-        """Every parameter's gradient."""
+    def add_gradients(self, summed: Mapping[str, Sequence[Tensor]]) -> None:
+        """Adds the ratio of every parameter's gradient."""
         for name, parts in summed.items():
-            found = distance_of(self._parts(name, parts), self._exact.gradients[name])
-            self._ratios["gradient"][name] = _ratio(found, self._known[name])
+            error = distance_of_parts(self._parts(name, parts), self._exact.gradients[name])
+            self._ratios["gradient"][name] = _ratio(error, self._known[name])
 
-    def gradient_of_x(self, inputs: Inputs) -> None:
-        """What a layer gives back to the model around it, on every rank."""
-        of_ranks = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs.rank_given]
-        cut = [tuple(slice(0, size) for size in x.shape[1:]) for x in of_ranks]
-        parts = [((rows, *rest), x) for rows, rest, x in zip(inputs.rank_rows, cut, of_ranks, strict=True)]
-        self._ratios["gradient"]["x"] = _ratio(distance_of(parts, self._exact.gradients["x"]), self._known["x"])
+    def add_gradient_of_x(self, batch: GlobalBatch) -> None:
+        """Adds the ratio of the gradient of a layer's x, on every rank."""
+        parts = []
+        for x, rows in zip(batch.rank_inputs, batch.rank_rows, strict=True):
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            parts.append(((rows, *(slice(0, size) for size in x.shape[1:])), gradient))
+        self._ratios["gradient"]["x"] = _ratio(distance_of_parts(parts, self._exact.gradients["x"]), self._known["x"])
 
-    def loss_alone(self, got: Sequence[Part], expected: Tensor, same_dtype: Tensor) -> None:
-        """The gradient of confident logits."""
+    def add_logits_gradient(self, parts: Sequence[Part], expected: Tensor, same_dtype: Tensor) -> None:
+        """Adds the ratio of the gradient of `confident_logits`, on every rank."""
         known = max(distance(same_dtype, expected), FLOOR * self._eps * float(expected.norm()))
-        self._ratios["gradient"]["confident logits"] = _ratio(distance_of(got, expected), known)
+        self._ratios["gradient"]["confident logits"] = _ratio(distance_of_parts(parts, expected), known)
 
-    def step(self, parameters: Mapping[str, Tensor], summed: Mapping[str, Sequence[Tensor]]) -> None:
-        """One step of the file's optimizer, over fp32 masters of each rank's parts.
+    def add_step(self, parameters: Mapping[str, Tensor], summed: Mapping[str, Sequence[Tensor]]) -> None:
+        """Adds the error of one step of the file's optimizer, over fp32 masters of each rank's parts.
 
         Optimizers of whole matrices take one step over the joined parts. Muon's iteration amplifies what rounding adds
         to small singular values, so that its step is compared with the float64 step of the same gradient.
@@ -101,30 +102,30 @@ class RoundingErrors:
             gradients = {name: [_joined(exact[name], parts)] for name, parts in gradients.items()}
         amplified = [n for n in parameters if kind.amplifies and plan.parameters[n].matrices.hidden]
         exact |= {name: gradients[name][0][1].double() for name in amplified}
-        wanted = _stepped(plan, {name: [(p.double(), exact[name])] for name, p in parameters.items()})
-        cut = {
+        expected_steps = _optimizer_steps(plan, {name: [(p.double(), exact[name])] for name, p in parameters.items()})
+        rank_parts = {
             name: [(p[index].float(), part.float()) for index, part in gradients[name]]
             for name, p in parameters.items()
         }
-        for name, steps in _stepped(plan, cut).items():
-            (whole,) = wanted[name]
-            clear = exact[name].abs() > CLEAR * self._known[name] / math.sqrt(whole.numel())
+        for name, steps in _optimizer_steps(plan, rank_parts).items():
+            (expected,) = expected_steps[name]
+            clear = exact[name].abs() > CLEAR * self._known[name] / math.sqrt(expected.numel())
             clear |= torch.tensor(name in amplified)
             parts = [(index, step * clear[index]) for (index, _), step in zip(gradients[name], steps, strict=True)]
-            size = float((whole * clear).norm())
+            size = float((expected * clear).norm())
             # Masters in fp32 round the decay and the update, which may be far smaller than they are.
-            rounded = 2 * EPS_FP32 * float(parameters[name].norm())
-            off = max(distance_of(parts, whole * clear) - rounded, 0.0)
-            self._steps[name] = off / size if size else (math.inf if off else 0.0)
+            rounding = 2 * EPS_FP32 * float(parameters[name].norm())
+            error = max(distance_of_parts(parts, expected * clear) - rounding, 0.0)
+            self._steps[name] = error / size if size else (math.inf if error else 0.0)
 
     def report(self, dtype: str) -> Rounding:
-        """The largest of each."""
+        """The largest ratios and the largest error of a step."""
         output, gradient = (max(self._ratios[kind].values()) for kind in ("output", "gradient"))
         step = max(self._steps.values())
         bound, mean_bound = FACTORS.get(dtype, FACTOR), MEANS.get(dtype, MEAN)
         ratios = [ratio for name, ratio in self._ratios["gradient"].items() if ratio and name in self._known]
         mean = geometric_mean(ratios) if ratios else 0.0
-        over = {what: ratio / bound for what, ratio in self._ratios["output"].items()}
+        over = {name: ratio / bound for name, ratio in self._ratios["output"].items()}
         over |= {f"the gradient of {name}": ratio / bound for name, ratio in self._ratios["gradient"].items()}
         over |= {f"the step of {name}": error / STEP_BOUND for name, error in self._steps.items()}
         over["the mean over all gradients"] = mean / mean_bound
@@ -137,7 +138,7 @@ class RoundingErrors:
             output=output,
             gradient=gradient,
             step=step,
-            worst=max(over, key=lambda what: over[what]),
+            worst=max(over, key=lambda name: over[name]),
             gradients=self._ratios["gradient"],
         )
 
@@ -167,11 +168,11 @@ class RoundingErrors:
         }
 
 
-def _ratio(found: float, known: float) -> float:
-    """found / known, 0/0 being 0."""
-    if not math.isfinite(found) or not known:
-        return math.inf if found else 0.0
-    return found / known
+def _ratio(error: float, known: float) -> float:
+    """error / known, 0/0 being 0."""
+    if not math.isfinite(error) or not known:
+        return math.inf if error else 0.0
+    return error / known
 
 
 def _are_bf16(values: Tensor) -> bool:
@@ -179,23 +180,23 @@ def _are_bf16(values: Tensor) -> bool:
     return torch.equal(values.bfloat16().to(values.dtype), values)
 
 
-def _joined(like: Tensor, parts: Sequence[Part]) -> Part:
-    """The whole tensor of all ranks' parts, as one part; of equal parts the last counts."""
-    whole = torch.zeros_like(like)
+def _joined(reference: Tensor, parts: Sequence[Part]) -> Part:
+    """The tensor of all ranks' parts, as one part in the dtype of `reference`; of replicas the last counts."""
+    joined = torch.zeros_like(reference)
     for index, part in parts:
-        whole[index] = part.double()
-    return tuple(slice(0, size) for size in whole.shape), whole
+        joined[index] = part.double()
+    return tuple(slice(0, size) for size in joined.shape), joined
 
 
-def _stepped(plan: Plan, parts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, list[Tensor]]:
-    """What one step of the file's optimizer adds to each of several parts (value, gradient) of each parameter."""
-    made = {name: [_parameter(value, gradient) for value, gradient in each] for name, each in parts.items()}
+def _optimizer_steps(plan: Plan, parts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, list[Tensor]]:
+    """The change that one step of the file's optimizer makes to each part (value, gradient) of each parameter."""
+    parameters = {name: [_parameter(value, grad) for value, grad in pairs] for name, pairs in parts.items()}
     datas = plan.parameters
-    masters = [Master(p, datas[name].decays, datas[name].matrices) for name, each in made.items() for p in each]
+    masters = [Master(p, datas[name].decays, datas[name].matrices) for name, ps in parameters.items() for p in ps]
     make_optimizer(plan.spec.update._replace(state="fp32"), masters).step()
     return {
-        name: [p.detach().double() - before.double() for p, (before, _) in zip(each, parts[name], strict=True)]
-        for name, each in made.items()
+        name: [p.detach().double() - value.double() for p, (value, _) in zip(ps, parts[name], strict=True)]
+        for name, ps in parameters.items()
     }
 
 

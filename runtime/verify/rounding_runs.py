@@ -1,4 +1,4 @@
-"""Runs for the measurement of rounding: the unsharded model in one dtype, and the loss alone."""
+"""Runs for the measurement of rounding: the unsharded model in one dtype, and the loss of given logits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.distances import Part
-from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.inputs import GlobalBatch
 
 MARGIN = 10.0
-"""How far a label's logit is above the others' when the loss is run alone, as in a model that has learned. There
+"""The distance of a label's logit above the others in `confident_logits`, as in a model that has learned. There
 `softmax - onehot` cancels, and a loss that rounds before it subtracts is far off; at a random start it is not."""
 
 
@@ -41,10 +41,11 @@ class UnshardedRun:
         weights = self._leaves.__getitem__
         self._lockstep = Lockstep(graphs, 1, {}, weights, states=states, routes=routes, watch=watch)
 
-    def run(self, inputs: Inputs) -> None:
-        """Over the global batch."""
+    def run(self, batch: GlobalBatch) -> None:
+        """Runs over the batch. Sets `result`, `scalars` and `gradients`, in float64."""
         with plain_torch():
-            passes = Passes(self._lockstep, [inputs.given], [inputs.targets], beside=inputs.beside_alone)
+            extra_inputs = batch.extra_inputs_of_one_rank
+            passes = Passes(self._lockstep, [batch.inputs], [batch.targets], extra_inputs=extra_inputs)
             (loss,) = passes.only_loss()
             loss.backward()
         (result,) = passes.result
@@ -55,23 +56,23 @@ class UnshardedRun:
             for name, (p,) in self._leaves.items()
             if p.requires_grad
         }
-        if inputs.given.grad is not None:
-            self.gradients["x"] = inputs.given.grad.double()
+        if batch.inputs.grad is not None:
+            self.gradients["x"] = batch.inputs.grad.double()
 
-    def loss_alone(self, inputs: Inputs, logits: Tensor) -> Tensor:
-        """The gradient of the loss with respect to given logits."""
+    def logits_gradient(self, batch: GlobalBatch, logits: Tensor) -> Tensor:
+        """The gradient of the loss with respect to `logits`, in float64."""
         leaf = logits.to(self._dtype).requires_grad_()
-        self._lockstep.loss([leaf], [inputs.targets])[0].backward()
+        self._lockstep.loss([leaf], [batch.targets])[0].backward()
         assert leaf.grad is not None
         return leaf.grad.double()
 
 
-def loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) -> list[Part]:
-    """The gradient of the loss with respect to each rank's part of given logits. Raises `BackwardError`."""
+def logits_gradients(plan: Plan, lockstep: Lockstep, batch: GlobalBatch, logits: Tensor) -> list[Part]:
+    """The gradient of a plan's loss with respect to each rank's part of `logits`. Raises `BackwardError`."""
     layout, dense = plan.result_layout, plan.meshes["dense"]
     indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.stage_size)]
     leaves = [logits[index].clone().requires_grad_() for index in indices]
-    losses = lockstep.loss(leaves, inputs.rank_targets)
+    losses = lockstep.loss(leaves, batch.rank_targets)
     try:
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
     except FAILURES as error:
@@ -79,9 +80,9 @@ def loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) -
     return [(i, torch.zeros_like(x) if x.grad is None else x.grad) for i, x in zip(indices, leaves, strict=True)]
 
 
-def confident_logits(inputs: Inputs, vocab: int, dtype: torch.dtype) -> Tensor:
+def confident_logits(batch: GlobalBatch, vocab: int, dtype: torch.dtype) -> Tensor:
     """Logits `[batch, sequence, vocab]` of a model that has learned: most of the probability is the label's."""
-    shape = (*inputs.targets.shape, vocab)
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
-    raised = drawn.scatter_add(-1, inputs.targets.clamp_min(0)[..., None], drawn.new_full((*shape[:-1], 1), MARGIN))
-    return raised.to(dtype)
+    shape = (*batch.targets.shape, vocab)
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
+    margins = logits.new_full((*shape[:-1], 1), MARGIN)
+    return logits.scatter_add(-1, batch.targets.clamp_min(0)[..., None], margins).to(dtype)

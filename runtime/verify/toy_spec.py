@@ -60,31 +60,31 @@ class ToySpec:
         self._shrunk_nodes: dict[int, object] = {}
 
     def spec(self) -> Spec:
-        """The Spec."""
+        """The plan's Spec with toy widths, which `widths` lists from then on."""
         if not self._spec.has_model:
-            own = self._spec.layer
-            layers = tuple(
-                self._layer_module(own) if layer is own else self._inner(layer) for layer in self._spec.layers
+            subject = self._spec.layer
+            layers = (
+                self._layer_module(layer) if layer is subject else self._inner(layer) for layer in self._spec.layers
             )
-            return self._spec.replace(layers=layers)
+            return self._spec.replace(layers=tuple(layers))
         model, train = self._spec.model, self._spec.train
-        small = model.replace(
+        toy = model.replace(
             dim=self._shrunk("dim", model.dim, DIM),
             layers=tuple(self._once(layer, self._layer) for layer in model.layers),
         )
         inner = tuple(map(self._inner, self._spec.layers))
         if not isinstance(model.embedding, TokenEmbedding) or model.vocab is None:  # images keep their size
-            return self._spec.replace(model=small, layers=inner)
+            return self._spec.replace(model=toy, layers=inner)
         name = "sequence" if model.context is None else "context"  # a context that nothing gives is `train.sequence`
         tokens = self._shrunk(name, context_of(self._spec), self._tokens())
         vocab = self._shrunk("vocab", model.vocab, VOCAB)
-        small = small.replace(vocab=vocab, embedding=self._embedding(model.embedding, vocab), context=tokens)
+        toy = toy.replace(vocab=vocab, embedding=self._embedding(model.embedding, vocab), context=tokens)
         if train is None or train.sequence is None:
-            return self._spec.replace(model=small, layers=inner)
-        return self._spec.replace(model=small, layers=inner, train=train.replace(sequence=min(tokens, train.sequence)))
+            return self._spec.replace(model=toy, layers=inner)
+        return self._spec.replace(model=toy, layers=inner, train=train.replace(sequence=min(tokens, train.sequence)))
 
     def _inner(self, layer: LayerModule) -> LayerModule:
-        """A mixture that experts of another are, with as many experts as before."""
+        """A mixture nested in an expert. It keeps its number of experts."""
         (experts,) = layer.moe.parts
         return layer.replace(moe=layer.moe.replace(experts=experts.replace(body=self._narrow(experts.body))))
 
@@ -110,10 +110,10 @@ class ToySpec:
         return SEQUENCE if self._ranks < MANY_RANKS else SHORT_SEQUENCE
 
     def _shrunk(self, name: str, width: int, smallest: int, pieces: int | None = None) -> int:
-        """The toy width, with the same common divisor with the degrees as `width`."""
-        each = pieces or self._pieces
-        shared = math.gcd(width, each)
-        toy = next((toy for toy in range(smallest, width) if math.gcd(toy, each) == shared), width)
+        """The toy width, with the same greatest common divisor with `pieces` (by default all degrees) as `width`."""
+        pieces = pieces or self._pieces
+        divisor = math.gcd(width, pieces)
+        toy = next((toy for toy in range(smallest, width) if math.gcd(toy, pieces) == divisor), width)
         self._toys.add(Width(name, width, toy))
         return toy
 
@@ -136,15 +136,17 @@ class ToySpec:
         }
         toys: dict[tuple[int, int], tuple[int, int]] = {}
         for heads, kv in pairs:
-            toy_kv, queries, shared = kv_heads[kv], heads // kv, math.gcd(heads, self._pieces)
-            taken = {toy for (other, _), (toy, _) in toys.items() if other != heads}
-            few = range(QUERIES * toy_kv, heads + 1, toy_kv) if queries > 1 else ()
-            fitting = (toy for toy in few if math.gcd(toy, self._pieces) == shared and toy not in taken)
-            few_heads = next(fitting, queries * toy_kv)
-            if math.gcd(few_heads, self._pieces) != shared:  # ZeRO would cut other dims
-                few_heads, toy_kv = heads, kv
-            toys[heads, kv] = few_heads, toy_kv
-            self._toys.add(Width("heads", heads, toys[heads, kv][0]))
+            toy_kv, queries, divisor = kv_heads[kv], heads // kv, math.gcd(heads, self._pieces)
+            used = {toy for (count, _), (toy, _) in toys.items() if count != heads}
+            candidates = range(QUERIES * toy_kv, heads + 1, toy_kv) if queries > 1 else ()
+            toy_heads = next(
+                (toy for toy in candidates if math.gcd(toy, self._pieces) == divisor and toy not in used),
+                queries * toy_kv,
+            )
+            if math.gcd(toy_heads, self._pieces) != divisor:  # ZeRO would cut other dims
+                toy_heads, toy_kv = heads, kv
+            toys[heads, kv] = toy_heads, toy_kv
+            self._toys.add(Width("heads", heads, toy_heads))
         stated = {getattr(layer.attention, "kv_heads", None) for layer in layers}
         self._toys -= {width for width in self._toys if width.name == "kv_heads" and width.before not in stated}
         return toys
@@ -153,13 +155,14 @@ class ToySpec:
         """Toy windows shorter than a toy sequence, for windows that are not; different ones while there are enough."""
         layers = self._spec.model.layers if self._spec.has_model else ()
         windows = sorted({layer.attention.window for layer in layers if layer.attention.window is not None})
-        free = [toy for toy in range(2, self._tokens()) if toy not in windows] or [self._tokens() - 1]
+        unused = [toy for toy in range(2, self._tokens()) if toy not in windows] or [self._tokens() - 1]
         wide = [window for window in windows if window >= self._tokens()]
-        toys = {window: free[min(index, len(free) - 1)] for index, window in enumerate(wide)}
+        toys = {window: unused[min(index, len(unused) - 1)] for index, window in enumerate(wide)}
         self._toys |= {Width("window", *pair) for pair in toys.items()}
         return toys
 
     def _once(self, node: Node_, make: Callable[[Node_], Node_]) -> Node_:
+        """`make(node)`, called once for each object."""
         if id(node) not in self._shrunk_nodes:
             self._shrunk_nodes[id(node)] = make(node)
         shrunk = self._shrunk_nodes[id(node)]
@@ -168,14 +171,14 @@ class ToySpec:
 
     def _layer(self, layer: Layer) -> Layer:
         heads, kv_heads = self._heads[_head_counts(layer)]
-        small: dict[str, int] = {"heads": heads}
+        widths: dict[str, int] = {"heads": heads}
         if (head_dim := _head_dim(self._spec.model, layer)) is not None:
-            small["head_dim"] = self._head_dims[head_dim]
+            widths["head_dim"] = self._head_dims[head_dim]
         if getattr(layer.attention, "kv_heads", None) is not None:
-            small["kv_heads"] = kv_heads
+            widths["kv_heads"] = kv_heads
         if layer.attention.window is not None:
-            small["window"] = self._windows.get(layer.attention.window, layer.attention.window)
-        changed: dict[str, object] = {"attention": layer.attention.replace(**small)}
+            widths["window"] = self._windows.get(layer.attention.window, layer.attention.window)
+        changed: dict[str, object] = {"attention": layer.attention.replace(**widths)}
         if layer.ffn is not None:
             changed["ffn"] = self._narrow(layer.ffn)
         if layer.moe is not None:
@@ -199,8 +202,8 @@ class ToySpec:
 
 
 def _fewest(moe: Moe, eps: int) -> int:
-    """The fewest experts of a toy: as many as a token chooses, one more where loads under noise are balanced (MOE0345),
-    and all where codes name them (MOE0346)."""
+    """The fewest experts of a mixture at toy widths: as many as a token chooses, one more where loads under noise are
+    balanced (MOE0345), and all for `DSelectK`, whose codes name them (MOE0346)."""
     if isinstance(moe.gate, DSelectK):
         return moe.num_experts
     k: int = getattr(moe.gate, "k", 1)

@@ -16,7 +16,7 @@ from moec.runtime.host.reference import layer_reference, reference
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.cluster.lockstep import VERIFY_SETTINGS
-from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.inputs import GlobalBatch
 
 
 class LayerModel(nn.Module):
@@ -36,9 +36,10 @@ class Outcome:
     """The results of a forward pass over a global batch.
 
     `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
-    `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: what layers count, by role and layer.
-    `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation. `routes`: the choices
-    that a model gives, if it does.
+    `differentiated`: the scalar that backward starts from, a model's loss or a layer's
+    `(y * cotangent).sum() + aux_loss`. `counts`: what layers count, by role and layer. `states`: the new value that
+    `GlobalBatch.loads` give each state, by full name; none in evaluation. `routes`: the experts that tokens chose, for
+    a model that gives them.
     """
 
     result: Tensor
@@ -56,25 +57,25 @@ def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype, microbatches: in
     return LayerModel(layer_reference(spec, seed=seed, dtype=dtype))
 
 
-def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
-    """Runs the global batch."""
+def outcome(model: Unsharded, batch: GlobalBatch) -> Outcome:
+    """Runs the unsharded model over the batch: forward only."""
     if isinstance(model, PlanModule):
         model.set(**VERIFY_SETTINGS)
         model.takes = replace(model.takes, mixed=True)
-        output = model(inputs.given, inputs.targets, **inputs.arguments)
+        output = model(batch.inputs, batch.targets, **batch.model_arguments)
         loss = training_loss(model, output)
-        whole = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
-        states = model.new_states(whole) if model.training else {}
+        total_loads = {layer: rows.sum(0, keepdim=True) for layer, rows in batch.loads.items()}
+        states = model.new_states(total_loads) if model.training else {}
         counts = dict(zip(COUNTS, (model.expert_counts, model.head_counts, model.choices_made), strict=True))
         return Outcome(output.logits, {"loss": loss}, loss, counts, states, output.routes)
     (layer,) = model.layer
-    y = layer(inputs.given)
+    y = layer(batch.inputs)
     assert layer.expert_counts is not None
     scalars = {} if layer.aux_loss is None else {"aux_loss": layer.aux_loss}
-    loads = inputs.loads.values() if layer.training else ()  # of the one layer, if it has states
-    moved = [layer.biases.new_values(layer, rows.sum(0, keepdim=True)) for rows in loads]
-    states = {f"layers.0.{name}": value for found in moved for name, value in found.items()}
-    differentiated = sum(scalars.values(), (y * inputs.targets).sum())
+    loads = batch.loads.values() if layer.training else ()  # of the one layer, if it has states
+    new_values = [layer.biases.new_values(layer, rows.sum(0, keepdim=True)) for rows in loads]
+    states = {f"layers.0.{name}": value for values in new_values for name, value in values.items()}
+    differentiated = sum(scalars.values(), (y * batch.targets).sum())
     return Outcome(y, scalars, differentiated, {"counts": {0: layer.expert_counts}}, states)
 
 

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,10 +18,10 @@ from moec.runtime.verify.beyond_limits import beyond_limits, limits_of
 from moec.runtime.verify.comparison import compare, larger_errors
 from moec.runtime.verify.inputs import global_batch, microbatches_of
 from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
+from moec.runtime.verify.program_differences import first_attribute_difference, first_program_difference
 from moec.runtime.verify.repeats import without_repeats
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
-from moec.runtime.verify.unlike import Unlike, first_unlike, first_unlike_attribute
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
 from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
@@ -40,17 +40,17 @@ def verify(
     seed: int = 0,
     scale: bool | None = None,
     float32: bool = True,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda text, steps, total: None,
 ) -> Report:
     """Compares `plan` with the reference of its own Spec in float64, and in the plan's dtype against float64. Ops that
     the compiled Spec has too must have its attributes: short inputs do not show each of them.
 
-    `float32` adds a report in float32, which decides nothing, where that is not the plan's dtype. `progress` is told of
-    every layer that has run.
+    `float32` adds a report in float32, which decides nothing, where that is not the plan's dtype. `progress` is called
+    for every layer that has run.
 
-    `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
-    for a plan that is too large even so, or as it is where `scale` is False, and where `MOEC_BACKEND` asks for what
-    cannot run here.
+    `scale` shrinks the plan's widths to toy ones, by default where the plan is too large for this machine. Raises
+    `JobError` for a plan that is too large even so, or as it is where `scale` is False, and where `MOEC_BACKEND` asks
+    for a backend that cannot run here.
     """
     require_executable(plan.parameters)
     require_order(plan.program)
@@ -60,35 +60,38 @@ def verify(
     if scale is None:
         scale = weight_bytes(short.plan) > MAX_BYTES
     if scale:
-        report = _verify_scaled(short.plan, first_unlike(plan, compiled), seed, progress)
+        report = _verify_scaled(short.plan, first_program_difference(plan, compiled), seed, progress)
     else:
         require_memory(short.plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
-        unlike = first_unlike_attribute(plan.program, compiled)
-        report = _verify_at_full_widths(short.plan, unlike, seed, float32, progress)
-    return replace(short.with_numbers_of_whole(report), repeats=short.depth - len(short.layers))
+        difference = first_attribute_difference(plan.program, compiled)
+        report = _verify_at_full_widths(short.plan, difference, seed, float32, progress)
+    renumbered: Report = short.with_original_numbers(report)
+    return replace(renumbered, repeats=short.depth - len(short.layers))
 
 
-def _verify_at_full_widths(plan: Plan, unlike: Unlike | None, seed: int, float32: bool, progress: Progress) -> Report:
-    informs = float32 and plan.spec.subject.dtype != "fp32"
+def _verify_at_full_widths(
+    plan: Plan, difference: Difference | None, seed: int, float32: bool, progress: Progress
+) -> Report:
+    reports_float32 = float32 and plan.spec.subject.dtype != "fp32"
     steps = Steps(plan, progress)
-    steps.expect(informs, 1)
+    steps.expect(reports_float32, 1)
     with _one_thread_without_collection(plan):
         model = _model(plan, torch.float64, seed)
-        double = _in_float64(plan, model, seed, steps, "float64")
-        if not double.ok:
-            return double
-        if unlike is not None:
-            return replace(double, ok=False, first_difference=_difference(unlike))
+        report = _compare_in_float64(plan, model, seed, steps, "float64")
+        if not report.ok:
+            return report
+        if difference is not None:
+            return replace(report, ok=False, first_difference=difference)
         gc.collect(0)
         rounding = _rounding(plan, model, seed, steps)
-        single = None
-        if informs:
+        float32_report = None
+        if reports_float32:
             steps.begin("float32")
-            single = compare(plan, _model(plan, torch.float32, seed), torch.float32, seed, watch=steps)
-    return replace(double, ok=rounding.ok, rounding=rounding, float32=single)
+            float32_report = compare(plan, _model(plan, torch.float32, seed), torch.float32, seed, watch=steps)
+    return replace(report, ok=rounding.ok, rounding=rounding, float32=float32_report)
 
 
-def _verify_scaled(plan: Plan, unlike: Unlike | None, seed: int, progress: Progress) -> Report:
+def _verify_scaled(plan: Plan, difference: Difference | None, seed: int, progress: Progress) -> Report:
     toy = at_toy_widths(plan)
     if weight_bytes(toy.plan) > MAX_BYTES:
         toy = at_toy_widths(plan, fewer_experts=True)
@@ -96,70 +99,69 @@ def _verify_scaled(plan: Plan, unlike: Unlike | None, seed: int, progress: Progr
     steps = Steps(toy.plan, progress)
     with _one_thread_without_collection(toy.plan):
         model = _model(toy.plan, torch.float64, seed)
-        found = _in_float64(toy.plan, model, seed, steps, "float64, at toy widths", blamed=unlike is None)
-    first = found.first_difference if unlike is None else _difference(unlike)
-    ok = found.ok and unlike is None
-    return replace(found, ok=ok, scaled=True, widths=toy.widths, first_difference=first)
+        blame = difference is None
+        report = _compare_in_float64(toy.plan, model, seed, steps, "float64, at toy widths", blame=blame)
+    if difference is not None:
+        report = replace(report, ok=False, first_difference=difference)
+    return replace(report, scaled=True, widths=toy.widths)
 
 
-def _in_float64(plan: Plan, model: Unsharded, seed: int, steps: Steps, run: str, *, blamed: bool = True) -> Report:
+def _compare_in_float64(
+    plan: Plan, model: Unsharded, seed: int, steps: Steps, run: str, *, blame: bool = True
+) -> Report:
     """Compares in float64, and again beyond the limits of clips and clamps where the model has any."""
     limits = limits_of(plan.spec)
     steps.expect(2 if limits else 1, 0)
     steps.begin(run)
-    found = compare(plan, model, torch.float64, seed, blamed=blamed, watch=steps)
-    if not limits or not found.ok:
-        return found
+    report = compare(plan, model, torch.float64, seed, blame=blame, watch=steps)
+    if not limits or not report.ok:
+        return report
     gc.collect(0)
     steps.begin(f"{run}, beyond the limits")
     model.train().zero_grad()
     with beyond_limits(model, limits):
-        return larger_errors(found, compare(plan, model, torch.float64, seed, blamed=blamed, watch=steps))
-
-
-def _difference(unlike: Unlike) -> Difference:
-    found = {each.name: getattr(unlike, each.name) for each in fields(unlike)}
-    return Difference(**found, error=math.inf, gradient=False, unlike=True)
+        return larger_errors(report, compare(plan, model, torch.float64, seed, blame=blame, watch=steps))
 
 
 @contextmanager
 def _one_thread_without_collection(plan: Plan) -> Iterator[None]:
-    """One thread while a small model runs: more threads mostly wait for each other (60 s against 3 s).
+    """One thread while a small model runs: several threads mostly wait for each other (60 s against 3 s).
 
     No garbage collection: autograd's graphs are millions of objects, and looking through them took a quarter of the
     time (61 layers, 256 ranks). `gc.collect(0)` runs after the comparison in
     float64 and after each refused draw.
     """
-    before, collected = torch.get_num_threads(), gc.isenabled()
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     largest_parameter = max((math.prod(p.shape) for p in plan.parameters.values()), default=0)
-    torch.set_num_threads(1 if largest_parameter < SMALL else before)
+    torch.set_num_threads(1 if largest_parameter < SMALL else threads)
     gc.disable()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-        if collected:
+        torch.set_num_threads(threads)
+        if collects:
             gc.enable()
 
 
 def _rounding(plan: Plan, model: Unsharded, seed: int, steps: Steps) -> Rounding:
     """The report of the first draw that is within the bounds; of the first draw if none is.
 
-    One small gradient of a right plan may by chance be far off, but not on three draws. `model` is that of `seed`.
+    One small gradient of a right plan may by chance have a large error, but not on three draws. `model` is that of
+    `seed`.
     """
     first: Rounding | None = None
     with _narrow_operators(plan):
-        for drawn in range(seed, seed + DRAWS):
-            again = f", draw {drawn - seed + 1} of {DRAWS}" if drawn > seed else ""
-            steps.expect(0, int(drawn > seed))
-            steps.begin(f"rounding in {plan.spec.subject.dtype}{again}", rounding=True)
-            batch = global_batch(plan, drawn)
-            found = measure_rounding(plan, model, batch, recompute=recomputes(plan), watch=steps)
-            if found.ok:
-                return found
-            first = first or found
+        for draw_seed in range(seed, seed + DRAWS):
+            draw = f", draw {draw_seed - seed + 1} of {DRAWS}" if draw_seed > seed else ""
+            steps.expect(0, int(draw_seed > seed))
+            steps.begin(f"rounding in {plan.spec.subject.dtype}{draw}", rounding=True)
+            batch = global_batch(plan, draw_seed)
+            rounding = measure_rounding(plan, model, batch, recompute=recomputes(plan), watch=steps)
+            if rounding.ok:
+                return rounding
+            first = first or rounding
             gc.collect(0)
-            model = _model(plan, torch.float64, drawn + 1)
+            model = _model(plan, torch.float64, draw_seed + 1)
     assert first is not None
     return first
 

@@ -1,4 +1,4 @@
-"""What `moec verify` reports, and its bounds."""
+"""The report of `moec verify`, and its bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND_FLOAT32 = 1e-4
 
 FACTORS = {"fp32": 16.0}
 FACTOR = 4.0
-"""How many times the unsharded model's error a plan's may be, by tensor; docs/verify.md says how both were found. A
+"""The largest ratio of a plan's error to the unsharded model's, by tensor; docs/verify.md derives both numbers. A
 value of fp32 that is rounded to bf16 is 65,536 times as far off: there is room for gradients that almost cancel."""
 
 MEANS = {"fp32": 4.0}
@@ -31,44 +31,43 @@ STEP_BOUND = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where a plan first departs from the reference."""
+    """The first op of a plan that departs from the reference."""
 
     layer: str
     op: str
     value: str
-    span: str | None
+    span: str | None = None
     error: float
-    gradient: bool
+    gradient: bool = False
     unlike: bool = False
     """Whether the op differs from the compiled Spec's; no value was compared."""
     attribute: str = ""
     """Of an op that is `unlike`, how an attribute differs: `window = 48 instead of 32`."""
 
     def __str__(self) -> str:
+        place = f"{self.layer}: {self.op}{f' ({self.span})' if self.span else ''}"
         if self.unlike:
-            place = f" ({self.span})" if self.span else ""
-            found = f"has {self.attribute}, which" if self.attribute else "is not what"
-            return f"{self.layer}: {self.op}{place}: {self.value} {found} moec compiles the Spec in the plan to"
-        what = "the gradient of " if self.gradient else ""
-        place = f" ({self.span})" if self.span else ""
-        return f"{self.layer}: {self.op}{place}: {what}%{self.value} is off by {self.error:.1e}"
+            verb = f"has {self.attribute}, which" if self.attribute else "is not what"
+            return f"{place}: {self.value} {verb} moec compiles the Spec in the plan to"
+        gradient = "the gradient of " if self.gradient else ""
+        return f"{place}: {gradient}%{self.value} is off by {self.error:.1e}"
 
 
 Kind = Literal["output", "loss", "aux_loss", "counts", "routes", "states", "gradient", "parameter", "stopped"]
 
-_WORDS: Mapping[str, str] = {
+_FORMATS: Mapping[str, str] = {
     "states": "the new value of {}",
     "gradient": "the gradient of {}",
     "parameter": "{} after one step",
 }
-"""How a value of a kind is called; values of other kinds have a name that says it."""
+"""Messages name a value of these kinds so; values of other kinds are named by `value` alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestDifference:
     """The value with the largest error of all that were compared. `rank` is None for a sum over all ranks.
 
-    A `stopped` value is none: it says which pass stopped, and why; its error is infinite.
+    If a pass stopped, `kind` is `stopped`, `value` says which pass and why, and the error is infinite.
     """
 
     kind: Kind
@@ -80,7 +79,7 @@ class LargestDifference:
     def __str__(self) -> str:
         place = "" if self.rank is None else f" on rank {self.rank}"
         evaluation = ", in evaluation" if self.in_evaluation else ""
-        return f"{_WORDS.get(self.kind, '{}').format(self.value)}{place}{evaluation}"
+        return f"{_FORMATS.get(self.kind, '{}').format(self.value)}{place}{evaluation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +106,18 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """What `moec verify` found.
+    """The result of `moec verify`.
 
-    Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
-    and experts' loads (`output`; of a layer y, `aux_loss` and loads), of gradients and of parameters after one SGD
-    step (`gradient`; of a layer that of x too). `largest` is the value with the largest. `rounding` decides too: what
-    the plan loses in its own dtype; None where float64 refuses the plan already. `float32` decides nothing: there a
-    near tie may send a token to another expert. It is left out where fp32 is the plan's own dtype. Ops must have the
-    attributes that moec compiles (`docs/verify.md`). A plan that was too large is `scaled`, its `widths` shrunk to toy
-    ones; then its graphs must also be those that moec compiles, and float64 alone decides.
+    An error is max|Δ| over the largest element of the reference's tensor, the largest over all ranks.
+    `max_output_error` is that of logits, losses and experts' loads; of a layer, y, `aux_loss` and loads.
+    `max_gradient_error` is that of gradients, of a layer that of x too, and of parameters after one SGD step. `largest`
+    is the value with the largest error. `first_difference` is the first wrong op.
+
+    `rounding` decides too: it compares errors in the plan's own dtype; None where float64 refuses the plan already.
+    `float32` decides nothing: there a near tie may send a token to another expert. It is None where fp32 is the plan's
+    own dtype. Ops must have the attributes that moec compiles (`docs/verify.md`). A plan that was too large is
+    `scaled`, its `widths` shrunk to toy ones; then its graphs must be those that moec compiles, and float64 alone
+    decides.
     """
 
     ok: bool
@@ -129,13 +131,13 @@ class Report:
     float32: Report | None = None
     rounding: Rounding | None = None
     subject: str = "model"
-    """What the plan's file says: a `model` or a `layer`."""
+    """The subject of the plan's file: a `model` or a `layer`."""
     repeats: int = 0
-    """The layers that were not run, because they repeat others."""
+    """The number of layers that were not run, because they repeat others."""
 
     @property
     def worst(self) -> str:
-        """What differs most, in words; of a plan that only its own dtype refuses, what loses most there."""
+        """The value with the largest difference, in words; the worst in its own dtype if only that refuses it."""
         return str(self.largest) if self.rounding is None or self.rounding.ok else self.rounding.worst
 
     def __repr__(self) -> str:

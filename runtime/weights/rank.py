@@ -19,7 +19,7 @@ from moec.passes.ir import Block, Op, State
 from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
-from moec.runtime.ranks.groups import STAGE, ended, is_open
+from moec.runtime.ranks.groups import STAGE, ended_error, is_open
 from moec.runtime.weights.shards import (
     dtensor_placements,
     initial_shard,
@@ -123,7 +123,7 @@ class RankHome:
 
     def require_running(self) -> None:
         if self.plan.world_size > 1 and not is_open(self.groups):
-            raise ended()
+            raise ended_error()
 
     def signature(self) -> dict[str, Any]:
         return {"ranks": self.plan.world_size, "rank": self.rank, "parts": self._parts_digest}

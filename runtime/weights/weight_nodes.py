@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moec.runtime.action_log import note_action
-from moec.runtime.refused_derivatives import once
+from moec.runtime.refused_derivatives import once_differentiable
 from moec.runtime.weights.gathered_again import Again, changed
 from moec.runtime.weights.gathering import version_of
 from moec.runtime.weights.gradients import Bucket
@@ -79,7 +79,7 @@ class Unwrap(torch.autograd.Function):
         return local
 
     @staticmethod
-    @once("the gradient of a parameter that is cast, or summed over ranks,")
+    @once_differentiable("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
         results = list(gradients)
@@ -101,7 +101,7 @@ class Narrow(torch.autograd.Function):
         return narrow
 
     @staticmethod
-    @once("the gradient of a parameter that is cast, or summed over ranks,")
+    @once_differentiable("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
         one_pass.require_unchanged()

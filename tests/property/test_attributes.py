@@ -23,7 +23,7 @@ from moec.passes.ir.attributes import attribute_types
 from moec.passes.ir.ops import Activation, Attention, BoundFar, ChooseTokens, Clip, ExpertMlp, Route
 from moec.passes.pipeline import compile_program
 from moec.passes.place.partition import Partition
-from moec.runtime.verify.unlike import first_unlike_attribute
+from moec.runtime.verify.program_differences import first_attribute_difference
 from moec.runtime.verify.verification import verify
 
 WORDS = sorted((Path(__file__).parents[1] / "words").glob("*.moe"))
@@ -84,7 +84,10 @@ def is_valid(op: Op, name: str, value: Any) -> bool:
 
 def is_found(plan: Plan, wrong: Program) -> bool:
     """Whether `verify` finds it without a number, or a rule refuses it at load."""
-    return first_unlike_attribute(wrong, plan.program) is not None or broken_rule(with_program(plan, wrong)) is not None
+    return (
+        first_attribute_difference(wrong, plan.program) is not None
+        or broken_rule(with_program(plan, wrong)) is not None
+    )
 
 
 def test_another_value_of_any_attribute_of_any_op_is_refused_or_found():
@@ -165,12 +168,12 @@ def test_an_attribute_is_found_under_other_names():
     plan = moe_plan(attention=WINDOW.format(200), sequence=256)
     blocks = tuple(renamed(block) if block.name == BODY else block for block in plan.program.blocks)
     other = with_program(plan, replace(plan.program, blocks=blocks))
-    assert first_unlike_attribute(other.program, plan.program) is None
-    found = first_unlike_attribute(with_attribute(other, Attention, "window", 300).program, plan.program)
+    assert first_attribute_difference(other.program, plan.program) is None
+    found = first_attribute_difference(with_attribute(other, Attention, "window", 300).program, plan.program)
     assert (found.value, found.attribute) == ("other.attended", "window = 300 instead of 200")
     wrong = with_attribute(other, Attention, "window", 300)
     unused = replace(op_giving(other, BODY, "other.attended"), results=op_giving(plan, BODY, "attended").results)
-    found = first_unlike_attribute(change_ops(wrong, BODY, lambda ops: [*ops, unused]).program, plan.program)
+    found = first_attribute_difference(change_ops(wrong, BODY, lambda ops: [*ops, unused]).program, plan.program)
     assert (found.value, found.attribute) == ("other.attended", "window = 300 instead of 200")
 
 

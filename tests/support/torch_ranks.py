@@ -36,7 +36,7 @@ from moec.runtime.ranks import groups
 from moec.runtime.verify.cluster.lockstep import VERIFY_SETTINGS
 from moec.runtime.verify.cluster.shuffles import SHUFFLES
 from moec.runtime.verify.cluster.virtual import VirtualCluster
-from moec.runtime.verify.inputs import Inputs, global_batch
+from moec.runtime.verify.inputs import GlobalBatch, global_batch
 from moec.runtime.verify.unsharded import training_loss
 from moec.runtime.weights.gradients import Bucket, Summed
 
@@ -152,13 +152,13 @@ def all_ranks(plan: Plan) -> Iterator[None]:
 def run_all_ranks(
     plan: Plan,
     parts: dict[str, list[Tensor]],
-    inputs: Inputs,
+    batch: GlobalBatch,
     *,
     training: bool,
     whole_states: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Logits, loss and summed gradients of every rank, from each rank's weights (`VirtualWeights.leaves`)."""
-    size = len(inputs.rank_given[0])
+    size = len(batch.rank_inputs[0])
     # Made before the mode starts: inside it every new tensor becomes a LocalTensor.
     sequences = [sequence_numbers(plan.data_rank(rank), size, size) for rank in range(plan.world_size)]
     states = {
@@ -170,7 +170,7 @@ def run_all_ranks(
             for name, of_ranks in parts.items()
         }
         run = _Blocks(plan, parameters, states, training)
-        tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
+        tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (batch.rank_inputs, batch.rank_targets))
         given = [tokens]
         if plan.program.block(FORWARD).input("sequences") is not None:
             given.append(LocalTensor(dict(enumerate(sequences))))
@@ -262,10 +262,10 @@ def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tenso
     model = reference(plan.spec, seed=0, dtype=torch.float64)
     states = dict(model.named_buffers())
     cluster = VirtualCluster(plan, dict(model.named_parameters()), states, training=training)
-    inputs = global_batch(plan, 0)
+    batch = global_batch(plan, 0)
     weights = {name: cluster.weights.leaves(name) for name in plan.parameters}
-    logits, loss, gradients = run_all_ranks(plan, weights, inputs, training=training, whole_states=states)
-    step = cluster.step(inputs.rank_given, inputs.rank_targets)
+    logits, loss, gradients = run_all_ranks(plan, weights, batch, training=training, whole_states=states)
+    step = cluster.step(batch.rank_inputs, batch.rank_targets)
     step.run()
     virtual = {"logits": step.passes.result, "loss": step.losses[0], **step.gradients}
     return {"logits": logits, "loss": loss, **gradients}, virtual
@@ -275,8 +275,8 @@ def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     """The expected value of each rank."""
     model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
     model.set(**VERIFY_SETTINGS)
-    inputs = global_batch(plan, 0)
-    out = model(inputs.given, inputs.targets)
+    batch = global_batch(plan, 0)
+    out = model(batch.inputs, batch.targets)
     loss = training_loss(model, out)
     loss.backward()
     dense, ranks = plan.meshes["dense"], range(plan.world_size)

@@ -37,10 +37,10 @@ class Lockstep:
     """The `graphs` of a Program, on ranks `0 … world_size - 1`. `weight_of` gives the weight of a full name on each
     rank, at its first use.
 
-    `states` (full name → tensor) are whole on every rank. `recompute` saves only the inputs and choices
-    of each layer, as blocks with `recompute = layer` do, for clusters whose activations would not fit. `routes` records
+    `states` (full name → tensor) are the same on every rank. `recompute` saves only the inputs and choices of each
+    layer, as blocks with `recompute = layer` do, for clusters whose activations would not fit. `routes` records
     choices, or replaces them. `data_ranks` are the data-parallel indices of the ranks. `watch` is called for every
-    layer.
+    layer. `nodes` is None unless `record` was called.
     """
 
     def __init__(
@@ -60,18 +60,19 @@ class Lockstep:
         self.graphs, self.training = graphs, training
         self.ranks = range(world_size)
         self.data_ranks = data_ranks or [0] * world_size
-        self.steps: list[RecordedNode] | None = None
+        self.nodes: list[RecordedNode] | None = None
         self.uses: dict[Use, PerRank] = {}
         """Each consumer's view of a value with several consumers: its gradient is that consumer's part."""
         self._groups, self._weight_of, self._states = groups, weight_of, states
         self._recompute, self._routes, self._watch = recompute, routes, watch
 
     def record(self) -> None:
-        """From now on keeps all nodes in `self.steps`, with their gradients."""
-        self.steps, self.uses = [], {}
+        """From now on keeps all nodes in `self.nodes`, with their gradients."""
+        self.nodes, self.uses = [], {}
 
     def loss(self, logits: Sequence[Tensor], labels: Sequence[Tensor], valid: PerRank | None = None) -> PerRank:
-        """The cross-entropy of every rank's logits, without balance terms, over `valid` labels, by default these."""
+        """The cross-entropy of every rank's logits, without balance terms, divided by `valid`, by default the number of
+        valid `labels`."""
         valid = self.scalar("valid_labels", list(labels)) if valid is None else valid
         return self.scalar("loss", list(logits), list(labels), valid)
 
@@ -96,7 +97,7 @@ class Lockstep:
                     values[node] = self._input(path, node, pending)
                 case "output":
                     (output,) = node.args
-                    return [values[each] for each in (output if isinstance(output, tuple) else (output,))]
+                    return [values[result] for result in (output if isinstance(output, tuple) else (output,))]
                 case "call_module":
                     call = info_of(node).op
                     assert isinstance(call, Call)
@@ -131,33 +132,34 @@ class Lockstep:
         return next(pending)
 
     def _call_layer(self, graph: PreparedGraph, path: str, layer: int, arguments: Sequence[PerRank]) -> list[PerRank]:
-        self._tell(layer, arguments)
-        if not (self._recompute or graph.recompute == "layer") or self.steps is not None:
+        self._call_watch(layer, arguments)
+        if not (self._recompute or graph.recompute == "layer") or self.nodes is not None:
             return self.run(graph, path, arguments)
-        flat = recomputed(lambda *operands: self._flat(graph, path, operands), *chain(*arguments))
-        return [flat[start : start + len(self.ranks)] for start in range(0, len(flat), len(self.ranks))]
+        size = len(self.ranks)
 
-    def _tell(self, layer: int, arguments: Sequence[PerRank]) -> None:
-        """Tells `watch` that the layer begins, and in backward that the gradient of its input is there."""
+        def run_flat(*operands: Tensor) -> list[Any]:
+            """The layer's results, flattened by rank, of arguments flattened by rank."""
+            per_rank = [list(operands[start : start + size]) for start in range(0, len(operands), size)]
+            return [*chain(*self.run(graph, path, per_rank))]
+
+        flat = recomputed(run_flat, *chain(*arguments))
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+    def _call_watch(self, layer: int, arguments: Sequence[PerRank]) -> None:
+        """Calls `watch` now, and in backward when the gradient of the layer's input is complete."""
         if self._watch is None:
             return
         watch, ranks = self._watch, len(self.ranks)
         watch("forward", layer, ranks)
-        given = next((value for value in arguments[0] if isinstance(value, Tensor) and value.requires_grad), None)
-        if given is not None:
-            given.register_hook(lambda _: watch("backward", layer, ranks))  # type: ignore[no-untyped-call]
-
-    def _flat(self, graph: PreparedGraph, path: str, operands: Sequence[Tensor]) -> list[Any]:
-        """A layer's results, flattened by rank, of arguments flattened by rank."""
-        size = len(self.ranks)
-        arguments = [list(operands[start : start + size]) for start in range(0, len(operands), size)]
-        return [*chain(*self.run(graph, path, arguments))]
+        stream = next((value for value in arguments[0] if isinstance(value, Tensor) and value.requires_grad), None)
+        if stream is not None:
+            stream.register_hook(lambda _: watch("backward", layer, ranks))  # type: ignore[no-untyped-call]
 
     def _attempt(self, path: str, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         try:
-            given = {used: self._used(path, node, used, values[used]) for used in node.all_input_nodes}
-            results = self._call(node, given)
-            return results if self._routes is None else self._routes.replace(path, node, given, results)
+            inputs = {used: self._used(path, node, used, values[used]) for used in node.all_input_nodes}
+            results = self._call(node, inputs)
+            return results if self._routes is None else self._routes.replace(path, node, inputs, results)
         except FAILURES as error:
             raise StepError(path, node, error) from error
 
@@ -167,13 +169,13 @@ class Lockstep:
         assert callable(node.target)
         target, results = node.target, []
         for rank in self.ranks:
-            args = [_of_rank(arg, values, rank) for arg in node.args]
+            args = [_rank_argument(arg, values, rank) for arg in node.args]
             results.append(target(*args, **node.kwargs))
         return results
 
     def _used(self, path: str, node: fx.Node, used: fx.Node, values: PerRank) -> PerRank:
-        """The values for one of several consumers; if steps are recorded, each consumer gets its own view."""
-        if self.steps is None or len(used.users) < 2:
+        """The values for one of several consumers; if nodes are recorded, each consumer gets its own view."""
+        if self.nodes is None or len(used.users) < 2:
             return values
         views = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in values]
         for view in views:
@@ -183,12 +185,12 @@ class Lockstep:
         return views
 
     def _note(self, path: str, node: fx.Node, values: PerRank) -> None:
-        if self.steps is None:
+        if self.nodes is None:
             return
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
                 value.retain_grad()
-        self.steps.append(RecordedNode(path, node, values))
+        self.nodes.append(RecordedNode(path, node, values))
 
     def _collective(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         operands = [values[arg] for arg in node.args if isinstance(arg, fx.Node)]
@@ -201,7 +203,7 @@ class Lockstep:
         return results
 
 
-def _of_rank(arg: Any, values: Mapping[fx.Node, PerRank], rank: int) -> Any:
+def _rank_argument(arg: Any, values: Mapping[fx.Node, PerRank], rank: int) -> Any:
     if isinstance(arg, list | tuple):
-        return [_of_rank(each, values, rank) for each in arg]
+        return [_rank_argument(item, values, rank) for item in arg]
     return values[arg][rank] if isinstance(arg, fx.Node) else arg

@@ -1,4 +1,4 @@
-"""The passes of a training step over graphs in lockstep: what each action needs, and what micro-batches have given."""
+"""The forward passes and losses of a training step in lockstep, with the values that stages send each other."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from moec.runtime.verify.cluster.recorded import PerRank, StepError
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
-HandedOn = dict[Role, PerRank]
+Sent = dict[Role, PerRank]
+"""Values that one stage sends to another for a micro-batch, on every rank, or their gradients."""
 Loads = Mapping[int, Tensor]
-Beside = Mapping[Role, Sequence[Tensor]]
-NOTHING: Beside = {}
+ExtraInputs = Mapping[Role, Sequence[Tensor]]
 
 
 class Passes:
     """One step from every rank's tokens and labels; for a layer, from x and a cotangent of y.
 
     `loads`: the expert loads of each rank `[ranks, experts]` by layer, which give states new values in training.
-    `beside`: the other inputs of `forward` by role. Each of the `microbatches` has equally many of a rank's sequences.
+    `extra_inputs`: the other inputs of `forward` by role. Each of the `microbatches` has equally many of a rank's
+    sequences.
     """
 
     def __init__(
@@ -37,22 +38,24 @@ class Passes:
         *,
         loads: Loads | None = None,
         microbatches: int = 1,
-        beside: Beside = NOTHING,
+        extra_inputs: ExtraInputs | None = None,
     ) -> None:
         self.lockstep, self._graphs, self._loads = lockstep, lockstep.graphs, loads or {}
         self._result = result_role(self._graphs.program)
-        self._inputs, self._targets, self._beside = inputs, targets, beside
-        self._parts, self._target_parts = ([x.tensor_split(microbatches) for x in whole] for whole in (inputs, targets))
-        self._beside_parts = {role: [x.tensor_split(microbatches) for x in of] for role, of in beside.items()}
+        self._inputs, self._targets, self._extra_inputs = inputs, targets, extra_inputs or {}
+        self._parts, self._target_parts = ([x.tensor_split(microbatches) for x in xs] for xs in (inputs, targets))
+        self._extra_parts = {
+            role: [x.tensor_split(microbatches) for x in xs] for role, xs in self._extra_inputs.items()
+        }
         self._stages = [block.name for block in forwards(self._graphs.program)]
         self._outputs: list[list[dict[OutputKey, PerRank]]] = [[] for _ in self._stages]
-        """Of each stage, what its `forward` gave for each micro-batch."""
-        self._received: dict[Place, HandedOn] = {}
-        self.sent: dict[Place, HandedOn] = {}
-        """What a stage has handed on for a micro-batch, and the next has not received."""
-        self.sent_back: dict[Place, HandedOn] = {}
-        """The gradients of what a stage has handed on, sent back to it and not received."""
-        self._gradients: dict[Place, HandedOn] = {}
+        """For each stage, the outputs of its `forward` for each micro-batch."""
+        self._received: dict[Place, Sent] = {}
+        self.sent: dict[Place, Sent] = {}
+        """The values that a stage has sent for a micro-batch, until the next stage receives them."""
+        self.sent_back: dict[Place, Sent] = {}
+        """The gradients of what a stage has sent, until it receives them."""
+        self._gradients: dict[Place, Sent] = {}
         self._divisors: dict[str, PerRank] = {}
         self.losses: dict[str, PerRank] = {}
         """The terms of the loss so far on every rank, by the name of their graph."""
@@ -60,42 +63,42 @@ class Passes:
         """The new values of states on every rank, by full name."""
 
     def agree(self) -> None:
-        """Counts what divides the losses of all micro-batches: the ranks' labels and tokens."""
+        """Counts the labels and tokens of all ranks and micro-batches, which divide the losses."""
         if self._result == "logits":
             self._divisors["loss"] = self.lockstep.scalar("valid_labels", list(self._targets))
         if self._graphs.has("aux_loss"):
-            counted = list(self._beside.get("real", ())) or [x.detach() for x in self._inputs]
+            counted = list(self._extra_inputs.get("real", ())) or [x.detach() for x in self._inputs]
             self._divisors["aux_loss"] = self.lockstep.scalar("num_tokens", counted)
 
     def receive(self, stage: int, microbatch: int) -> None:
-        """Takes what the stage before has sent, as leaves of this stage's graph."""
+        """Receives what the previous stage has sent, as leaves of this stage's graph."""
         self._received[stage, microbatch] = {
             role: [x.detach().requires_grad_(x.is_floating_point()) for x in values]
             for role, values in self.sent.pop((stage - 1, microbatch)).items()
         }
 
     def send(self, stage: int, microbatch: int) -> None:
-        """Hands on the residual stream and the balance terms so far."""
+        """Sends the residual stream and the balance terms so far to the next stage."""
         outputs = self._outputs[stage][microbatch]
         keys: list[tuple[Role, OutputKey]] = [(role, (role, None, None)) for role in HANDED_ON]
         self.sent[stage, microbatch] = {role: outputs[key] for role, key in keys if key in outputs}
 
     def send_gradients(self, stage: int, microbatch: int) -> None:
-        """Sends back the gradients of what the stage was given."""
+        """Sends the gradients of what the stage has received back to the previous stage."""
         received = self._received.pop((stage, microbatch))
         self.sent_back[stage - 1, microbatch] = {role: [x.grad for x in leaves] for role, leaves in received.items()}
 
     def receive_gradients(self, stage: int, microbatch: int) -> None:
-        """Takes the gradients of what the stage has handed on."""
+        """Receives the gradients of what the stage has sent."""
         self._gradients[stage, microbatch] = self.sent_back.pop((stage, microbatch))
 
     def differentiated(self, stage: int, microbatch: int) -> tuple[PerRank, PerRank]:
-        """What a backward pass of a stage that is not the last starts from: outputs on all ranks, and their
-        gradients."""
-        outputs, gradients = self._outputs[stage][microbatch], self._gradients.pop((stage, microbatch))
-        pairs = [pair for role, of in gradients.items() for pair in zip(outputs[role, None, None], of, strict=True)]
-        live = [(value, gradient) for value, gradient in pairs if value.requires_grad and gradient is not None]
-        return [value for value, _ in live], [gradient for _, gradient in live]
+        """The outputs on all ranks from which a backward pass starts, and their gradients; not for the last stage."""
+        outputs, sent_back = self._outputs[stage][microbatch], self._gradients.pop((stage, microbatch))
+        values = [value for role in sent_back for value in outputs[role, None, None]]
+        pairs = zip(values, (gradient for gradients in sent_back.values() for gradient in gradients), strict=True)
+        differentiable = [(value, grad) for value, grad in pairs if value.requires_grad and grad is not None]
+        return [value for value, _ in differentiable], [grad for _, grad in differentiable]
 
     def forward(self, stage: int, microbatch: int) -> None:
         """The forward pass of a stage over a micro-batch. Raises `StepError`.
@@ -112,23 +115,23 @@ class Passes:
         outputs = {output.key: values for output, values in zip(forward.results, results, strict=True)}
         roles: list[Role] = [self._result, "balance"] if self._graphs.has("aux_loss") else [self._result]
         if missing := [role for role in roles if is_last and (role, None, None) not in outputs]:
-            raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
+            raise StepError("", forward.graph.output_node(), KeyError(", ".join(sorted(missing))))
         self._outputs[stage].append(outputs)
 
     def _from_batch(self, role: Role | None, microbatch: int) -> PerRank:
-        """An input of the model's, for a micro-batch on every rank."""
+        """An input of the model for a micro-batch, on every rank."""
         parts, data_ranks = [parts[microbatch] for parts in self._parts], self.lockstep.data_ranks
         if role == taken_role(self._graphs.program):
             return parts
         if role == "sequences":
-            before = microbatch * (max(data_ranks) + 1)
+            start = microbatch * (max(data_ranks) + 1)
             sizes = zip(data_ranks, map(len, parts), strict=True)
-            return [sequence_numbers(before + rank, size, size) for rank, size in sizes]
+            return [sequence_numbers(start + rank, size, size) for rank, size in sizes]
         assert role is not None
-        return [parts[microbatch] for parts in self._beside_parts[role]]
+        return [parts[microbatch] for parts in self._extra_parts[role]]
 
     def loss(self, microbatch: int) -> PerRank:
-        """The training loss of a micro-batch that has gone forward; for a layer `(y * cotangent).sum()`. With
+        """The training loss of a micro-batch after its forward pass; for a layer `(y * cotangent).sum()`. Both include
         `aux_loss`."""
         outputs, targets = self._outputs[-1][microbatch], [parts[microbatch] for parts in self._target_parts]
         result, terms = outputs[self._result, None, None], dict[str, PerRank]()
@@ -139,8 +142,8 @@ class Passes:
                 "aux_loss", outputs["balance", None, None], self._divisors["aux_loss"]
             )
         self.losses = {name: _sums(self.losses[name], term) if self.losses else term for name, term in terms.items()}
-        whole = list(terms.values())
-        return _sums(*whole) if self._result == "logits" else _sums(self._products(result, targets), *whole)
+        losses = list(terms.values())
+        return _sums(*losses) if self._result == "logits" else _sums(self._products(result, targets), *losses)
 
     def only_loss(self) -> PerRank:
         """The loss of a step of one micro-batch that has not begun, on every rank."""
@@ -161,20 +164,20 @@ class Passes:
 
     @property
     def counts(self) -> dict[Role, dict[int, PerRank]]:
-        """What layers counted of each rank's tokens, by role: layer → `[1, …]` of every rank."""
+        """The counts of each rank's tokens by layers, by role: layer → `[1, …]` of every rank."""
         return {
-            counted: {
-                output.layer: _sums(*(outputs[output.key] for outputs in of_stage))
-                for stage, of_stage in zip(self._stages, self._outputs, strict=True)
+            role: {
+                output.layer: _sums(*(outputs[output.key] for outputs in microbatches))
+                for stage, microbatches in zip(self._stages, self._outputs, strict=True)
                 for output in self._graphs[stage].results
-                if output.role == counted and output.layer is not None
+                if output.role == role and output.layer is not None
             }
-            for counted in COUNTS
+            for role in COUNTS
         }
 
     @property
     def scalars(self) -> dict[str, PerRank]:
-        """What should be equal on all ranks: a model's `loss`, with balance terms, or a layer's `aux_loss`."""
+        """Scalars that should be equal on all ranks: a model's `loss`, with balance terms, or a layer's `aux_loss`."""
         return {"loss": _sums(*self.losses.values())} if self._result == "logits" else self.losses
 
     def update_states(self, stage: int) -> None:
@@ -190,13 +193,13 @@ class Passes:
 
     def _joined(self, key: OutputKey) -> PerRank:
         parts = [outputs[key] for outputs in self._outputs[-1]]
-        return parts[0] if len(parts) == 1 else [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)]
+        return parts[0] if len(parts) == 1 else [torch.cat(rank_parts) for rank_parts in zip(*parts, strict=True)]
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
         """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
         for value, cotangent in zip(y, cotangents, strict=True):
             if not isinstance(value, Tensor) or value.shape != cotangent.shape:
-                output = self._graphs[self._stages[-1]].output
+                output = self._graphs[self._stages[-1]].graph.output_node()
                 raise StepError("", output, ValueError(f"y has another shape than x, {list(cotangent.shape)}"))
         wide = torch.promote_types(cotangents[0].dtype, torch.float32)
         return [(value.to(wide) * cotangent).sum() for value, cotangent in zip(y, cotangents, strict=True)]
@@ -204,4 +207,4 @@ class Passes:
 
 def _sums(*terms: PerRank) -> PerRank:
     """The sum of several values on every rank."""
-    return terms[0] if len(terms) == 1 else [sum(of_rank) for of_rank in zip(*terms, strict=True)]
+    return terms[0] if len(terms) == 1 else [sum(rank_terms) for rank_terms in zip(*terms, strict=True)]

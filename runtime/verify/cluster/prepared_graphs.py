@@ -13,15 +13,14 @@ from moec.passes.ir import Output, Program, Recompute
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph with its results, its output node, and the values that no node after each node uses.
+    """A graph with its results. `last_used_at` has, for each node, the values whose last use it is.
 
-    `recompute` is the part of it that backward computes again.
+    `recompute` is the part of the graph that backward computes again.
     """
 
     graph: fx.Graph
     results: tuple[Output, ...]
-    output: fx.Node
-    last_used_at: Mapping[fx.Node, tuple[fx.Node, ...]]
+    last_used_at: Mapping[fx.Node, list[fx.Node]]
     recompute: Recompute = "none"
 
 
@@ -40,17 +39,16 @@ class Graphs:
         if name not in self._built:
             block = self.program.block(name)
             graph = emit_graph(self.program, block, float64=self._float64, ways=self._ways)
-            node, last_uses = graph.output_node(), _last_uses(graph)
-            self._built[name] = PreparedGraph(graph, block.outputs, node, last_uses, block.recompute)
+            self._built[name] = PreparedGraph(graph, block.outputs, _last_uses(graph), block.recompute)
         return self._built[name]
 
 
-def _last_uses(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
-    dead: dict[fx.Node, list[fx.Node]] = {}
+def _last_uses(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
+    last_uses: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                dead.setdefault(node, []).append(used)
-    return {node: tuple(used) for node, used in dead.items()}
+        for value in node.all_input_nodes:
+            if value not in seen:
+                seen.add(value)
+                last_uses.setdefault(node, []).append(value)
+    return last_uses

@@ -1,4 +1,4 @@
-"""What a run of the virtual cluster leaves: its nodes with their values, and the node where it could not go on."""
+"""The record of a run of the virtual cluster: its nodes with their values, and the errors that stop it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class RecordedNode:
     """A node that has run: the path of its module (`layers.1.`), and its value on every rank."""
 
     path: str
-    node: fx.Node
+    fx_node: fx.Node
     values: PerRank
 
     @property
     def key(self) -> str:
         """The node's name in its block."""
-        return info_of(self.node).key
+        return info_of(self.fx_node).key
 
     @property
     def op(self) -> Op | None:
         """The op that it is part of; None for inputs and parameters."""
-        return info_of(self.node).op
+        return info_of(self.fx_node).op
 
     @property
     def value(self) -> Value | None:
         """The value or parameter of the Program that it computes, if any."""
-        return info_of(self.node).value
+        return info_of(self.fx_node).value
 
     @property
     def used(self) -> list[str]:
         """The keys of the nodes that it uses."""
-        return [info_of(node).key for node in self.node.all_input_nodes]
+        return [info_of(node).key for node in self.fx_node.all_input_nodes]
 
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)

@@ -19,29 +19,29 @@ from moec.passes.ir.mixture_values import choices_of
 
 
 class Routes:
-    """What gates choose in a run. `given` (key of the choices → experts of every rank) replaces choices.
+    """The choices of gates in a run. `replacements` (key of the choices → experts of every rank) replaces them.
 
     A layer may have two gates, of its experts and of its heads. The key of choices is their name in the module.
     """
 
-    def __init__(self, given: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+    def __init__(self, replacements: Mapping[str, Sequence[Tensor]] | None = None) -> None:
         self.experts: dict[str, list[Tensor]] = {}
         """The choices of this run: key, such as `layers.1.e`, → int64 `[B, S, k]` of every rank."""
         self.scores: dict[str, list[Tensor]] = {}
         """The router logits of this run: key of the choices → `[B, S, E]` of every rank."""
-        self._given = given
+        self._replacements = replacements
 
     def replace(self, path: str, node: fx.Node, inputs: Mapping[fx.Node, list[Any]], results: list[Any]) -> list[Any]:
         """The results of a node on every rank, from its inputs and its computed results.
 
-        Given choices replace the computed choices, and their weights the computed weights.
+        Replacements replace the computed choices, and their weights the computed weights.
         """
         op, value = info_of(node).op, info_of(node).value
         if op is None:
             return results
         if value is not None and value in _chosen(op):
             key = f"{path}{value.name}"
-            self.experts[key] = results if self._given is None else list(self._given[key])
+            self.experts[key] = results if self._replacements is None else list(self._replacements[key])
             return self.experts[key]
         if not op.scores:
             return results
@@ -50,26 +50,26 @@ class Routes:
         for source, values in inputs.items():
             if info_of(source).key == scores:
                 self.scores[key] = values
-        if value is named.get("weights") and value is not None and self._given is not None:
-            pairs = zip(self.scores[key], self._given[key], strict=True)
-            results = [WEIGHTS[type(op)](op, of_rank, experts) for of_rank, experts in pairs]
+        if value is named.get("weights") and value is not None and self._replacements is not None:
+            pairs = zip(self.scores[key], self._replacements[key], strict=True)
+            results = [WEIGHTS[type(op)](op, logits, experts) for logits, experts in pairs]
         return results
 
 
-def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def sharded_choices(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Shards the global batch's choices (key → `[B, S, k]`) over the ranks."""
     dense = plan.meshes["dense"]
     layouts = _layouts_of_results(plan)
     return {
-        key: [whole[local_slices(whole.shape, layouts[key], dense, rank)] for rank in range(plan.stage_size)]
-        for key, whole in experts.items()
+        key: [choices[local_slices(choices.shape, layouts[key], dense, rank)] for rank in range(plan.stage_size)]
+        for key, choices in experts.items()
     }
 
 
 def layouts_of_choices(plan: Plan) -> dict[str, Layout]:
     """The layout of the choices of each layer's mixture on the dense mesh, by the layer's path."""
-    chosen = ((call.layer, choices_of(plan.program.block(call.block))) for call in layer_calls(plan.program))
-    return {f"layers.{layer}.": (choices.layout or REPLICATED) for layer, choices in chosen if choices is not None}
+    choices = ((call.layer, choices_of(plan.program.block(call.block))) for call in layer_calls(plan.program))
+    return {f"layers.{layer}.": (value.layout or REPLICATED) for layer, value in choices if value is not None}
 
 
 def _chosen(op: Op) -> list[Value]:

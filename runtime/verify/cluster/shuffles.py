@@ -1,4 +1,4 @@
-"""Conversions on the virtual cluster: what each does forward to the tensors of one group's ranks.
+"""Conversions on the virtual cluster: the forward pass of each, over the tensors of one group's ranks.
 
 Backward is the shuffle of the conversion that the class declares (`Conversion.backward`): a shuffle that autograd
 differentiates would hide a missing `copy_to`. tests/distributed holds each against the real operator on gloo.
@@ -6,6 +6,7 @@ differentiates would hide a missing `copy_to`. tests/distributed holds each agai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,24 +18,24 @@ from moec.passes.ir.operator_schema import attributes_among
 from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops import ragged_conversions as rows
 from moec.runtime.ops.sharded_vocabulary import embed_rows, pick_logits
-from moec.runtime.refused_derivatives import once
+from moec.runtime.refused_derivatives import once_differentiable
 
 Tensors = Sequence[Tensor]
 """A tensor of each rank of a group."""
 
 Shuffle = Callable[..., Sequence[Any]]
-"""From a conversion, and each of its operands on all ranks: the result on each rank."""
+"""Takes a conversion, and each of its operands on all ranks of a group. Returns the result on each rank."""
 
 F = TypeVar("F", bound=Shuffle)
 
 Args = Sequence[Any]
-"""The arguments of the node, its operands among them."""
+"""The arguments of a node, which include its operands."""
 
 Convert = Callable[[Args, list[list[Tensor]]], list[Any]]
-"""From a node's arguments and its operands on each rank of a group: the results on each."""
+"""Takes a node's arguments, and its operands on each rank of a group. Returns the result on each rank."""
 
 SHUFFLES: dict[str, Convert] = {}
-"""By the name of a node's target, `moec.all_gather.default`."""
+"""By the name of a node's target, such as `moec.all_gather.default`."""
 
 _FORWARD: dict[str, Shuffle] = {}
 """By the name of a conversion's operator."""
@@ -47,11 +48,11 @@ def shuffle(kind: type[Conversion], **fixed: Any) -> Callable[[F], F]:
     def register(forward: F) -> F:
         def convert(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
             conversion = kind.over("", **fixed, **attributes_among(kind, args))
-            values, *beside = inputs
+            values, *extra_operands = inputs
             if conversion.backward() == "none":
                 with torch.no_grad():
-                    return list(forward(conversion, values, *beside))
-            return list(_Declared.apply(conversion, beside, *values))  # type: ignore[no-untyped-call]
+                    return list(forward(conversion, values, *extra_operands))
+            return list(_Declared.apply(conversion, extra_operands, *values))  # type: ignore[no-untyped-call]
 
         _FORWARD[name] = forward
         SHUFFLES[f"moec.{name}.default"] = convert
@@ -64,21 +65,23 @@ class _Declared(torch.autograd.Function):
     """A conversion of one group's tensors, differentiated as its class declares."""
 
     @staticmethod
-    def forward(ctx: Any, conversion: Conversion, beside: Sequence[Tensors], *values: Tensor) -> tuple[Any, ...]:
-        ctx.backward_of, ctx.beside = conversion.backward(), beside
-        return tuple(_FORWARD[conversion.torch_operator()](conversion, values, *beside))
+    def forward(
+        ctx: Any, conversion: Conversion, extra_operands: Sequence[Tensors], *values: Tensor
+    ) -> tuple[Any, ...]:
+        ctx.backward_conversion, ctx.extra_operands = conversion.backward(), extra_operands
+        return tuple(_FORWARD[conversion.torch_operator()](conversion, values, *extra_operands))
 
     @staticmethod
-    @once("a conversion of the virtual cluster")
+    @once_differentiable("a conversion of the virtual cluster")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        then = ctx.backward_of
-        if not isinstance(then, Conversion):
+        conversion = ctx.backward_conversion
+        if not isinstance(conversion, Conversion):
             return (None, None, *gradients)
-        return (None, None, *_FORWARD[then.torch_operator()](then, gradients, *ctx.beside))
+        return (None, None, *_FORWARD[conversion.torch_operator()](conversion, gradients, *ctx.extra_operands))
 
 
 def forward_shuffle(conversion: Conversion) -> Shuffle:
-    """What `conversion` does to the tensors of one group's ranks, without a gradient."""
+    """The forward pass of `conversion` over the tensors of one group's ranks, without a gradient."""
     return _FORWARD[conversion.torch_operator()]
 
 
@@ -93,9 +96,7 @@ def _identity(_: Conversion, tensors: Tensors) -> list[Tensor]:
 @shuffle(o.AllReduce)
 def _summed(_: Conversion, tensors: Tensors) -> list[Tensor]:
     """One after the other, each sum rounded to the tensors' dtype: as gloo and NCCL add around a ring."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
+    total = functools.reduce(torch.add, tensors)
     return [total.clone() for _ in tensors]
 
 
@@ -108,8 +109,8 @@ def _largest(_: Conversion, tensors: Tensors) -> list[Tensor]:
 @shuffle(o.AllGather)
 @shuffle(o.AllGatherAlike)
 def _gathered(op: o.AllGather, tensors: Tensors) -> list[Tensor]:
-    whole = torch.cat(list(tensors), op.dim)
-    return [whole.clone() for _ in tensors]
+    gathered = torch.cat(list(tensors), op.dim)
+    return [gathered.clone() for _ in tensors]
 
 
 @shuffle(o.Slice)
@@ -126,7 +127,7 @@ def _scattered(op: Any, tensors: Tensors) -> list[Tensor]:
 
 @shuffle(o.AllToAllPadded)
 def _swapped(op: o.AllToAllPadded, tensors: Tensors) -> list[Tensor]:
-    """Pieces along one dim for pieces along another."""
+    """Splits along the dim `wanted` and concatenates along the dim `given`."""
     pieces = [tensor.chunk(len(tensors), op.wanted) for tensor in tensors]
     return [torch.cat([piece[rank] for piece in pieces], op.given) for rank in range(len(tensors))]
 
@@ -136,10 +137,13 @@ def _swapped(op: o.AllToAllPadded, tensors: Tensors) -> list[Tensor]:
 
 @shuffle(rows.ExchangeCounts)
 def _exchanged_counts(_: Conversion, counts: Tensors) -> list[Any]:
-    """Each rank's counts for each rank's experts."""
-    sent = [each.reshape(len(counts), -1) for each in counts]
-    received = [torch.stack([each[rank] for each in sent]) for rank in range(len(sent))]
-    return [(got, torch.stack([out.sum(1), got.sum(1)])) for out, got in zip(sent, received, strict=True)]
+    """The counts that each rank receives from each rank, `[ranks, experts]`, and its splits: rows sent and received."""
+    sent = [rank_counts.reshape(len(counts), -1) for rank_counts in counts]
+    received = [torch.stack([rank_counts[rank] for rank_counts in sent]) for rank in range(len(sent))]
+    return [
+        (counts_in, torch.stack([counts_out.sum(1), counts_in.sum(1)]))
+        for counts_out, counts_in in zip(sent, received, strict=True)
+    ]
 
 
 @shuffle(rows.AllToAll)
@@ -169,8 +173,8 @@ def _rows_of_ranks(counts: Tensors) -> list[int]:
 def _gathered_rows(_: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
     if [len(tensor) for tensor in tensors] != _rows_of_ranks(counts):
         raise ValueError(f"{[len(tensor) for tensor in tensors]} rows, counted as {_rows_of_ranks(counts)}")
-    whole = torch.cat(list(tensors))
-    return [whole.clone() for _ in tensors]
+    gathered = torch.cat(list(tensors))
+    return [gathered.clone() for _ in tensors]
 
 
 @shuffle(rows.SliceRows)

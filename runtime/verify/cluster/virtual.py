@@ -11,7 +11,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
-from moec.runtime.verify.cluster.passes import NOTHING, Beside, Loads, Passes
+from moec.runtime.verify.cluster.passes import ExtraInputs, Loads, Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.cluster.virtual_step import VirtualStep
@@ -19,7 +19,7 @@ from moec.runtime.verify.cluster.virtual_weights import VirtualWeights
 
 
 class VirtualCluster:
-    """All ranks of `plan`, each with its part of `parameters` (full name → whole tensor), and with whole `states`."""
+    """All ranks of `plan`, each with its part of `parameters` (full name → unsharded tensor), and with all `states`."""
 
     def __init__(
         self,
@@ -55,10 +55,12 @@ class VirtualCluster:
         *,
         loads: Loads | None = None,
         microbatches: int = 1,
-        beside: Beside = NOTHING,
+        extra_inputs: ExtraInputs | None = None,
     ) -> VirtualStep:
-        """A step of every rank, which its `run` takes. The arguments are those of `Passes`."""
-        passes = Passes(self.lockstep, inputs, targets, loads=loads, microbatches=microbatches, beside=beside)
+        """A step of every rank, which runs when its `run` is called. The arguments are those of `Passes`."""
+        passes = Passes(
+            self.lockstep, inputs, targets, loads=loads, microbatches=microbatches, extra_inputs=extra_inputs
+        )
         self._step = VirtualStep(self.plan.program, self.weights, passes, microbatches)
         return self._step
 

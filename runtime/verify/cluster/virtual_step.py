@@ -1,4 +1,4 @@
-"""A training step on the virtual cluster: the actions of the plan's order, with what happens to weights and gradients
+"""A training step on the virtual cluster: the actions of the plan's order, with the events of weights and gradients
 inside of them."""
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ class VirtualStep:
         """The loss of each micro-batch on every rank."""
         self.gradients: dict[str, list[Tensor]] = {}
         self._new: dict[str, list[Tensor]] = {}
-        """Gradients of a pass that are neither collected nor summed yet."""
+        """Gradients of a backward pass that are neither collected nor summed yet."""
         self._collected: dict[str, list[Tensor]] = {}
-        self._coming: Iterator[Event] = iter(())
+        self._events: Iterator[Event] = iter(())
         self._entered: set[str] = set()
 
     def run(self, before: ActionKind | None = None) -> None:
-        """Takes every action, or those before the first of the kind `before`.
+        """Runs every action, or those before the first of the kind `before`.
 
         Raises `StepError` in a forward pass and `BackwardError` after it: for an op that fails, a weight that is used
-        and was not gathered, a gradient that nobody sums, stages that wait for each other.
+        and was not gathered, a gradient that is not summed, stages that wait for each other.
         """
-        left = [deque(takewhile(lambda action: action.kind != before, order)) for order in self._orders]
+        queues = [deque(takewhile(lambda action: action.kind != before, order)) for order in self._orders]
         try:
-            while any(left):
-                if not any(map(self._advance, self._orders, left)):
-                    waiting = ", ".join(f"stage {i} for `{actions[0]}`" for i, actions in enumerate(left) if actions)
+            while any(queues):
+                if not any(map(self._advance, self._orders, queues)):
+                    waiting = ", ".join(f"stage {i} for `{actions[0]}`" for i, actions in enumerate(queues) if actions)
                     raise BackwardError(f"the stages, which wait for each other: {waiting}")
         finally:
             self._weights.drop_all()
 
     def _advance(self, order: Order, actions: deque[Action]) -> bool:
-        """Takes the actions of a stage until it waits for another one; whether there were any."""
+        """Runs the actions of a stage until it waits for another one; returns whether it ran any."""
         moved = False
         while actions and self._is_ready(order.stage, actions[0]):
-            self._take(order, actions.popleft())
+            self._run_action(order, actions.popleft())
             moved = True
         return moved
 
@@ -69,10 +69,10 @@ class VirtualStep:
             return (stage - 1, action.microbatch) in self.passes.sent
         return action.kind != "receive_gradients" or (stage, action.microbatch) in self.passes.sent_back
 
-    def _take(self, order: Order, action: Action) -> None:
+    def _run_action(self, order: Order, action: Action) -> None:
         stage, passes = order.stage, self.passes
         if action.microbatch is not None:
-            self._take_of_microbatch(order, action, action.microbatch)
+            self._run_in_microbatch(order, action, action.microbatch)
         elif action.kind == "agree":
             passes.agree()
         elif action.kind == "states":
@@ -82,37 +82,37 @@ class VirtualStep:
             for name in names & {*self._new, *self._collected}:
                 raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
 
-    def _take_of_microbatch(self, order: Order, action: Action, number: int) -> None:
+    def _run_in_microbatch(self, order: Order, action: Action, microbatch: int) -> None:
         stage, passes = order.stage, self.passes
         events = events_inside(order, action, self._weights.units[stage])
         match action.kind:
             case "receive":
-                passes.receive(stage, number)
+                passes.receive(stage, microbatch)
             case "forward":
-                self._coming, self._entered = iter(events), set()
-                passes.forward(stage, number)
+                self._events, self._entered = iter(events), set()
+                passes.forward(stage, microbatch)
             case "send":
-                passes.send(stage, number)
+                passes.send(stage, microbatch)
             case "loss":
-                self.losses.append(passes.loss(number))
+                self.losses.append(passes.loss(microbatch))
             case "receive_gradients":
-                passes.receive_gradients(stage, number)
+                passes.receive_gradients(stage, microbatch)
             case "backward":
-                self._differentiate(stage, number)
+                self._differentiate(stage, microbatch)
                 for event in events:
                     self._after_backward(event, last=is_last_backward(order, action))
             case "send_gradients":
-                passes.send_gradients(stage, number)
+                passes.send_gradients(stage, microbatch)
 
     # ---- forward -----------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> None:
-        """A forward pass comes to a unit: gathers what the schedule gathers until then."""
+        """Gathers the weights that the schedule gathers before this unit's forward pass, which begins."""
         if unit.name in self._entered:
             return
         self._entered.add(unit.name)
         while unit.is_layer or not self._weights.has(unit):
-            event = next(self._coming, None)
+            event = next(self._events, None)
             if event is not None and event.kind == "gather":
                 self._weights.gather(event.unit)
             else:
@@ -120,17 +120,17 @@ class VirtualStep:
 
     # ---- backward ----------------------------------------------------------------------------------
 
-    def _differentiate(self, stage: int, number: int) -> None:
+    def _differentiate(self, stage: int, microbatch: int) -> None:
         if stage < len(self._orders) - 1:
-            live, gradients = self.passes.differentiated(stage, number)
+            outputs, gradients = self.passes.differentiated(stage, microbatch)
         else:
-            if len(self.losses) == number:  # a layer's host computes the loss
-                self.losses.append(self.passes.loss(number))
+            if len(self.losses) == microbatch:  # a layer's host computes the loss
+                self.losses.append(self.passes.loss(microbatch))
             # A wrong plan's loss may depend on no parameter.
-            live = [value for value in self.losses[number] if value.requires_grad]
-            gradients = [torch.ones_like(value) for value in live]
+            outputs = [value for value in self.losses[microbatch] if value.requires_grad]
+            gradients = [torch.ones_like(value) for value in outputs]
         try:
-            torch.autograd.backward(live, gradients)
+            torch.autograd.backward(outputs, gradients)
         except FAILURES as error:
             raise BackwardError(f"the backward pass, which stopped: {error}") from error
 
@@ -164,5 +164,5 @@ class VirtualStep:
             self.gradients[name] = _added(self.gradients.get(name), self._weights.summed(name, gradient))
 
 
-def _added(one: list[Tensor] | None, other: list[Tensor]) -> list[Tensor]:
-    return other if one is None else [a + b for a, b in zip(one, other, strict=True)]
+def _added(total: list[Tensor] | None, gradients: list[Tensor]) -> list[Tensor]:
+    return gradients if total is None else [a + b for a, b in zip(total, gradients, strict=True)]

@@ -16,8 +16,8 @@ from moec.runtime.verify.cluster.shuffles import forward_shuffle
 
 
 class VirtualWeights:
-    """The parameters of all ranks of `plan`: a rank starts with its parts of the masters, of `parameters` (full name →
-    whole tensor).
+    """The parameters of all ranks of `plan`. A rank's masters are its parts of `parameters` (full name → unsharded
+    tensor).
 
     Weights are gathered from masters, and gradients end in their layout. Ranks that sum a gradient over the same list
     of the first group of `sum_over`, and hold the same part of the weight, share a leaf: autograd adds their gradients.
@@ -27,25 +27,25 @@ class VirtualWeights:
 
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         self._plan = plan
-        self._wholes = {name: whole.detach() for name, whole in parameters.items()}
-        self.masters = {name: self._masters(name, whole) for name, whole in self._wholes.items()}
+        self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
+        self.masters = {name: self._masters(name, parameter) for name, parameter in self._parameters.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}
         self._weights: dict[str, list[Tensor]] = {}
         self.units = [units_of(plan.program, stage) for stage in range(len(forwards(plan.program)))]
-        """Of each stage, in the order of their first use."""
+        """The units of each stage, in the order of their first use."""
         self._groups = plan.groups_in_stage
         self.unit_of = {name: unit for units in self.units for unit in units for name, _ in named_parameters(unit)}
         """The unit of each parameter's full name."""
 
-    def _masters(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Each rank's part of a parameter's master, in the memory of `whole`; equal parts are one tensor."""
+    def _masters(self, name: str, parameter: Tensor) -> list[Tensor]:
+        """Each rank's part of a parameter's master, in the memory of `parameter`; equal parts are one tensor."""
         data, parts = self._plan.parameters[name], dict[object, Tensor]()
         masters = []
         for rank in range(self._plan.stage_size):
             index = data.cells(self._plan.meshes[data.mesh], rank)
             key = tuple((cut.start, cut.stop) for cut in index)
             if key not in parts:
-                parts[key] = whole[index]
+                parts[key] = parameter[index]
             masters.append(parts[key])
         return masters
 
@@ -60,7 +60,7 @@ class VirtualWeights:
         return self._weights[name]
 
     def has(self, unit: Unit) -> bool:
-        """Whether everything that is gathered of a unit is there."""
+        """Whether all weights of a unit that must be gathered are gathered."""
         return all(p.gathered == "never" or name in self._weights for name, p in named_parameters(unit))
 
     def gather(self, unit: Unit) -> None:
@@ -81,43 +81,43 @@ class VirtualWeights:
 
     def leaves(self, name: str) -> list[Tensor]:
         """New leaves with each rank's weight: parts of `parameters` in their memory, or gathered from the masters."""
-        data, whole = self._plan.parameters[name], self._wholes[name]
+        data, parameter = self._plan.parameters[name], self._parameters[name]
         mesh, lists = self._plan.meshes[data.mesh], self._groups[data.sum_over[0]] if data.sum_over else ()
         listed = [rank for ranks in lists for rank in ranks]
-        shares = torch.finfo(whole.dtype).bits >= 32 and len(set(listed)) == len(listed)
+        shares = torch.finfo(parameter.dtype).bits >= 32 and len(set(listed)) == len(listed)
         owner = {rank: ranks[0] for ranks in lists for rank in ranks} if shares else {}
         gathered = self._converted(name, self.masters[name], data.master, data.layout)
         leaves: dict[object, tuple[int, Tensor]] = {}
-        of_ranks = []
+        leaf_of_rank = []
         for rank in range(self._plan.stage_size):
             index = local_slices(data.shape, data.layout, mesh, rank)
             key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
             if key not in leaves:
-                weight = whole[index] if data.master == data.layout else gathered[rank]
+                weight = parameter[index] if data.master == data.layout else gathered[rank]
                 leaves[key] = len(leaves), weight.detach().requires_grad_(not data.frozen)
-            of_ranks.append(leaves[key])
-        self._leaf_of_rank[name] = [number for number, _ in of_ranks]
-        return [leaf for _, leaf in of_ranks]
+            leaf_of_rank.append(leaves[key])
+        self._leaf_of_rank[name] = [number for number, _ in leaf_of_rank]
+        return [leaf for _, leaf in leaf_of_rank]
 
     # ---- gradients ---------------------------------------------------------------------------------
 
     def gradient_of_pass(self, name: str) -> list[Tensor]:
-        """What the last backward pass gave each leaf, in at least fp32, as a job widens it before it sums.
+        """Each leaf's gradient of the last backward pass, in at least fp32, as a job widens it before it sums.
 
-        Zeros of a parameter that a wrong plan does not use.
+        Zeros for a parameter that a wrong plan does not use.
         """
-        of_ranks = self._weights.get(name) or self.leaves(name)
+        weights = self._weights.get(name) or self.leaves(name)
         gradients = []
-        for leaf in dict(zip(self._leaf_of_rank[name], of_ranks, strict=True)).values():
+        for leaf in dict(zip(self._leaf_of_rank[name], weights, strict=True)).values():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             gradients.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
             leaf.grad = None
         return gradients
 
-    def summed(self, name: str, of_leaves: Sequence[Tensor]) -> list[Tensor]:
+    def summed(self, name: str, leaf_gradients: Sequence[Tensor]) -> list[Tensor]:
         """A gradient after the sums over the plan's groups: each rank's part, in the master's layout."""
         data, leaf_of = self._plan.parameters[name], self._leaf_of_rank[name]
-        gradients, shared = [of_leaves[leaf] for leaf in leaf_of], len(of_leaves) < len(leaf_of)
+        gradients, shared = [leaf_gradients[leaf] for leaf in leaf_of], len(leaf_gradients) < len(leaf_of)
         for number, group in enumerate(data.sum_over):
             for ranks in self._groups[group]:
                 terms = [gradients[rank] for rank in ranks]
@@ -128,13 +128,13 @@ class VirtualWeights:
                     gradients[rank] = total
         return self._converted(name, gradients, data.layout, data.master)
 
-    def _converted(self, name: str, parts: Sequence[Tensor], layout: Layout, wanted: Layout) -> list[Tensor]:
-        """Every rank's part of a parameter or a gradient, taken from `layout` to `wanted`.
+    def _converted(self, name: str, parts: Sequence[Tensor], source: Layout, target: Layout) -> list[Tensor]:
+        """Every rank's part of a parameter or a gradient, converted from layout `source` to `target`.
 
-        A sum and the slice after it are what a reduce_scatter gives.
+        A sum and the slice after it have the result of a reduce_scatter.
         """
         parts, mesh = list(parts), self._plan.meshes[self._plan.parameters[name].mesh]
-        for conversion in conversions_between(layout, wanted):
+        for conversion in conversions_between(source, target):
             shuffle = forward_shuffle(conversion)
             for ranks in mesh.groups(conversion.axis):
                 for rank, part in zip(ranks, shuffle(conversion, [parts[rank] for rank in ranks]), strict=True):

@@ -246,7 +246,7 @@ def test_recomputation_is_not_blamed_for_what_is_wrong_without_it(monkeypatch: p
 
     def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
         results = call(self, node, values)
-        is_wrong = self.steps is None and len(self.ranks) > 1 and info_of(node).key == "rows#1"
+        is_wrong = self.nodes is None and len(self.ranks) > 1 and info_of(node).key == "rows#1"
         return list(map(doubled, results)) if is_wrong else results
 
     monkeypatch.setattr(Lockstep, "_call", wrong)

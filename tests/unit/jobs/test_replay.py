@@ -51,7 +51,7 @@ def run(plan: Plan, model: Any, routes: Tensor, *, training: bool) -> tuple[Virt
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     cluster = VirtualCluster(plan, parameters, states_of(model), training=training)
     given, wanted = by_rank(plan, TOKENS), by_rank(plan, LABELS)
-    step = cluster.step(given, wanted, beside={"routes": by_rank(plan, routes)})
+    step = cluster.step(given, wanted, extra_inputs={"routes": by_rank(plan, routes)})
     step.run()
     assert step.passes.routes is not None
     first = {plan.data_rank(rank): part for rank, part in enumerate(step.passes.routes)}

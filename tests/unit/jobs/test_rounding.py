@@ -56,9 +56,9 @@ def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(options:
 def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, monkeypatch: pytest.MonkeyPatch):
     seeds: list[Tensor] = []
 
-    def measured(plan, model, inputs, **options):
-        seeds.append(inputs.given)
-        return replace(measure_rounding(plan, model, inputs, **options), ok=len(seeds) > unkind)
+    def measured(plan, model, batch, **options):
+        seeds.append(batch.inputs)
+        return replace(measure_rounding(plan, model, batch, **options), ok=len(seeds) > unkind)
 
     monkeypatch.setattr("moec.runtime.verify.verification.measure_rounding", measured)
     report = verify(moe_plan(dtype="bf16", ranks=1, ep=1), float32=False)

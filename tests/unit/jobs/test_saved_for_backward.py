@@ -31,8 +31,8 @@ def test_experts_outputs_are_not_kept(capacity: str, degrees: dict[str, int]) ->
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         cluster.lockstep.record()
         cluster.step(shares, shares).run(before="backward")
-    steps = cluster.lockstep.steps or []
-    of_rows = [(step.key, value) for step in steps if step.key in ROWS for value in step.values]
+    nodes = cluster.lockstep.nodes or []
+    of_rows = [(node.key, value) for node in nodes if node.key in ROWS for value in node.values]
     kept = {name for name, value in of_rows if value.data_ptr() in saved}
     assert kept == ({"rows.1"} if degrees["ep"] > 1 else set())
     assert ("weighted.1" in dict(of_rows)) == (degrees["ep"] > 1)

@@ -144,7 +144,7 @@ def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(pla
 
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
-    monkeypatch.setattr("moec.runtime.verify.memory.KEPT_BYTES", 0)
+    monkeypatch.setattr("moec.runtime.verify.memory.ACTIVATION_BYTES", 0)
     require_equal(moe_plan(ranks=4, ep=2))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moec.runtime.ranks.verdict import LONGER, Left, Place, Position, RankState, from_json, judge, to_json
+from moec.runtime.ranks.verdict import LONGER, Departed, Place, Position, RankState, from_json, judge, to_json
 
 ROWS = Place("all_to_all", "ep[0..1]", (0, 1), "layer 1 (tiny.moe:14:5)")
 OTHER_ROWS = Place("all_to_all", "ep[0..1]", (2, 3), "layer 1 (tiny.moe:14:5)")
@@ -49,14 +49,14 @@ def test_several_silent_ranks():
 
 
 def test_a_rank_that_raised_has_printed_its_error():
-    verdict = judge({0: inside(ROWS, 1), 1: Left("ValueError: no such file")}, 4, overdue=False)
+    verdict = judge({0: inside(ROWS, 1), 1: Departed("ValueError: no such file")}, 4, overdue=False)
     assert verdict is not None
     assert verdict.printed
     assert verdict.text.startswith("rank 1 ended with ValueError: no such file; rank 0 waits for it in all_to_all")
 
 
 def test_a_rank_that_calls_sys_exit_is_named_by_the_others() -> None:
-    verdict = judge({0: inside(ROWS, 1), 1: Left("SystemExit: 0")}, 4, overdue=False)
+    verdict = judge({0: inside(ROWS, 1), 1: Departed("SystemExit: 0")}, 4, overdue=False)
     assert verdict is not None
     assert verdict.text.startswith("rank 1 ended with SystemExit: 0; rank 0 waits for it")
     assert not verdict.printed
@@ -64,7 +64,7 @@ def test_a_rank_that_calls_sys_exit_is_named_by_the_others() -> None:
 
 def test_a_rank_that_left_early():
     states: dict[int, RankState] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
-    assert text({**states, 2: Left()}, overdue=False) == (
+    assert text({**states, 2: Departed()}, overdue=False) == (
         "rank 2 left the job before the others; "
         "rank 3 waits for it in all_reduce over all ranks, start of a forward pass; "
         "every rank makes the same calls, as often: none stands under `if job.rank == 0`"
@@ -72,7 +72,7 @@ def test_a_rank_that_left_early():
 
 
 def test_leaving_is_no_fault_if_no_rank_waits():
-    assert judge({0: Left(), 1: Left(), 2: outside(STEP, 1), 3: Left()}, 4, overdue=False) is None
+    assert judge({0: Departed(), 1: Departed(), 2: outside(STEP, 1), 3: Departed()}, 4, overdue=False) is None
 
 
 def test_a_job_ended_from_outside_blames_no_rank():
@@ -134,6 +134,8 @@ def test_a_collective_that_all_ranks_are_in():
     )
 
 
-@pytest.mark.parametrize("state", [Left(), Left("OSError: disk full"), outside(None, 1.5), inside(ROWS, 2, rows=3)])
+@pytest.mark.parametrize(
+    "state", [Departed(), Departed("OSError: disk full"), outside(None, 1.5), inside(ROWS, 2, rows=3)]
+)
 def test_states_survive_json(state: RankState):
     assert from_json(to_json(state)) == state
