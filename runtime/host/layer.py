@@ -32,7 +32,7 @@ from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import count_experts
 from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
 
 
@@ -91,10 +91,10 @@ class MoeLayer(nn.Module):
         }
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(layer.number).items()}
-        self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
+        self._weights = make_weights(self, PREFIX, paths, sites, home, Microbatches())
         # The layer's dtype, or the one that a reference was asked for: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
-        self._weights.home = home  # its groups stay open until the last backward pass, even if the layer is dropped
+        self._weights.group_owner = home
         self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)
         self._routers = [site_of(op, layer.number) for op in self._function.routers]
         self._number = torch.tensor(layer.number, device="cpu")

@@ -18,7 +18,7 @@ from moec.runtime.host.layer_state import INNER
 from moec.runtime.refused_derivatives import outlasting
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
-from moec.runtime.weights.states import OwnStates
+from moec.runtime.weights.states import LayerStates
 
 
 class LayerBiases:
@@ -37,7 +37,7 @@ class LayerBiases:
         self._function: Function | None = None
         if update is not None:
             self._function = emit_function(program, update, groups=home.groups, float64=float64)
-        self._own = OwnStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
+        self._own = LayerStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
         self._loads: Tensor | None = None
         self._stepped = self._watches = False
 

@@ -19,7 +19,7 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import first_of_parts
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.model.module import PlanModule
-from moec.runtime.weights.home import ALONE, Alone
+from moec.runtime.weights.home import ALONE, SingleProcessHome
 from moec.runtime.weights.weight_spec import WeightSpec
 
 COMPUTED = (torch.float64, torch.float32, torch.bfloat16)
@@ -35,7 +35,7 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, mi
     batch consists of `microbatches` equal parts, which share no routing group.
     """
     program = reference_program(spec, microbatches)
-    home = Alone(parameters_of(program), seed=seed, dtype=dtype)
+    home = SingleProcessHome(parameters_of(program), seed=seed, dtype=dtype)
     return PlanModule(spec, program, limits_of(spec), home, float64=dtype == torch.float64)
 
 
@@ -53,7 +53,7 @@ def require_dtype(dtype: object) -> None:
         raise wrong_argument(f"dtype must be one of {words}, not {dtype!r}", "leave it out for the dtype of the file")
 
 
-class AloneInHost(Alone):
+class AloneInHost(SingleProcessHome):
     """The home of an unsharded layer."""
 
     hosts_divisor, ranks, expert_group = 1, (0,), ""

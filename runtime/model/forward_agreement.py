@@ -51,7 +51,7 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Bes
     try:
         if model._home.checks.compares:
             needed = [each for weights in model.all_weights() for each in weights.needed()]
-            needed += [weights.is_kept for weights in model.all_weights(wrapped=True)]
+            needed += [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
     except JobError as error:
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model._draws and model.training)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function
 from moec.runtime.inputs.settings import setting_values
-from moec.runtime.weights.gathered_again import Handles
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.regathering import Handles
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
-from moec.runtime.weights.states import OwnStates
+from moec.runtime.weights.states import LayerStates
 
 
 class Layer(nn.Module):
@@ -26,10 +26,10 @@ class Layer(nn.Module):
         super().__init__()
         self._words = words
         self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
-        self._weights = own_weights(
+        self._weights = make_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, microbatches
         )
-        self._states = OwnStates(self, function.states, home)
+        self._states = LayerStates(self, function.states, home)
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
 

@@ -103,19 +103,19 @@ class StepModule(nn.Module):
                 "end the block of job.accumulate first",
             )
         # A parameter's hook may step, and fused and foreach steps on DTensors leave no count of changes.
-        keeps = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        keeps_weights = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
-        self._microbatches.keeps = keeps
+        self._microbatches.keeps_weights = keeps_weights
         try:
             yield self._counts
         except BaseException:
             self.seen.add(STEP_RAISED)
             raise
         finally:
-            self._microbatches.keeps = False
+            self._microbatches.keeps_weights = False
             for weights in self.all_weights(wrapped=True):
-                weights.drop_kept()
+                weights.drop_step_weights()
             self._counts = StepCounts()
             self._updates.loads.clear()
         self.next_step()

@@ -14,9 +14,9 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
-from moec.runtime.weights.gathered_again import Handles
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.regathering import Handles
 
 if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
@@ -55,7 +55,7 @@ class TopLevel:
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [
-            own_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
+            make_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
             for _, segment in self._outline.segments
         ]
 
@@ -75,7 +75,7 @@ class TopLevel:
         finally:
             self._microbatches.last_use = None
             for weights in model.all_weights(wrapped=True):
-                weights.drop_begun()
+                weights.drop_prepared()
 
     def _run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
         outline = self._outline
@@ -115,12 +115,12 @@ class TopLevel:
         """
         for node in self._outline.nodes:
             if node in self._outline.index_of:
-                self.weights[self._outline.index_of[node]].begin_gather()
+                self.weights[self._outline.index_of[node]].prefetch()
                 yield
             if node.op == "call_module":
                 found = layer_inside(model.layers[_layer_number(node)])
                 if found is not None:
-                    found[1]._weights.begin_gather()
+                    found[1]._weights.prefetch()
                 yield
 
 

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer updates: fp32 masters, of which a rank may have a part."""
+"""The parameters that an optimizer updates: fp32 masters, whole or a rank's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moec.runtime.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """A parameter, whether it decays, which matrices it has, and the cuts of a rank's part: (group, dim)."""
+    """A parameter, whether it decays, its matrices, and the cuts of a rank's part, each a (group, dim)."""
 
     parameter: nn.Parameter
     decays: bool = True
@@ -93,7 +93,7 @@ def groups_of_shards(data: PlanParameter, job: str) -> tuple[str, ...]:
 
 
 def placements_without(parameter: DTensor, dims: Container[int]) -> list[Placement]:
-    """The placements of a tensor that has size 1 in `dims`, and lies as `parameter` does in the others."""
+    """The placements of a tensor of size 1 in `dims` that is otherwise sharded as `parameter` is."""
     return [Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in parameter.placements]
 
 
@@ -121,7 +121,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's `step` returns, which computes gradients; None without one."""
+    """The loss that the closure of an optimizer's `step` computes, with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -134,7 +134,7 @@ def has_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def require_known(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:
-    """Takes the newest group away and raises `JobError` if the optimizer was not made for one of its parameters."""
+    """Removes the newest group and raises `JobError` if the optimizer was not made for one of its parameters."""
     if not all(parameter in known for parameter in groups[-1]["params"]):
         groups.pop()
         raise JobError(

@@ -1,4 +1,4 @@
-"""Parameters by their dotted names: `attention.q.weight` is the parameter `weight` of a module that is never called."""
+"""Parameters by dotted name: `attention.q.weight` is the parameter `weight` of a module that is never called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
 from moec.runtime.script import warn
-from moec.runtime.weights.parameter_shapes import own_tensors
+from moec.runtime.weights.parameter_shapes import tensor_lines
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
@@ -46,7 +46,7 @@ class NamePart(nn.Module):
         return super().register_backward_hook(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        return own_tensors(self)
+        return tensor_lines(self)
 
     def _get_name(self) -> str:
         return "Parameters"
@@ -64,12 +64,12 @@ def split_name(path: str) -> tuple[tuple[str, ...], str]:
 def add_parameter(root: nn.Module, path: str, make: Callable[[], nn.Parameter]) -> None:
     """Makes a parameter at a dotted path under `root`, with a `NamePart` for each missing module of the path."""
     steps, name = split_name(path)
-    part = _part(root, steps)
-    if name not in part._parameters:
-        part.register_parameter(name, make())
+    module = _made_module(root, steps)
+    if name not in module._parameters:
+        module.register_parameter(name, make())
 
 
-def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
+def _made_module(root: nn.Module, steps: Sequence[str]) -> nn.Module:
     """The module at this path, with a `NamePart` for each step that is not there yet."""
     for i, step in enumerate(steps):
         if step not in root._modules:
@@ -81,7 +81,7 @@ def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
 def add_buffer(root: nn.Module, path: str, buffer: Tensor) -> None:
     """Registers a buffer at a dotted path under `root`, as `add_parameter` does a parameter. `state_dict` has it."""
     steps, name = split_name(path)
-    _part(root, steps).register_buffer(name, buffer)
+    _made_module(root, steps).register_buffer(name, buffer)
 
 
 def read_buffer(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
@@ -120,10 +120,10 @@ def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Te
     return module._parameters.get(name)
 
 
-def _replaced(path: Sequence[str], how: str) -> JobError:
+def _replaced(path: Sequence[str], reason: str) -> JobError:
     return JobError(
         "MOE0710",
-        f"{'.'.join(path)} was replaced: {how}",
+        f"{'.'.join(path)} was replaced: {reason}",
         "put another `nn.Parameter` in its place, or parametrize it (`torch.nn.utils.parametrize`), rather than use "
         "`weight_norm`, `prune` or an adapter's module; a whole layer may be any module",
     )

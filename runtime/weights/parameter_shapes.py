@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,11 +17,7 @@ def shapes(tensor: Tensor) -> str:
     return text + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
 
 
-def own_tensors(module: nn.Module) -> str:
+def tensor_lines(module: nn.Module) -> str:
     """A line for each parameter and buffer of the module itself: `weight: [64, 64] float32`."""
-    return "\n".join(f"{name}: {shapes(tensor)}" for name, tensor in _own(module))
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return "\n".join(f"{name}: {shapes(tensor)}" for name, tensor in tensors if tensor is not None)

@@ -20,7 +20,7 @@ HOW_TO_LOAD = (
 
 
 def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Stores the rank, its parts and names of states in the metadata of a `state_dict`, which `torch.save` keeps."""
+    """Stores the home's signature and the names of states in the metadata of a `state_dict`: `torch.save` keeps it."""
     states = [name for name, _ in module.named_buffers()]
     local_metadata[KEY] = {**home_of(module).signature(), STATES: states}
 
@@ -36,7 +36,7 @@ def refuse_foreign_state(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor):
-            state_dict[prefix + name] = _own_part(name, parameter, tensor, signed=KEY in local_metadata)
+            state_dict[prefix + name] = _local_part(name, parameter, tensor, signed=KEY in local_metadata)
 
 
 def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None:
@@ -46,22 +46,22 @@ def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None
         raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
 
 
-def _require_same_states(module: nn.Module, given: set[str], signature: dict[str, Any]) -> None:
-    """Raises `JobError` if one of the tensors `given` is a state there and a parameter here, or the reverse: a bias of
-    `online` has the name and the shape of a learned one, and another meaning."""
+def _require_same_states(module: nn.Module, names: set[str], signature: dict[str, Any]) -> None:
+    """Raises `JobError` if a tensor of `names` is a state in the `state_dict` and a parameter of the module, or the
+    reverse: a bias of `online` has the name and the shape of a learned one, and another meaning."""
     if STATES not in signature:  # of an earlier moec
         return
-    there = given.intersection(signature[STATES])
-    here = given.intersection(name for name, _ in module.named_buffers())
-    for name in sorted(there ^ here):
-        known = name in here or any(name == other for other, _ in module.named_parameters(remove_duplicate=False))
-        if known:
-            kinds = ("a state", "learned") if name in there else ("learned", "a state")
+    saved_states = names.intersection(signature[STATES])
+    own_states = names.intersection(name for name, _ in module.named_buffers())
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in sorted(saved_states ^ own_states):
+        if name in own_states or name in parameters:
+            kinds = ("a state", "learned") if name in saved_states else ("learned", "a state")
             message = f"{name} is {kinds[0]} in this state_dict, and {kinds[1]} here"
             raise JobError("MOE0712", message, "give the gate the `bias` of the run that saved it")
 
 
-def _own_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> Tensor:
+def _local_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> Tensor:
     """This rank's part of `tensor`, on the device and in the dtype of `parameter`.
 
     Unsigned DTensors are accepted only from this process: a loaded DTensor has another mesh.

@@ -171,7 +171,7 @@ class Decoder:
     def close(self) -> None:
         """Drops gathers that were started for a use that did not come."""
         for weights in self._model.all_weights(wrapped=True):
-            weights.drop_begun()
+            weights.drop_prepared()
 
 
 class _TopWeights:
@@ -207,7 +207,7 @@ class _ReadyLayer:
     def begin(self) -> None:
         """Starts the gather of the next use."""
         if self._fixed is None:
-            self._weights.begin_gather()
+            self._weights.prefetch()
 
     def fixed(self) -> tuple[Tensor, ...]:
         """The layer's number, settings, states and weights."""

@@ -20,51 +20,52 @@ from moec.runtime.errors import JobError
 from moec.runtime.weights.gathering import Gathering, Stamp
 
 
-class Again:
+class RegatheredWeights:
     """The weights of one use of a layer, gathered again at their first use in backward.
 
-    It then starts the gather of `previous`, the use before it in forward, which backward needs next, and drops the
-    weights of the use after it. `drop` frees the weights; the next use of a handle gathers them again.
+    That first use starts the gather of `previous`, the use before this one in forward, which backward needs next, and
+    drops the weights of the use after this one. `drop` frees the weights; the next use of a handle gathers them again.
+    `begin` starts a gather; `stamp` returns the parameters' current stamp.
     """
 
     def __init__(
-        self, begin: Callable[[], Gathering], stamp: Callable[[], Stamp], site: str, previous: Again | None
+        self, begin: Callable[[], Gathering], stamp: Callable[[], Stamp], site: str, previous: RegatheredWeights | None
     ) -> None:
-        self._begin, self._stamp, self._site = begin, stamp, site
-        self._before = stamp()
+        self._begin, self._current_stamp, self._site = begin, stamp, site
+        self._stamp_in_forward = stamp()
         self.is_saved = False
         while previous is not None and not previous.is_saved:
             previous = previous._previous  # backward needs none of its weights
-        self._previous: Again | None = previous
-        self._next: Callable[[], Again | None] = lambda: None
+        self._previous: RegatheredWeights | None = previous
+        self._next: Callable[[], RegatheredWeights | None] = lambda: None
         if previous is not None:
             previous._next = ref(self)  # a weak reference: the graph of the later use holds the earlier ones
-        self._ahead: Gathering | None = None
+        self._prefetched: Gathering | None = None
         self._weights: list[Tensor] | None = None
-        self._has_led = False
+        self._has_prefetched = False
 
     def weight(self, index: int) -> Tensor:
         """The gathered weight. Raises `JobError` if a parameter has changed since forward."""
         if self._weights is None:
-            if self._stamp() != self._before:
+            if self._current_stamp() != self._stamp_in_forward:
                 raise changed(self._site)
-            ahead, self._ahead = self._ahead or self._begin(), None
-            self._weights = ahead.finish()
+            gathering, self._prefetched = self._prefetched or self._begin(), None
+            self._weights = gathering.finish()
             if (following := self._next()) is not None:
                 following.drop()
-            if self._previous is not None and not self._has_led:
-                self._has_led = True
-                self._previous.begin_ahead()
+            if self._previous is not None and not self._has_prefetched:
+                self._has_prefetched = True
+                self._previous.prefetch()
         return self._weights[index]
 
-    def begin_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Starts the gather, so that it runs beside the backward pass of the next layer."""
-        if self._weights is None and self._ahead is None:
-            self._ahead = self._begin()
+        if self._weights is None and self._prefetched is None:
+            self._prefetched = self._begin()
 
     def drop(self) -> None:
         """Frees the weights."""
-        self._weights = self._ahead = None
+        self._weights = self._prefetched = None
 
 
 def changed(site: str) -> JobError:
@@ -80,7 +81,7 @@ def changed(site: str) -> JobError:
 class _Handle:
     """A view of a gathered weight, as autograd saves it."""
 
-    again: Again
+    regathered: RegatheredWeights
     index: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -88,8 +89,8 @@ class _Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Another tensor, as autograd saves it: with hooks it does not look at the version itself."""
+class _SavedTensor:
+    """Any other tensor, with its version: autograd does not check versions where saved-tensor hooks are active."""
 
     tensor: Tensor
     version: int
@@ -100,13 +101,13 @@ class Handles:
 
     def __init__(self) -> None:
         # A weak reference to a storage keeps its address from being used again.
-        self._known: dict[int, tuple[StorageWeakRef, Again, int]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, RegatheredWeights, int]] = {}
 
-    def add(self, again: Again, weights: Sequence[Tensor], indices: Sequence[int]) -> None:
+    def add(self, regathered: RegatheredWeights, weights: Sequence[Tensor], indices: Sequence[int]) -> None:
         """Adds the `weights` at `indices`."""
         for index in indices:
             storage = weights[index].untyped_storage()
-            self._known[storage._cdata] = (StorageWeakRef(storage), again, index)  # type: ignore[no-untyped-call]
+            self._known[storage._cdata] = (StorageWeakRef(storage), regathered, index)  # type: ignore[no-untyped-call]
 
     def in_place(self) -> AbstractContextManager[Any]:
         """Inside the block autograd saves handles of these weights.
@@ -117,17 +118,17 @@ class Handles:
             return nullcontext()
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> _Kept | _Handle:
-        found = self._known.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return _Kept(tensor, tensor._version)
-        _, again, index = found
-        again.is_saved = True
-        return _Handle(again, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    def _pack(self, tensor: Tensor) -> _SavedTensor | _Handle:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return _SavedTensor(tensor, tensor._version)
+        _, regathered, index = known
+        regathered.is_saved = True
+        return _Handle(regathered, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(saved: _Kept | _Handle) -> Tensor:
-    if isinstance(saved, _Kept):
+def _unpack(saved: _SavedTensor | _Handle) -> Tensor:
+    if isinstance(saved, _SavedTensor):
         if saved.tensor._version != saved.version:
             shape = f"{saved.tensor.dtype} {list(saved.tensor.shape)}"
             raise RuntimeError(
@@ -135,4 +136,4 @@ def _unpack(saved: _Kept | _Handle) -> Tensor:
                 "pass: call `backward()` before, or change a copy of it"
             )
         return saved.tensor
-    return saved.again.weight(saved.index).as_strided(saved.size, saved.stride, saved.offset)
+    return saved.regathered.weight(saved.index).as_strided(saved.size, saved.stride, saved.offset)
