@@ -13,7 +13,7 @@ from moec.runtime.inputs.batches import device_of
 from moec.runtime.inputs.beside import NOTHING, Beside
 from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
 from moec.runtime.inputs.settings import same_on_ranks
-from moec.runtime.model.step_counts import of_step
+from moec.runtime.model.step_counts import is_step_pass
 from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.refused_derivatives import in_vmap
 
@@ -31,16 +31,16 @@ def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, besi
     look = not in_vmap() and checks.looks(model.seen, kind, device_of(tokens))
     complaint, matching = claims(model, tokens, labels, beside, look=look)
     # The labels that `job.accumulate` counts: those of `StepCounts.add`.
-    counts = model._counts.labels is not None and labels is not None and of_step(model.training)
-    given = model.limits.labels_of(tokens) if counts and complaint is None else 0
+    counts = model._counts.labels is not None and labels is not None and is_step_pass(model.training)
+    num_labels = model.limits.labels_of(tokens) if counts and complaint is None else 0
     inputs = TpInputs((tokens, labels, *beside.given().values()), look)
-    (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
-    model._counts.given_of_all += of_all
+    (total,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(num_labels,))
+    model._counts.global_num_labels += total
     return look
 
 
 def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
-    """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
+    """The first error of this rank's batch or parameters, and the values that must match on all ranks.
 
     Without `look` it reads no tensor's values.
     """
@@ -50,19 +50,19 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Bes
     needed: list[bool] = []
     try:
         if model._home.checks.compares:
-            needed = [each for weights in model.all_weights() for each in weights.needed()]
+            needed = [requires_grad for weights in model.all_weights() for requires_grad in weights.needed()]
             needed += [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
     except JobError as error:
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model._draws and model.training)
     shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-    alike = *same_inputs(labels, beside), *same_mode(model.training, needed)
+    modes = *same_inputs(labels, beside), *same_mode(model.training, needed)
     settings = same_on_ranks(model.settings if model._draws else {})
-    return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *alike, settings))
+    return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *modes, settings))
 
 
 def _device_complaint(model: PlanModule, tokens: object) -> str | None:
-    """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
+    """Describes a batch on another device than the model's, or None. Checked first: `meta` has no values to read."""
     device = next(model.parameters()).device
     if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
         return None
@@ -70,6 +70,6 @@ def _device_complaint(model: PlanModule, tokens: object) -> str | None:
 
 
 def hooks_of_parameters(model: PlanModule) -> MustMatch:
-    """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
+    """The layers whose parameters have hooks; if ranks differ, they sum gradients in different micro-batches."""
     hooked = tuple(weights.is_hooked for weights in model.all_weights(wrapped=True))
     return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moec.runtime.errors import JobError
-from moec.runtime.weights.gathering import Gathering, Stamp
+from moec.runtime.weights.gathering import Gathering, Stamp, stamp_of
 
 
 class RegatheredWeights:
@@ -25,14 +25,19 @@ class RegatheredWeights:
 
     That first use starts the gather of `previous`, the use before this one in forward, which backward needs next, and
     drops the weights of the use after this one. `drop` frees the weights; the next use of a handle gathers them again.
-    `begin` starts a gather; `stamp` returns the parameters' current stamp.
+    `begin` starts a gather.
     """
 
     def __init__(
-        self, begin: Callable[[], Gathering], stamp: Callable[[], Stamp], site: str, previous: RegatheredWeights | None
+        self,
+        begin: Callable[[], Gathering],
+        parameters: Sequence[Tensor],
+        site: str,
+        previous: RegatheredWeights | None,
     ) -> None:
-        self._begin, self._current_stamp, self._site = begin, stamp, site
-        self._stamp_in_forward = stamp()
+        self._begin, self._site = begin, site
+        self._parameters = [ref(parameter) for parameter in parameters]  # weak: strong ones would make a cycle
+        self._stamp_in_forward = self._current_stamp()
         self.is_saved = False
         while previous is not None and not previous.is_saved:
             previous = previous._previous  # backward needs none of its weights
@@ -43,6 +48,10 @@ class RegatheredWeights:
         self._prefetched: Gathering | None = None
         self._weights: list[Tensor] | None = None
         self._has_prefetched = False
+
+    def _current_stamp(self) -> Stamp:
+        """The stamp of the parameters that still exist."""
+        return stamp_of([parameter for reference in self._parameters if (parameter := reference()) is not None])
 
     def weight(self, index: int) -> Tensor:
         """The gathered weight. Raises `JobError` if a parameter has changed since forward."""

@@ -186,12 +186,8 @@ class Weights:
         local = list(map(local_part, unwrapped.parameters))
         # In a recomputed pass, backward does not come next to the use before this one.
         before = None if in_backward() else self._microbatches.last_use
-        regathered = RegatheredWeights(
-            lambda: self._gathering(local, ()),
-            partial(_stamp_now, [ref(parameter) for parameter in unwrapped.parameters]),
-            self.specs[0].site,
-            before,
-        )
+        begin, site = partial(self._gathering, local, ()), self.specs[0].site
+        regathered = RegatheredWeights(begin, unwrapped.parameters, site, before)
         if not in_backward():
             self._microbatches.last_use = regathered
         return regathered
@@ -345,11 +341,6 @@ class Weights:
         if buckets:
             note_action("sum", self.unit)
         return results, buckets
-
-
-def _stamp_now(parameters: Sequence[ref[Tensor]]) -> Stamp:
-    """The stamp of the parameters that still exist: strong references would make a cycle."""
-    return stamp_of([parameter for reference in parameters if (parameter := reference()) is not None])
 
 
 def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:
