@@ -24,8 +24,8 @@ from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LayerBegins, LayerCalled, PassEnds
 from moec.runtime.host.captured_layer import Captured, Results, refused
 from moec.runtime.host.layer_biases import LayerBiases
-from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
-from moec.runtime.host.states_of_experts import give_whole_states
+from moec.runtime.host.layer_state import INNER, PREFIX, load_local_parts, save_experts_as_dtensors
+from moec.runtime.host.states_of_experts import save_states_as_dtensors
 from moec.runtime.inputs.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.inputs.settings import require_seed, setting_values
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
@@ -41,7 +41,7 @@ class HostedHome(Home, Protocol):
 
     @property
     def hosts_divisor(self) -> int:
-        """The host divides gradients by this: its number of ranks if it averages, 1 if it sums."""
+        """The host's divisor of gradients: its number of ranks if it averages, 1 if it sums."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class HostedHome(Home, Protocol):
         """The name of the group whose ranks have different experts; empty if every rank has all experts."""
         ...
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def as_dtensor(self, name: str, part: Tensor) -> Tensor:
         """This rank's part of the parameter of this full name, as a DTensor if it is sharded."""
         ...
 
@@ -103,8 +103,8 @@ class MoeLayer(nn.Module):
         self._waiting_op = _waiting_op(program.body(layer))
         self._captured: Captured | None = None
         self.aux_loss = self.expert_counts = None
-        self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(save_experts_as_dtensors)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load_local_parts)  # type: ignore[no-untyped-call]
         self._announce_experts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,11 +112,11 @@ class MoeLayer(nn.Module):
         self._announce_experts()  # those of a copy
 
     def _announce_experts(self) -> None:
-        """Tells torch's clipping, optimizers and checkpoints if other ranks have other experts."""
+        """Registers the experts with torch's clipping, optimizers and checkpoints: ranks have different experts."""
         experts = self.get_submodule("experts")
         count_experts(experts, self._home.expert_group)
         if self._home.expert_group:
-            give_whole_states(experts, self._home)
+            save_states_as_dtensors(experts, self._home)
             refuse_replica_optimizers(experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,10 +169,10 @@ class MoeLayer(nn.Module):
     def compute(self, x: Tensor) -> Results:
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
         look = self._require_input(x)
-        with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
+        with torch.autocast(x.device.type, enabled=False), unscored.noting() as unscored_masks:
             sequences = _as_sequences(x).to(self._dtype)
             results = self._run(sequences)
-            look_at(PassEnds(noted, self._routers, look=look, site="end of a layer"), self._home.checks)
+            look_at(PassEnds(unscored_masks, self._routers, look=look, site="end of a layer"), self._home.checks)
             aux_loss = self._aux_loss(results["balance"], sequences) if "balance" in results else None
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
@@ -210,7 +210,7 @@ class MoeLayer(nn.Module):
         return f"{self._words}\nexperts {', '.join(ranges(self.local_experts))} are on this rank"
 
     def _refuse_reentrant_checkpoint(self) -> None:
-        """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""
+        """Raises `JobError` if a reentrant checkpoint recomputes this: its first pass made `aux_loss` ungraded."""
         lost = self.aux_loss is not None and not self.aux_loss.requires_grad
         lost = lost and any(self._weights.needed())
         if lost and torch.is_grad_enabled() and in_backward():
@@ -251,8 +251,8 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            alike = same_mode(self.training, self._weights.needed())
-            checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *alike)
+            modes = same_mode(self.training, self._weights.needed())
+            checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *modes)
         elif complaint:
             raise complaint.error()
         return look

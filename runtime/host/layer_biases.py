@@ -37,7 +37,7 @@ class LayerBiases:
         self._function: Function | None = None
         if update is not None:
             self._function = emit_function(program, update, groups=home.groups, float64=float64)
-        self._own = LayerStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
+        self._states = LayerStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
         self._loads: Tensor | None = None
         self._stepped = self._watches = False
 
@@ -52,7 +52,7 @@ class LayerBiases:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer has stepped, and the host has not said since that the step ended."""
+        """Whether an optimizer has stepped since the host's last `moec.end_step`."""
         return self._stepped
 
     @property
@@ -61,12 +61,12 @@ class LayerBiases:
         return self._loads
 
     def values(self, owner: nn.Module) -> tuple[Tensor, ...]:
-        """The current states in the order of the file. Raises `JobError` for one that was narrowed."""
-        return tuple(self._own.by_name(owner).values())
+        """The current states in the order of the file. Raises `JobError` for one in a narrower dtype."""
+        return tuple(self._states.by_name(owner).values())
 
     def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
         """The states by their names in the layer."""
-        return self._own.by_name(owner)
+        return self._states.by_name(owner)
 
     def add(self, owner: nn.Module, counts: Tensor) -> None:
         """Counts the rows `[experts]` of a pass in training."""
@@ -85,7 +85,7 @@ class LayerBiases:
     def new_values(self, owner: nn.Module, counts: Tensor) -> dict[str, Tensor]:
         """Each state's value after an update by rows `[sources, experts]`, by its name in the block. A collective."""
         assert self._function is not None
-        states = dict(zip(self._own.by_name(owner), self.values(owner), strict=True))
+        states = dict(zip(self._states.by_name(owner), self.values(owner), strict=True))
         results = self._function.module(counts, *(states[_inside(state.name)] for state in self._function.states))
         values = results if isinstance(results, tuple | list) else (results,)
         return {str(output.state): value for output, value in zip(self._function.results, values, strict=True)}
@@ -93,7 +93,7 @@ class LayerBiases:
     @torch.no_grad()
     def move(self, owner: nn.Module, counts: Tensor) -> None:
         """Updates the states by rows `[sources, experts]`, and drops the counted rows."""
-        states = self._own.by_name(owner)
+        states = self._states.by_name(owner)
         for name, value in self.new_values(owner, counts).items():
             states[_inside(name)].copy_(value)
         self.drop()
@@ -102,12 +102,12 @@ class LayerBiases:
         """Notes the step of an optimizer that has parameters of the layer."""
         if self._loads is None or self._stepped:
             return
-        own = set(map(id, owner.parameters()))
-        self._stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        parameter_ids = set(map(id, owner.parameters()))
+        self._stepped = any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _watch(owner: weakref.ref[nn.Module], biases: LayerBiases) -> None:
-    """Tells `biases` of each step of any optimizer, for as long as the layer lives."""
+    """Calls `biases.note_step` after each step of any optimizer, until the layer is freed."""
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         module = owner()

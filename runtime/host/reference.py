@@ -42,7 +42,7 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, mi
 def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:
     """The unsharded layer of a `layer` file: `module(x)` gives y and sets `.aux_loss`."""
     program = reference_program(spec)
-    home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
+    home = SingleProcessHostedHome(parameters_of(program), seed=seed, dtype=dtype)
     return MoeLayer(program, spec, home, float64=dtype == torch.float64)
 
 
@@ -53,12 +53,12 @@ def require_dtype(dtype: object) -> None:
         raise wrong_argument(f"dtype must be one of {words}, not {dtype!r}", "leave it out for the dtype of the file")
 
 
-class AloneInHost(SingleProcessHome):
+class SingleProcessHostedHome(SingleProcessHome):
     """The home of an unsharded layer."""
 
     hosts_divisor, ranks, expert_group = 1, (0,), ""
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def as_dtensor(self, name: str, part: Tensor) -> Tensor:
         """`part`, which is the whole parameter."""
         return part
 

@@ -22,7 +22,7 @@ from moec.runtime.errors import wrong_argument
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
-from moec.runtime.inputs.beside import Beside
+from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
@@ -165,7 +165,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=loss_inputs,
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
-            beside=Beside(routes, segments, padding),
+            extra=ExtraInputs(routes, segments, padding),
         )  # fmt: skip
         with self._one_step(model):
             self._in_step = True

@@ -17,7 +17,7 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError, is_whole
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import StepEnds
-from moec.runtime.inputs.beside import NOTHING, Beside
+from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from moec.runtime.job.custom_loss import custom_count, custom_loss
 from moec.runtime.job.step_agreement import StepAgreement, agree
 from moec.runtime.model.model_output import ModelOutput
@@ -34,7 +34,7 @@ Counter = Callable[..., Any]
 """`(labels, **inputs) → number`, or with `logits` before labels."""
 
 
-Part = tuple[Tensor, Tensor, Beside, dict[str, Tensor]]
+Part = tuple[Tensor, Tensor, ExtraInputs, dict[str, Tensor]]
 """Tokens, labels, extra inputs and loss inputs of a micro-batch."""
 
 
@@ -49,7 +49,7 @@ class Step:
     logprob_loss: Loss | None
     count: Counter | None
     inputs: Mapping[str, Tensor]
-    beside: Beside = NOTHING
+    extra: ExtraInputs = NO_EXTRA_INPUTS
 
     @property
     def count_takes_logits(self) -> bool:
@@ -115,10 +115,10 @@ class Step:
 
     def parts(self) -> Iterator[Part]:
         """The micro-batches. Sizes differ by at most one sequence, larger ones first."""
-        beside = iter(self.beside.parts(self.microbatches))
+        extra = iter(self.extra.parts(self.microbatches))
         names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
         for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
-            yield tokens, labels, next(beside), dict(zip(names, inputs, strict=True))
+            yield tokens, labels, next(extra), dict(zip(names, inputs, strict=True))
 
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
@@ -180,8 +180,8 @@ def _counting(job: Job, model: PlanModule, step: Step, agreement: StepAgreement)
 
 
 def _forward(model: PlanModule, step: Step, part: Part) -> _Forwarded:
-    tokens, labels, beside, _ = part
-    return part, model(tokens, **beside.given()) if step.has_custom_loss else model(tokens, labels, **beside.given())
+    tokens, labels, extra, _ = part
+    return part, model(tokens, **extra.by_name()) if step.has_custom_loss else model(tokens, labels, **extra.by_name())
 
 
 def _loss(job: Job, model: PlanModule, step: Step, forwarded: _Forwarded, total: Tensor) -> tuple[Tensor, bool]:

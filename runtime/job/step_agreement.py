@@ -41,23 +41,23 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     """
     device = device_of(step.tokens)
     look = job.checks.looks(model.seen, ("step", model.training, step.has_custom_loss), device)
-    complaint, matching = claims(model, step.tokens, step.labels, step.beside, look=look)
+    complaint, matching = claims(model, step.tokens, step.labels, step.extra, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
         parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):
             complaint = batch_complaint(words)
-    inputs = TpInputs((step.tokens, step.labels, *step.beside.given().values(), *step.inputs.values()), look)
+    inputs = TpInputs((step.tokens, step.labels, *step.extra.by_name().values(), *step.inputs.values()), look)
     on_host = device.type == "cpu"
-    counts = model.counters.local(step.tokens, step.labels, step.beside) if on_host and complaint is None else (0, 0)
+    counts = model.counters.local(step.tokens, step.labels, step.extra) if on_host and complaint is None else (0, 0)
     matching = (*matching, step.must_match())
     if complaint is None and step.microbatches > 1:
         matching = (*matching, hooks_of_parameters(model))  # after the number of micro-batches, which must match first
     runs_user_code = step.has_custom_loss or model.is_hooked
     local_tokens = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
     event = BatchAgreed(
-        model, job.world_size, job.data_size, step.tokens, step.labels, step.beside, inputs.tensors,
+        model, job.world_size, job.data_size, step.tokens, step.labels, step.extra, inputs.tensors,
         custom=step.has_custom_loss, by_labels=step.count is None, look=look, seen=model.seen,
     )  # fmt: skip
     event = event if complaint is not None else with_number(event)
@@ -73,7 +73,7 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     if on_host:
         num_labels, num_tokens = torch.tensor(totals[2:]) // sharers
     else:
-        counted = model.takes.real(step.beside, step.tokens) if model.takes.padding else step.tokens
+        counted = model.takes.real(step.extra, step.tokens) if model.takes.padding else step.tokens
         num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)
     look_at(replace(event, num_labels=num_labels, sums=(numbers, squares)))
     return StepAgreement(totals[0] == 0, look, num_labels, num_tokens)

@@ -10,7 +10,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import StatesRead
 from moec.runtime.inputs.batches import device_of
-from moec.runtime.inputs.beside import NOTHING, Beside
+from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
 from moec.runtime.inputs.settings import same_on_ranks
 from moec.runtime.model.step_counts import is_step_pass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
 
 
-def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
+def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs) -> bool:
     """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
     agreed, model._agreed = model._agreed, None
     if agreed is not None and agreed[0] is tokens:
@@ -29,23 +29,23 @@ def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, besi
     checks = model._home.checks
     kind = ("forward", model.training, labels is not None)
     look = not in_vmap() and checks.looks(model.seen, kind, device_of(tokens))
-    complaint, matching = claims(model, tokens, labels, beside, look=look)
+    complaint, matching = claims(model, tokens, labels, extra, look=look)
     # The labels that `job.accumulate` counts: those of `StepCounts.add`.
     counts = model._counts.labels is not None and labels is not None and is_step_pass(model.training)
     num_labels = model.limits.labels_of(tokens) if counts and complaint is None else 0
-    inputs = TpInputs((tokens, labels, *beside.given().values()), look)
+    inputs = TpInputs((tokens, labels, *extra.by_name().values()), look)
     (total,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(num_labels,))
     model._counts.global_num_labels += total
     return look
 
 
-def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
+def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs, *, look: bool) -> Claims:
     """The first error of this rank's batch or parameters, and the values that must match on all ranks.
 
     Without `look` it reads no tensor's values.
     """
     words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
-    complaint = batch_complaint(words) if words else model.takes.complaint(beside, tokens, look=look)
+    complaint = batch_complaint(words) if words else model.takes.complaint(extra, tokens, look=look)
     complaint = complaint or first_complaint(StatesRead(lambda: model._updates.states(model.layers), look=look))
     needed: list[bool] = []
     try:
@@ -56,7 +56,7 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Bes
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model._draws and model.training)
     shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-    modes = *same_inputs(labels, beside), *same_mode(model.training, needed)
+    modes = *same_inputs(labels, extra), *same_mode(model.training, needed)
     settings = same_on_ranks(model.settings if model._draws else {})
     return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *modes, settings))
 

@@ -22,7 +22,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LogitsGiven, PassBegins, PassEnds, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
-from moec.runtime.inputs.beside import Beside, Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs, ExtraInputs
 from moec.runtime.inputs.forward_checks import (
     counts_own_tokens,
     same_shape,
@@ -86,7 +86,7 @@ class PlanModule(StepModule):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
-        self.takes = Takes.of(program)
+        self.takes = AcceptedInputs.of(program)
         self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
@@ -128,10 +128,10 @@ class PlanModule(StepModule):
         """
         self._home.require_running()
         look_at(PassBegins(self, device_of(tokens).type))
-        beside = Beside(routes, segments, padding)
-        look = require_batch(self, tokens, labels, beside)
-        self.num_tokens = self.counters.real_tokens(tokens, beside)
-        inputs: dict[Role, Tensor] = {self._input_role: tokens, **self.takes.inputs(beside, tokens)}
+        extra = ExtraInputs(routes, segments, padding)
+        look = require_batch(self, tokens, labels, extra)
+        self.num_tokens = self.counters.real_tokens(tokens, extra)
+        inputs: dict[Role, Tensor] = {self._input_role: tokens, **self.takes.inputs(extra, tokens)}
         if self._draws:
             inputs["sequences"] = self._number_sequences(tokens, labels)
         with unscored.noting() as unscored_masks:

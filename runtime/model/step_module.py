@@ -12,7 +12,7 @@ from moec.passes.ir import STEP
 from moec.runtime.errors import JobError
 from moec.runtime.guards.leftover_gradients import STEP_RAISED
 from moec.runtime.inputs.batches import ImageLimits, Limits
-from moec.runtime.inputs.beside import Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs
 from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts
@@ -27,7 +27,7 @@ class StepModule(nn.Module):
 
     layers: nn.ModuleList
     limits: Limits | ImageLimits
-    takes: Takes
+    takes: AcceptedInputs
     settings: dict[str, int]
     seen: set[object]
     _agreed: tuple[Tensor, bool] | None

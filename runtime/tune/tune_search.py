@@ -1,4 +1,4 @@
-"""The search for one shape's ways: times each product alone, keeps what fits and agrees, and is faster as a whole."""
+"""The search for one shape's ways: each product is timed alone; the result is kept if the whole layer is faster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tuned:
         return Entry.of(self.products.key, self.best, measured)
 
     def tried(self, kernel: Kernel) -> int:
-        """How many ways of a product ran and agreed."""
+        """The number of ways of a product that ran and agreed."""
         return sum(1 for other, _ in self.times if other == kernel)
 
 
@@ -63,7 +63,8 @@ def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tune
         best_ms = layer.milliseconds(best)
     if best_ms >= default_ms * (1 - NOISE):
         best, best_ms = default, default_ms
-    return Tuned(products, layer.rows, default, default_ms, best, best_ms, trial.found(), trial.misfits, trial.wrong)
+    times = trial.measured_times()
+    return Tuned(products, layer.rows, default, default_ms, best, best_ms, times, trial.misfits, trial.wrong)
 
 
 def _with_fastest_rows(trial: Trial, report: Say) -> Ways:
@@ -75,8 +76,8 @@ def _with_fastest_rows(trial: Trial, report: Say) -> Ways:
             continue
         for kernel in ROW_KERNELS:
             ways = ways.with_way(kernel, trial.fastest(kernel, ways, rows))
-        taken = sum(trial.time(kernel, ways) for kernel in ROW_KERNELS)
-        if taken < least:
-            best, least = ways, taken
-        report(f"  {rows} rows a tile: {taken:.3f} ms with {ways}")
+        milliseconds = sum(trial.time(kernel, ways) for kernel in ROW_KERNELS)
+        if milliseconds < least:
+            best, least = ways, milliseconds
+        report(f"  {rows} rows a tile: {milliseconds:.3f} ms with {ways}")
     return best

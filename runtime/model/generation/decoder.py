@@ -96,7 +96,7 @@ class Decoder:
         self._text_starts = torch.zeros(self._batch, dtype=torch.int64, device=self._device)  # of the next token's text
         self._rotations = tuple(dict.fromkeys(rotation for block in blocks for rotation in block.rotations))
 
-    def step(self, new: NewTokens, beside: Mapping[str, Tensor]) -> Tensor:
+    def step(self, new: NewTokens, extra: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, vocab] after the `last` token of each sequence; `beside` has other inputs of `forward` by role.
 
         A collective of the ranks that share a mixture, heads or weights.
@@ -109,7 +109,7 @@ class Decoder:
                 tables.update({r: self._rotation_tables(r, new, starts, inputs[0].dtype) for r in self._rotations})
             return self._run(number, inputs, new, tables)
 
-        graph_inputs: dict[str, Any] = {**beside, "tokens": new.ids, "real": new.real, "places": new.places}
+        graph_inputs: dict[str, Any] = {**extra, "tokens": new.ids, "real": new.real, "places": new.places}
         graph_inputs |= {"starts": starts, "last": new.last, "rows": self._rows, "weight": self._top.weight, "run": run}
         forward = self._decoding.forward
         names = [name[1:] for name in forward.inputs if name.startswith("$")]

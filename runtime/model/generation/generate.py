@@ -15,7 +15,7 @@ from moec.runtime.errors import JobError, is_whole
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import PassBegins, PassEnds, TokensChosen
 from moec.runtime.inputs.batches import Limits, device_of
-from moec.runtime.inputs.beside import NOTHING
+from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS
 from moec.runtime.model.generation.decoder import Decoder, NewTokens, layers_of
 from moec.runtime.model.generation.prompts import Prompts, prompts_of
 from moec.runtime.model.generation.sampling import MOST_SEQUENCES, Sampling
@@ -171,14 +171,14 @@ def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -
     prompts, ends, device = request.prompts, request.ends, request.prompts.ids.device
     tokens = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
     counts, done = torch.zeros_like(prompts.lengths), torch.zeros_like(prompts.lengths, dtype=torch.bool)
-    same_lengths, beside = prompts.even, {}
+    same_lengths, extra = prompts.even, {}
     if model.draws:  # an input of such a model's graphs, which in evaluation draw nothing by it
-        beside["sequences"] = request.sequences
+        extra["sequences"] = request.sequences
     places = torch.arange(prompts.ids.shape[1], device=device).expand(prompts.ids.shape)
     new = NewTokens(prompts.ids, places, prompts.lengths - 1, prompts.real(), 0, prompts.ids.shape[1])
     for count in range(1, prompts.new + 1):
         with unscored.noting() as unscored_masks:
-            logits = decoder.step(new, {**beside, **_without_effect(model, new.ids)})
+            logits = decoder.step(new, {**extra, **_without_effect(model, new.ids)})
         chosen = request.sampling.choose(logits, request.sequences, prompts.lengths + (count - 1))
         looks = look or bool(ends.stops) or count == prompts.new  # where a stop is looked for, the device is waited for
         complaint = first_complaint(PassEnds(unscored_masks, decoder.routers, look=looks)) or first_complaint(
@@ -199,7 +199,7 @@ def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -
 
 def _without_effect(model: PlanModule, ids: Tensor) -> dict[str, Tensor]:
     """Routes that leave gates free, of a model with `replay`."""
-    return {"routes": model.takes.inputs(NOTHING, ids)["routes"]} if model.takes.k else {}
+    return {"routes": model.takes.inputs(NO_EXTRA_INPUTS, ids)["routes"]} if model.takes.k else {}
 
 
 def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, same_lengths: bool) -> NewTokens:
