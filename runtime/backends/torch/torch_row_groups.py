@@ -34,10 +34,10 @@ class RowGroup:
         """A buffer for the expert's rows of out [R, …]: a view of out if they are contiguous there."""
         return out[self.rows] if isinstance(self.rows, slice) else out.new_empty((self.size, *out.shape[1:]))
 
-    def scatter(self, own: Tensor, out: Tensor) -> None:
+    def scatter(self, buffer: Tensor, out: Tensor) -> None:
         """Copies the buffer of `room` to the expert's rows of out."""
         if not isinstance(self.rows, slice):
-            out.index_copy_(0, self.rows, own)
+            out.index_copy_(0, self.rows, buffer)
 
 
 def row_groups(counts: Tensor, num_rows: int) -> list[RowGroup]:

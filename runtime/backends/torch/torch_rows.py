@@ -56,10 +56,10 @@ def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_ar
     indices, scale = chosen.reshape(-1), None if weights is None else weights.reshape(-1).to(rows.dtype)
     starts = torch.arange(0, tokens * k, k, device=rows.device)
     if some_are_none:
-        kept = chosen >= 0
-        sizes = kept.sum(dim=1)
-        indices, starts = chosen[kept], sizes.cumsum(0) - sizes
-        scale = scale if scale is None else scale[kept.reshape(-1)]
+        is_row = chosen >= 0
+        sizes = is_row.sum(dim=1)
+        indices, starts = chosen[is_row], sizes.cumsum(0) - sizes
+        scale = scale if scale is None else scale[is_row.reshape(-1)]
     if not indices.numel():
         return rows.new_zeros((tokens, rows.shape[1]))
     summed: Tensor = torch.embedding_bag(rows, indices, starts, mode=0, per_sample_weights=scale)[0]
@@ -105,8 +105,8 @@ def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Se
     if len(shape) == 1:
         return flat.index_select(0, choices_of_rows(places, shape[0]).div(k, rounding_mode="floor"))
     rows = flat.new_zeros((*shape, flat.shape[1]))
-    kept = (places >= 0).nonzero()[:, 0]
-    rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
+    choices = (places >= 0).nonzero()[:, 0]
+    rows.view(-1, flat.shape[1]).index_copy_(0, places[choices], flat.index_select(0, choices // k))
     return rows
 
 
@@ -118,20 +118,20 @@ def _some_are_none(rows: Tensor, positions: Tensor) -> bool:
 def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
     """Raises `RuntimeError` unless each row [R, D] has one position; counts −1 only on CPU, without synchronisation."""
     if rows.dim() == 2 and rows.shape[0] != positions.numel():
-        named = positions.numel()
+        num_positions = positions.numel()
         if rows.device.type == "cpu":
-            named = int((positions >= 0).sum())
-        if rows.shape[0] > named or (rows.device.type == "cpu" and rows.shape[0] < named):
-            message = f"moec::{operator}: {rows.shape[0]} rows for {named} positions"
+            num_positions = int((positions >= 0).sum())
+        if rows.shape[0] > num_positions or (rows.device.type == "cpu" and rows.shape[0] < num_positions):
+            message = f"moec::{operator}: {rows.shape[0]} rows for {num_positions} positions"
             raise RuntimeError(message)
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
     """Raises `RuntimeError` for an expert out of range; only on CPU, where the check costs no synchronisation."""
     if experts.device.type == "cpu" and experts.numel():
-        least, most = (int(bound) for bound in experts.aminmax())
-        if least < lowest or most >= num_experts:
-            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {least} to {most}"
+        low, high = (int(bound) for bound in experts.aminmax())
+        if low < lowest or high >= num_experts:
+            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {low} to {high}"
             raise RuntimeError(message)
 
 

@@ -97,9 +97,9 @@ def aligned(argument: Any) -> Any:
     return argument
 
 
-def present(given: Tensor | None) -> tuple[Tensor, ...]:
+def present(tensor: Tensor | None) -> tuple[Tensor, ...]:
     """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
-    return () if given is None else (given.contiguous(),)
+    return () if tensor is None else (tensor.contiguous(),)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 from moec.codegen.kernels.kernel_shape import KernelShape, render
 
 PACKAGE = "moec.runtime.backends.rendered"
-"""What the modules are called in tracebacks and profiles: this and the shape's name."""
+"""The prefix of the modules' names in tracebacks and profiles, before the shape's name."""
 
 
 class _Rendered(InspectLoader):

@@ -46,7 +46,7 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
 
 
 def compile_one(shape: KernelShape, name: str, device: torch.device, switches: dict[str, bool]) -> None:
-    """Compiles one kernel as its launches will ask for it."""
+    """Compiles one kernel with the dtypes and options of its launches."""
     kernels = kernels_of_shape(shape, device)
     dtypes = shape.pointers()
     blocks = shape.blocks(name)
@@ -70,11 +70,11 @@ def _switches(plan: Plan, kernel: PlanKernel, name: str) -> Iterable[dict[str, b
     used = any(probabilities in op.operands for op in block.ops if not isinstance(op, o.Route))
     used = used or probabilities in {output.name for output in block.outputs}
     # A loop that leaves out the balance term asks for no gradient of the probabilities.
-    return tuple({"OF_PROBABILITIES": of_all, "OF_WEIGHTS": True} for of_all in ((False, True) if used else (False,)))
+    return tuple({"OF_PROBABILITIES": switch, "OF_WEIGHTS": True} for switch in ((False, True) if used else (False,)))
 
 
 class Progress:
-    """Says on stderr which kernel is compiled, once that takes longer than `SILENT`; on a terminal in one line."""
+    """Prints the compiled kernel on stderr, after `SILENT` seconds; on a terminal in one line."""
 
     def __init__(self, *, shows: bool = True) -> None:
         self._started, self._shown, self._shows = time.monotonic(), False, shows
@@ -89,7 +89,7 @@ class Progress:
         self._shown = True
 
     def done(self, count: int) -> None:
-        """Says how many kernels were compiled, if progress was shown."""
+        """Prints the number of compiled kernels, if progress was shown."""
         if self._shown:
             seconds = time.monotonic() - self._started
             print(f"moec: compiled {count} kernels in {seconds:.0f} s{'':20}", file=sys.stderr, flush=True)

@@ -25,9 +25,9 @@ def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int,
     """Why the products of matrices of these widths cannot be computed, in one line; None where they can."""
     if dtype == "fp64":
         return "torch's grouped_mm does not support fp64"
-    unfit = _device_complaint(device, dtype) if device.type == "cuda" else None
-    if unfit is not None:
-        return f"torch's grouped_mm is a loop that waits for the host {unfit}"
+    reason = _device_complaint(device, dtype) if device.type == "cuda" else None
+    if reason is not None:
+        return f"torch's grouped_mm is a loop that waits for the host {reason}"
     if experts > MAX_EXPERTS:
         return f"torch's grouped_mm takes at most {MAX_EXPERTS} experts, not {experts}"
     return odd_width(dtype, widths, "torch's grouped_mm")
