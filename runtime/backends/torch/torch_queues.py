@@ -82,7 +82,7 @@ def _preferences(logits: Tensor, bias: Tensor | None, score: str) -> Tensor:
 def _grant_requests(
     waiting: Tensor, assigned: Tensor, tokens: Tensor, keys: Tensor, is_chosen: Tensor, free: Tensor
 ) -> None:
-    """Assigns the choices `waiting` to experts with free places, in rounds: a token's first waiting choice requests one.
+    """Assigns the choices `waiting` to experts with free places, in rounds, one request a token.
 
     `tokens`: the token of each choice. Writes `assigned`, `is_chosen` and `free` [G, E]. Each round grants every
     request or fills an expert, so there are at most E + k rounds.
