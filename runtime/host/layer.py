@@ -192,7 +192,7 @@ class MoeLayer(nn.Module):
         return bool(passes)
 
     def _no_rows(self) -> Tensor:
-        (bias,) = self.biases.values(self)
+        (bias,) = self.biases.by_name(self).values()
         return torch.zeros((1, *bias.shape), dtype=torch.int64, device=bias.device)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
@@ -223,7 +223,7 @@ class MoeLayer(nn.Module):
     def _run(self, x: Tensor) -> dict[Role, Tensor]:
         """y, the rows per expert, and the balance term if there is one, by their roles."""
         settings = setting_values(self._function.settings, {}, training=self.training)
-        states = self.biases.values(self)
+        states = self.biases.by_name(self).values()
         results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *states, *self._weights())
         return {output.role: result for output, result in zip(self._function.results, results, strict=True)}
 

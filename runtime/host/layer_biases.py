@@ -38,54 +38,43 @@ class LayerBiases:
         if update is not None:
             self._function = emit_function(program, update, groups=home.groups, float64=float64)
         self._states = LayerStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
-        self._loads: Tensor | None = None
-        self._stepped = self._watches = False
+        self.loads: Tensor | None = None
+        """Rows that this rank's tokens sent to each expert since the last step ended, int64 `[experts]`; or None."""
+        self.stepped = False
+        """Whether an optimizer has stepped since the host's last `moec.end_step`."""
+        self._watches = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which belong to no open step."""
-        return self.__dict__ | {"_loads": None, "_stepped": False, "_watches": False}
+        return self.__dict__ | {"loads": None, "stepped": False, "_watches": False}
 
     @property
     def any(self) -> bool:
         """Whether the layer has states."""
         return self._function is not None
 
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has stepped since the host's last `moec.end_step`."""
-        return self._stepped
-
-    @property
-    def loads(self) -> Tensor | None:
-        """Rows that this rank's tokens sent to each expert since the last step ended, int64 `[experts]`; or None."""
-        return self._loads
-
-    def values(self, owner: nn.Module) -> tuple[Tensor, ...]:
-        """The current states in the order of the file. Raises `JobError` for one in a narrower dtype."""
-        return tuple(self._states.by_name(owner).values())
-
     def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
-        """The states by their names in the layer."""
+        """The current states by their names in the layer. Raises `JobError` for one in a narrower dtype."""
         return self._states.by_name(owner)
 
     def add(self, owner: nn.Module, counts: Tensor) -> None:
         """Counts the rows `[experts]` of a pass in training."""
         if self._function is None or in_backward():
             return
-        self._loads = outlasting(counts if self._loads is None else self._loads + counts)
+        self.loads = outlasting(counts if self.loads is None else self.loads + counts)
         if not self._watches:
             self._watches = True
             _watch(weakref.ref(owner), self)
 
     def drop(self) -> None:
         """Drops the counted rows: the step has ended, or a file's states have replaced these."""
-        self._loads, self._stepped = None, False
+        self.loads, self.stepped = None, False
 
     @torch.no_grad()
     def new_values(self, owner: nn.Module, counts: Tensor) -> dict[str, Tensor]:
         """Each state's value after an update by rows `[sources, experts]`, by its name in the block. A collective."""
         assert self._function is not None
-        states = dict(zip(self._states.by_name(owner), self.values(owner), strict=True))
+        states = self.by_name(owner)
         results = self._function.module(counts, *(states[_inside(state.name)] for state in self._function.states))
         values = results if isinstance(results, tuple | list) else (results,)
         return {str(output.state): value for output, value in zip(self._function.results, values, strict=True)}
@@ -93,17 +82,17 @@ class LayerBiases:
     @torch.no_grad()
     def move(self, owner: nn.Module, counts: Tensor) -> None:
         """Updates the states by rows `[sources, experts]`, and drops the counted rows."""
-        states = self._states.by_name(owner)
+        states = self.by_name(owner)
         for name, value in self.new_values(owner, counts).items():
             states[_inside(name)].copy_(value)
         self.drop()
 
     def note_step(self, owner: nn.Module, optimizer: Optimizer) -> None:
         """Notes the step of an optimizer that has parameters of the layer."""
-        if self._loads is None or self._stepped:
+        if self.loads is None or self.stepped:
             return
         parameter_ids = set(map(id, owner.parameters()))
-        self._stepped = any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
+        self.stepped = any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _watch(owner: weakref.ref[nn.Module], biases: LayerBiases) -> None:

@@ -54,10 +54,10 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: Extr
             needed += [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
     except JobError as error:
         complaint = complaint or Complaint.of(error)
-    one_shape = model._places_by_shape or (model._draws and model.training)
+    one_shape = model._places_by_shape or (model.draws and model.training)
     shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
     modes = *same_inputs(labels, extra), *same_mode(model.training, needed)
-    settings = same_on_ranks(model.settings if model._draws else {})
+    settings = same_on_ranks(model.settings if model.draws else {})
     return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *modes, settings))
 
 

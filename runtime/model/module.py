@@ -91,7 +91,7 @@ class PlanModule(StepModule):
         self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
         self._input_role = taken_role(program)
-        self._draws = program.block(FORWARD).input("sequences") is not None
+        self.draws = program.block(FORWARD).input("sequences") is not None
         self._places_by_shape = counts_own_tokens(program)
         self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
         self.num_tokens: int | Tensor = 0
@@ -132,7 +132,7 @@ class PlanModule(StepModule):
         look = require_batch(self, tokens, labels, extra)
         self.num_tokens = self.counters.real_tokens(tokens, extra)
         inputs: dict[Role, Tensor] = {self._input_role: tokens, **self.takes.inputs(extra, tokens)}
-        if self._draws:
+        if self.draws:
             inputs["sequences"] = self._number_sequences(tokens, labels)
         with unscored.noting() as unscored_masks:
             results = self._top.run(self, inputs)

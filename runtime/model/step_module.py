@@ -30,18 +30,14 @@ class StepModule(nn.Module):
     takes: AcceptedInputs
     settings: dict[str, int]
     seen: set[object]
+    draws: bool
+    """Whether its forward pass in training draws random numbers."""
     _agreed: tuple[Tensor, bool] | None
     _counts: StepCounts
-    _draws: bool
     _microbatches: Microbatches
     _scalars: dict[str, Function]
     _top: TopLevel
     _updates: Updates
-
-    @property
-    def draws(self) -> bool:
-        """Whether its forward pass in training draws random numbers."""
-        return self._draws
 
     @property
     def is_hooked(self) -> bool:

@@ -43,7 +43,7 @@ class Tuned:
 
     def tried(self, kernel: Kernel) -> int:
         """The number of ways of a product that ran and agreed."""
-        return sum(1 for other, _ in self.times if other == kernel)
+        return sum(1 for measured, _ in self.times if measured == kernel)
 
 
 def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tuned:

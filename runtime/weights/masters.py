@@ -104,12 +104,12 @@ def chunks(updated: Iterable[Updated]) -> Iterator[list[Updated]]:
     """Masters or parameters in their order, up to `UPDATE_CHUNK` elements of this rank's parts together."""
     chunk: list[Updated] = []
     elements = 0
-    for each in updated:
-        size = local_part(each.parameter if isinstance(each, Master) else each).numel()
+    for item in updated:
+        size = local_part(item.parameter if isinstance(item, Master) else item).numel()
         if chunk and elements + size > UPDATE_CHUNK:
             yield chunk
             chunk, elements = [], 0
-        chunk.append(each)
+        chunk.append(item)
         elements += size
     if chunk:
         yield chunk

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
 from moec.runtime.script import warn
-from moec.runtime.weights.parameter_shapes import tensor_lines
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
@@ -46,13 +47,24 @@ class NamePart(nn.Module):
         return super().register_backward_hook(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        return tensor_lines(self)
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        return "\n".join(f"{name}: {_shapes(tensor)}" for name, tensor in tensors if tensor is not None)
 
     def _get_name(self) -> str:
         return "Parameters"
 
     def _warn(self) -> None:
         warn(NEVER_CALLED.format(path=self._path))
+
+
+def _shapes(tensor: Tensor) -> str:
+    """`[8, 128, 64] float32`, `[8, 128, 64] float32, here [4, 128, 64]`; communicates nothing, reads no value."""
+    text = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            part = tensor.to_local()
+        text += f", here {list(part.shape)}" * (part.shape != tensor.shape)
+    return text + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
 
 
 def split_name(path: str) -> tuple[tuple[str, ...], str]:

@@ -91,6 +91,6 @@ def _local_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -
             HOW_TO_LOAD,
         )
     with torch.no_grad():
-        whole = tensor.detach().to(parameter.device, parameter.dtype)
-        local: Tensor = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        value = tensor.detach().to(parameter.device, parameter.dtype)
+        local: Tensor = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return local

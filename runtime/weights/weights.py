@@ -241,12 +241,12 @@ class Weights:
             )
         # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
         if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
-            kept = str(spec.master).removeprefix("torch.")
+            dtype = str(spec.master).removeprefix("torch.")
             use = "this frozen parameter stays" if spec.frozen else "an optimizer updates masters"
             raise JobError(
                 "MOE0710",
                 f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but {use} in {spec.master}",
-                f"layers compute in the file's `dtype`; leave the parameters {kept}; "
+                f"layers compute in the file's `dtype`; leave the parameters {dtype}; "
                 "`moec.reference(…, dtype=torch.float64)` makes the unsharded model in float64",
             )
         return parameter

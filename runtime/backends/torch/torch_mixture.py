@@ -11,7 +11,13 @@ from moec.runtime.backends.torch.torch_activations import activate, activate_bac
 from moec.runtime.backends.torch.torch_batches import batches_of, largest
 from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, unused_table, weighing
 from moec.runtime.backends.torch.torch_memory import new_empty
-from moec.runtime.backends.torch.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
+from moec.runtime.backends.torch.torch_rows import (
+    choices_of_rows,
+    inverse,
+    refuse_out_of_range,
+    stable_order,
+    token_sums,
+)
 from moec.runtime.backends.torch.torch_threads import each_expert
 
 
@@ -62,7 +68,7 @@ def mixture_mlp(
 
     each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
-    mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
+    mixed = token_sums(out, positions, weights, dropped > 0)
     return mixed, buckets[None, 1:].clone(), hidden, positions, unused_table(choices.numel(), buckets[1:])
 
 
@@ -125,8 +131,7 @@ def mixture_mlp_backward(
         return compute
 
     each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
-    chosen = positions.reshape(-1, positions.shape[2])
-    grad_x = sums_of(grad_rows, chosen, None, sum(sizes) < chosen.numel()).view(x.shape)
+    grad_x = token_sums(grad_rows, positions, None, sum(sizes) < positions.numel())
     grad_weights = grad_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
     return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch.torch_rows import sums_of
+from moec.runtime.backends.torch.torch_rows import token_sums
 
 
 def count_queues(experts: Tensor, num_experts: int) -> Tensor:
@@ -84,18 +84,11 @@ def _placed(
 
 
 def permute_padded_backward(grad: Tensor, positions: Tensor) -> Tensor:
-    *tokens, k = positions.shape
-    return sums_of(grad.reshape(-1, grad.shape[2]), positions.reshape(-1, k), some_are_none=True).view(
-        *tokens, grad.shape[2]
-    )
+    return token_sums(grad, positions, some_are_none=True)
 
 
 def combine_padded(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    *tokens, k = positions.shape
-    flat = rows.reshape(-1, rows.shape[2])
-    return sums_of(flat, positions.reshape(-1, k), weights.reshape(-1, k), some_are_none=True).view(
-        *tokens, rows.shape[2]
-    )
+    return token_sums(rows, positions, weights, some_are_none=True)
 
 
 def combine_padded_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class Decoder:
         self._rotations = tuple(dict.fromkeys(rotation for block in blocks for rotation in block.rotations))
 
     def step(self, new: NewTokens, extra: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B, vocab] after the `last` token of each sequence; `beside` has other inputs of `forward` by role.
+        """Logits [B, vocab] after the `last` token of each sequence; `extra` has other inputs of `forward` by role.
 
         A collective of the ranks that share a mixture, heads or weights.
         """
@@ -128,7 +128,7 @@ class Decoder:
         fixed = layer.fixed_inputs()
         if number + 1 < len(self._layers):
             self._layers[number + 1].begin()
-        turning = (table for each in layer.block.rotations for table in tables[each])
+        turning = (table for rotation in layer.block.rotations for table in tables[rotation])
         caches = self._caches[number]
         y: Tensor = layer.block.module(*inputs, *fixed, new.places, new.begin, new.end, *turning, *caches)
         return y
