@@ -19,7 +19,7 @@ from moec.runtime.script import warn_first
 
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton", *LIBRARIES)
-"""A library's name stands for the kernels with experts' products by that library."""
+"""A library's name means the kernels, with experts' products by that library."""
 
 
 _UNSET = ""
@@ -28,7 +28,7 @@ _forced_in_block: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
 
 
 class BackendError(JobError):
-    """`MOEC_BACKEND` asks for a backend that does not exist, or not for this device or these dtypes."""
+    """`MOEC_BACKEND` names a backend that does not exist, or that does not support this device or these dtypes."""
 
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__("MOE0707", message, help)
@@ -43,8 +43,8 @@ def select(device: str) -> Backend:
 
     Rendered Triton kernels on "cuda", plain torch on "cpu". `MOEC_BACKEND=torch` or `triton` forces one, `grouped_mm`
     or `quack` the kernels with that library for experts' products; on CPU tensors Triton needs its interpreter
-    (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch does the work, and one
-    warning says so. Raises `BackendError` where what is forced cannot be had.
+    (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch computes, with one
+    warning. Raises `BackendError` if a forced backend cannot run.
     """
     return _select(forced_backend(), device)
 

@@ -1,8 +1,8 @@
 """`layer.capture(x)`: forward and backward of `moec.layer` as CUDA graphs, for small inputs that launches hold up.
 
-`torch.cuda.make_graphed_callables` captures; this file adds what makes a replay safe. A graph writes to the same memory
-each time, so results and gradients are copied out, and a forward pass whose predecessor still waits for its backward
-runs without the graph.
+`torch.cuda.make_graphed_callables` captures; this file makes replays safe. A graph writes to the same memory each time:
+results and gradients are copied out, and a forward pass runs without the graph while the last one still waits for its
+backward.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Captured:
         same_parameters = list(parameters) == self._names
         same_parameters &= [_signature(p) for p in parameters.values()] == self._parameter_signatures
         same_mode = layer.training == self._training and not torch.is_inference_mode_enabled()
-        # A graphed callable copies a tensor that lies elsewhere into the one of its capture: the layer's own weights.
+        # A graphed callable copies tensors at other addresses into those of its capture: the layer's own weights.
         same_parameters = same_parameters and [p.data_ptr() for p in parameters.values()] == self._addresses
         is_capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return (

@@ -60,7 +60,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         for parameter in layer.expert_parameters()
         if parameter.grad is not None
     }
-    # Every rank calls the collectives of all layers, even without a gradient: else the others would wait for it.
+    # Every rank calls the collectives of all layers, even without a gradient: other ranks wait for it.
     parts = by_span(gradients, groups, first=names.values())
     norm: Tensor = torch.stack(norms(parts, lambda part: _norm(part, device))).norm()
     scale = (max_norm / (norm + EPS)).clamp(max=1.0)

@@ -92,7 +92,7 @@ class MoeLayer(nn.Module):
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(layer.number).items()}
         self._weights = make_weights(self, PREFIX, paths, sites, home, Microbatches())
-        # The layer's dtype, or the one that a reference was asked for: routers may be wider.
+        # The dtype of the layer or of the reference: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
         self._weights.group_owner = home
         self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)

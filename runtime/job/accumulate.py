@@ -1,4 +1,4 @@
-"""`job.accumulate`: the gradient of several micro-batches, whose backward passes a script calls."""
+"""`job.accumulate`: the gradient of several micro-batches; the script calls their backward passes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 class Finite:
-    """Handles steps whose loss or gradients are not finite, and counts those that it has `skipped`.
+    """Handles steps with a loss or gradients that are not finite; `skipped` counts the skipped steps.
 
     "raise": `JobError` on every rank. "skip": all gradients of the model become None, so that the optimizer changes
     nothing. "ignore": no check. The loss and the norm of `clip_grad_norm_` are equal on every rank and need no
@@ -103,7 +103,7 @@ class Finite:
 
         def look(_: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if model in self._left_out:  # also parameters of the script's own, which `_skip` did not know
+            if model in self._left_out:  # `owned` may have parameters of the script, which `_skip` has not dropped
                 self._left_out.discard(model)
                 _drop(owned)
                 return

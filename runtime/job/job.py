@@ -101,7 +101,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
 
     @called("job.optimizer", **other_names.OPTIMIZER)
     def optimizer(self, model: PlanModule) -> Optimizer:
-        """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.
+        """The optimizer of the file's `train` block, else AdamW with its defaults, over the parameters not frozen.
 
         Raises `JobError` for parameters that the plan does not have.
         """
@@ -263,7 +263,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         if not isinstance(placement, Shard):
             return logits
         gathered: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
-        if not self._running:  # `step` and `accumulate` know what their losses are divided by
+        if not self._running:  # `step` and `accumulate` divide losses themselves
             look_at(LogitsGiven(gathered, self.data_size, seen=self._seen))
         return gathered
 

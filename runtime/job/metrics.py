@@ -190,7 +190,7 @@ class Metrics:
         self._tokens += counted
 
     def _rates(self, keys: Sequence[int]) -> Record:
-        """Figures of the time since the last record. `keys`: what `AttendedKeys` counted in it."""
+        """Figures of the time since the last record. `keys`: the counts of `AttendedKeys` in that time."""
         now, collectives = time.monotonic(), self._job.collective_seconds
         seconds = max(now - self._since, 1e-9)
         rate = self._since_tokens / seconds

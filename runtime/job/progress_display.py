@@ -38,7 +38,7 @@ class StepFigures:
 
 
 class Display:
-    """Shows nothing; the others inherit from it."""
+    """The base class of displays; shows nothing."""
 
     seconds_between = SECONDS_BETWEEN_LINES
     """Seconds between two writes."""

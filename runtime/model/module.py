@@ -65,7 +65,7 @@ class PlanModule(StepModule):
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
         self.run = Run()
-        """The run whose checkpoints it saves. Only rank 0 keeps it current."""
+        """The training run that its checkpoints belong to. Current on rank 0 alone."""
         self._home, self.limits = home, limits
         self._microbatches, self._counts = Microbatches(), StepCounts()
         self.seen: set[object] = set()
@@ -201,8 +201,8 @@ class PlanModule(StepModule):
         rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.
 
         Raises `JobError` on every rank: MOE0741 for a model that cannot generate, MOE0742 for more tokens than its
-        context, MOE0702, MOE0728 and MOE0740 for prompts and options that are none, MOE0708 and MOE0743 for logits that
-        are not finite.
+        context, MOE0702, MOE0728 and MOE0740 for invalid prompts and options, MOE0708 and MOE0743 for logits that are
+        not finite.
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)

@@ -47,7 +47,7 @@ class StepCounts:
     loss: float | Tensor = 0.0
     """The sum of those passes' losses, a scalar."""
     skips: bool = False
-    """Whether a step whose loss is not finite is left out, and raises nothing."""
+    """Whether a step with a loss that is not finite is skipped, without an error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
         return StepCounts()  # a copy of a model belongs to no open step

@@ -102,7 +102,7 @@ def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> boo
     """Whether the optimizer's next step can divide the gradients of all these parameters itself.
 
     The fused kernels of Adam and AdamW can, on one device; so can Muon and Adafactor. False in the closure of a running
-    step; and in the first call, which begins to watch steps and does not know whether one is running.
+    step; and in the first call, which begins to watch steps: a step may be running then.
     """
     fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
     if not fused and not isinstance(optimizer, MatrixOptimizer):
@@ -162,6 +162,6 @@ def _release(optimizer: Optimizer, *_: Any) -> None:
     setattr(optimizer, _IN_CLOSURE, False)
     if _HAD_SCALE in vars(optimizer):
         had = vars(optimizer).pop(_HAD_SCALE)
-        vars(optimizer).pop("grad_scale", None)  # `GradScaler` wants it absent, but deletes its own after the step
+        vars(optimizer).pop("grad_scale", None)  # `GradScaler` deletes its own scale after the step, and needs none
         if had:
             setattr(optimizer, "grad_scale", None)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Optimizers that update every element by itself, a chunk of parameters at a time.
+"""Element-wise optimizers, a chunk of parameters at a time.
 
 States may be kept in bf16 between steps (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.3): a step widens those of a
 chunk to fp32, updates them and the masters, and rounds them to nearest.

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad
 from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
 
 _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules of experts, and the group whose ranks have the others."""
+"""Modules of experts, and the name of the group whose ranks have different experts."""
 
 
 def count_experts(experts: nn.Module, group: str) -> None:
@@ -86,7 +86,7 @@ def _clip_with_norm(inner: Callable[..., None]) -> Callable[..., None]:
 
 
 def _groups_of(gradients: Sequence[Tensor]) -> dict[int, str]:
-    """The group whose ranks have the other experts, by the id of each gradient of experts."""
+    """The name of the group whose ranks have different experts, by the id of each gradient of experts."""
     gradient_ids = set(map(id, gradients))
     all_groups = {
         id(parameter.grad): group

@@ -56,7 +56,7 @@ class TunedLayer:
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.bias:
             self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
-        # Even loads would be multiples of a tile's rows, and hide what an expert's last tile wastes.
+        # Even loads would be multiples of a tile's rows, and hide the empty rows of an expert's last tile.
         scores = torch.rand(1, x_shape[1] if self.k else 1, shape.experts, generator=generator, device=device)
         self._choices = scores.topk(self.k or 1).indices
         weights_shape = self._choices.shape if self.k else (self.rows,)

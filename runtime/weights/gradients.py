@@ -173,7 +173,7 @@ def gradient_norm(
     """
     by_shards: dict[tuple[str, ...], list[Tensor]] = {}
     for name, groups in sharded_over.items():
-        # Every rank calls the collectives of all groups, even without a gradient: else the others would wait for it.
+        # Every rank calls the collectives of all groups, even without a gradient: other ranks wait for it.
         by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, parts in sorted(by_shards.items()):

@@ -70,7 +70,7 @@ class Home(Protocol):
         ...
 
     def weight(self, name: str, site: str) -> WeightSpec:
-        """The spec of the parameter of this full name; `site` says which part of the model uses it."""
+        """The spec of the parameter of this full name; `site` names the part of the model that uses it."""
         ...
 
     def ways(self, block: Block, op: Op) -> str | None:

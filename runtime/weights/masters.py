@@ -75,7 +75,7 @@ def master_of(parameter: nn.Parameter, data: PlanParameter, job: str) -> Master:
 
 
 def by_decay(masters: Sequence[Master], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the masters that decay, and the others."""
+    """Groups for an optimizer: the masters that decay, and those that do not."""
     return [
         {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
         for decays, decay in ((True, weight_decay), (False, 0.0))

@@ -106,7 +106,7 @@ class _SavedTensor:
 
 
 class Handles:
-    """The gathered weights that autograd must not save. Each has a storage of its own."""
+    """The gathered weights that autograd must not save. No two of them share a storage."""
 
     def __init__(self) -> None:
         # A weak reference to a storage keeps its address from being used again.
@@ -121,7 +121,7 @@ class Handles:
     def in_place(self) -> AbstractContextManager[Any]:
         """Inside the block autograd saves handles of these weights.
 
-        Where hooks are active already, such as those of `torch.utils.checkpoint`, they decide what is kept.
+        Hooks that are active already, such as those of `torch.utils.checkpoint`, stay in place of handles.
         """
         if not self._known or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return nullcontext()

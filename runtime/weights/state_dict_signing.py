@@ -28,8 +28,8 @@ def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def refuse_foreign_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Raises `JobError` for another rank's parts, and where a state stands for a parameter; replaces whole tensors by
-    this rank's parts."""
+    """Raises `JobError` for another rank's parts, and for a state in place of a parameter or the reverse; replaces
+    whole tensors by this rank's parts."""
     if KEY in local_metadata:
         require_own(module, local_metadata[KEY], "this state_dict")
         _require_same_states(module, {name.removeprefix(prefix) for name in state_dict}, local_metadata[KEY])

@@ -58,7 +58,7 @@ class Weights:
         self.unit = unit
         """The name of these parameters in a schedule (`moec.passes.place.schedule.Unit`)."""
         self.specs = tuple(specs)
-        # Weak: autograd's nodes refer to this, the layer to its `aux_loss`, and Python sees no cycle through autograd.
+        # Weak: autograd's nodes refer to this object, and the layer to `aux_loss`: a cycle that Python cannot collect.
         self._owner = ref(owner)
         self._microbatches = microbatches
         self.group_owner: object = None

@@ -87,7 +87,7 @@ def _update(
 ) -> None:
     """Writes the cheapest move from each of these experts to every other, and its token.
 
-    The last node stands for the extra tokens: an expert hands one to it when it takes a token more than ⌊T/E⌋.
+    The last node has the extra places: a move to or from it changes which experts have more than ⌊T/E⌋ tokens.
     """
     num_experts = scores.shape[1]
     for node in nodes:
@@ -105,7 +105,7 @@ def _update(
 def _shortest_path(costs: Tensor, load: Tensor, smallest: float) -> list[int]:
     """The cheapest path from an expert with too many tokens to one with too few (Bellman and Ford).
 
-    A gain of at most `smallest` is none. Where rounding makes a cycle cheap, the path is one move.
+    Gains of at most `smallest` are ignored. Where rounding makes a cycle cheap, the path is one move.
     """
     nodes = costs.shape[0]
     distances = torch.full((nodes,), torch.inf, dtype=torch.float64)

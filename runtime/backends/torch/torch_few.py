@@ -56,7 +56,7 @@ def mixture_of_few(
 def _project(
     rows: Tensor, weights: Tensor, biases: Tensor | None, experts: Iterable[int], sizes: list[int], out: Tensor
 ) -> None:
-    """out [R, O], of rows [R, I] that lie by expert, weights [E, O, I], and biases, E times O numbers."""
+    """out [R, O], of rows [R, I] sorted by expert, weights [E, O, I], and biases, E times O numbers."""
     transposed = weights.transpose(1, 2)
     for expert, expert_rows, expert_out in zip(experts, torch.split(rows, sizes), torch.split(out, sizes), strict=True):
         if biases is None:

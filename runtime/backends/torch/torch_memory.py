@@ -39,7 +39,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor, of undefined contents, whose memory is reused once no tensor refers to it."""
+        """An uninitialised tensor. Its memory is reused once no tensor refers to it."""
         numel = math.prod(shape)
         with self._lock:
             block = self._take(numel * dtype.itemsize)

@@ -137,7 +137,7 @@ def mixture_mlp_backward(
 
 
 def _buffers(x: Tensor, rows: int, dim: int, factor: int, width: int) -> tuple[Tensor, ...]:
-    """Memory for one batch of so many rows, used again by the next, so that it stays in cache.
+    """Memory for one batch of `rows` rows, reused by the next batch, so that it stays in cache.
 
     Two `[rows, dim]`, two `[rows, width]`, and one `[rows, factor, width]`.
     """

@@ -34,7 +34,7 @@ def described(x: Tensor, block: tuple[int, ...]) -> Any:
 
 
 def described_as(base: Any, block: tuple[int, ...]) -> Any:
-    """A descriptor of a stand-in for a tensor, to compile with: the kernel is the same for all shapes."""
+    """A descriptor of a mock tensor, for compiling: the kernel is the same for all shapes."""
     return _descriptor(base, [64] * len(block), block)
 
 

@@ -123,7 +123,7 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, whatever device the tensors are on.
+    # Triton launches on the current device, not on the tensors' device.
     return torch.cuda.device(device) if device.type == "cuda" else _like_a_device()
 
 

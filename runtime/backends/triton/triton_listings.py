@@ -63,7 +63,7 @@ class _Function:
         return cls(defined, tuple(bodies.values()))
 
     def buffers(self, value: str) -> int:
-        """Steps that the shared memory behind an operand holds: its elements over the operand's."""
+        """The number of steps in an operand's shared memory: its elements divided by the operand's."""
         visited: set[str] = set()
         size: int | None = None
         while value not in visited:
@@ -98,7 +98,7 @@ def loops_of(ttgir: str, ptx: str) -> tuple[Loop, ...]:
     """The loops with a product in them, in order: buffers from TTGIR, instructions and waits from PTX.
 
     Buffers are those of the operand that has fewest; one in registers, or in memory that one step fills, has one.
-    If LLVM removed or copied a loop, each loop gets what is found in all of them.
+    If LLVM removed or copied a loop, each loop gets the instructions and waits of all loops.
     """
     function, texts = _Function.of(ttgir), list(_innermost(ptx.splitlines()))
     if len(texts) != len(function.bodies):
@@ -127,9 +127,9 @@ def bulk_copies(ptx: str) -> int:
 
 
 def serialized(sass: str, ptx: str) -> bool:
-    """Whether the assembler made each wgmma wait for the one before, as it does if it sees sums read too early.
+    """Whether the assembler made each wgmma wait for the previous one, as it does if sums are read too early.
 
-    Its only sign are waits for all products in SASS that PTX does not have.
+    The only sign in SASS are waits for all products that PTX does not have.
     """
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b", sass))
     return waits > len(re.findall(r"wgmma\.wait_group\S*\s+0\b", ptx))

@@ -1,7 +1,7 @@
 """Rendered kernels as Python modules.
 
 Only text that this moec's templates render for a shape is executed; no plan, file or cache on disk is read. Triton gets
-a kernel's source through `inspect`, which asks the module's loader.
+a kernel's source through `inspect`, which calls the module's loader.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def ways_at(
     widths: tuple[int, int],
     activation: str,
 ) -> Ways:
-    """The ways that an operator was given as text; without a text, moec's for `rows` rows in all on this device.
+    """The ways of an operator's argument `text`; without it, moec's choice for `rows` rows in all on this device.
 
-    Libraries are those that run here, as `runnable` says. Raises `BackendError` as it does.
+    Libraries that cannot run here are replaced, or raise `BackendError` (`runnable`).
     """
     gated, target = ACTIVATIONS[activation].gated, target_at(device)
     problem = (dtype, rows, experts, widths, gated)

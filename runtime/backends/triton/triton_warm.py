@@ -1,8 +1,7 @@
 """Compiles, when a model is built, the kernels that its steps launch: no training step waits for a compiler.
 
 Triton compiles a kernel at its first launch for the dtypes, alignments and options that it finds there. Numbers are not
-specialised (`do_not_specialize`), and pointers are aligned (`triton_launch.py`), so what a plan lists is all that its
-steps need.
+specialised (`do_not_specialize`), and pointers are aligned (`triton_launch.py`), so a plan's list is complete.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _switches(plan: Plan, kernel: PlanKernel, name: str) -> Iterable[dict[str, b
     block, probabilities = plan.program.block(kernel.block), kernel.op.results[0].name
     used = any(probabilities in op.operands for op in block.ops if not isinstance(op, o.Route))
     used = used or probabilities in {output.name for output in block.outputs}
-    # A loop that leaves out the balance term asks for no gradient of the probabilities.
+    # A training loop without the balance term needs no gradient of the probabilities.
     return tuple({"OF_PROBABILITIES": switch, "OF_WEIGHTS": True} for switch in ((False, True) if used else (False,)))
 
 

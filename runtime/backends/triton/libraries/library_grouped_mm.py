@@ -18,7 +18,7 @@ from moec.codegen.kernels.library_rule import MAX_EXPERTS
 from moec.passes.ir.value import DTYPE_BYTES
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities with a kernel of its own: Hopper, and Blackwell's data-centre devices."""
+"""Major compute capabilities with a CUTLASS kernel: Hopper, and Blackwell's data-centre devices."""
 
 
 def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int, ...]) -> str | None:

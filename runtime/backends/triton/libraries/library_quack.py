@@ -22,7 +22,7 @@ from moec.runtime.backends.triton.libraries.library_grouped_mm import aligned, o
 PACKAGE = "quack-kernels"
 
 OLDEST = (0, 6, 5)
-"""The version whose arguments were read; older ones differ, and need older compilers."""
+"""The first version with these arguments; older ones need older compilers."""
 
 OLDEST_CAPABILITY = 9
 

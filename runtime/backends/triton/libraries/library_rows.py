@@ -25,7 +25,7 @@ class Around:
     order: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows [R, D] of tokens or unordered rows x [..., D]; x itself where it lies in the experts' order."""
+        """The rows [R, D] of tokens or unordered rows x [..., D]; x itself if it is in the experts' order."""
         if not self._moved:
             return x
         rows = x.new_empty((self.num_rows, self.shape.dim))
