@@ -211,9 +211,9 @@ class MoeLayer(nn.Module):
 
     def _refuse_reentrant_checkpoint(self) -> None:
         """Raises `JobError` if a reentrant checkpoint recomputes this: its first pass made `aux_loss` ungraded."""
-        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
-        lost = lost and any(self._weights.needed())
-        if lost and torch.is_grad_enabled() and in_backward():
+        lacks_gradient = self.aux_loss is not None and not self.aux_loss.requires_grad
+        lacks_gradient = lacks_gradient and any(self._weights.needed())
+        if lacks_gradient and torch.is_grad_enabled() and in_backward():
             raise JobError(
                 "MOE0711",
                 "torch.utils.checkpoint(use_reentrant=True) made aux_loss without a gradient",

@@ -98,12 +98,12 @@ class LayerBiases:
 def _watch(owner: weakref.ref[nn.Module], biases: LayerBiases) -> None:
     """Calls `biases.note_step` after each step of any optimizer, until the layer is freed."""
 
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
+    def note_step(optimizer: Optimizer, *_: Any) -> None:
         module = owner()
         if module is not None:
             biases.note_step(module, optimizer)
 
-    handle = register_optimizer_step_post_hook(stepped)
+    handle = register_optimizer_step_post_hook(note_step)
     module = owner()
     assert module is not None
     weakref.finalize(module, handle.remove)

@@ -43,17 +43,17 @@ class AttendedKeys:
 
     def _places(self, tokens: Tensor, segments: Tensor | None, real: Tensor) -> Tensor:
         """Each real token's place among those of its text, plus 0.5; 0 for padding."""
-        until = real.cumsum(1)
+        real_until = real.cumsum(1)
         if segments is None and self._separator is None:
-            return real * (until - 0.5)
+            return real * (real_until - 0.5)
         if segments is None:
             assert self._separator is not None
             ends: Tensor = tokens.eq(self._separator)
         else:
             ends = segments.diff(append=segments[:, -1:]).ne(0)
-        text_start = torch.zeros_like(until)
-        text_start[:, 1:] = torch.where(ends[:, :-1], until[:, :-1], 0)
-        return real * (until - text_start.cummax(1)[0] - 0.5)
+        text_start = torch.zeros_like(real_until)
+        text_start[:, 1:] = torch.where(ends[:, :-1], real_until[:, :-1], 0)
+        return real * (real_until - text_start.cummax(1)[0] - 0.5)
 
     def totals(self) -> list[float]:
         """Tokens so far, then keys by reach. Waits for the device if batches were packed or padded."""
@@ -64,7 +64,7 @@ def _keys(reach: Reach, places: Tensor, real: Tensor) -> Tensor:
     """`Reach.keys` of all texts together, from `_places`. Padding inside a window counts as distance."""
     distance = places
     if reach.window:
-        until = real.cumsum(1)
-        near = until - F.pad(until, (reach.window, 0))[:, : until.shape[1]]
-        distance = places.minimum(near * real)
+        real_until = real.cumsum(1)
+        in_window = real_until - F.pad(real_until, (reach.window, 0))[:, : real_until.shape[1]]
+        distance = places.minimum(in_window * real)
     return distance.double().sum() * (1 if reach.causal else 2)

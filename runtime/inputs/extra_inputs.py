@@ -146,15 +146,15 @@ class AcceptedInputs:
 
     def _route_values_complaint(self, routes: Tensor) -> str | None:
         for mixture, (experts, k, layer) in enumerate(zip(self.experts, self.k, self.layers, strict=True)):
-            choices, beyond = routes[:, :, mixture, :k], routes[:, :, mixture, k:]
+            choices, padding_choices = routes[:, :, mixture, :k], routes[:, :, mixture, k:]
             low, high = (int(bound) for bound in choices.aminmax())
-            least = FREE_ROUTE if self.mixed else -1
+            lowest = FREE_ROUTE if self.mixed else -1
             subject = f"routes of mixture {mixture} (layer {layer})"
-            if low < least or high >= experts:
-                invalid = (choices < least) | (choices >= experts)
+            if low < lowest or high >= experts:
+                invalid = (choices < lowest) | (choices >= experts)
                 example = f"expert {int(choices[invalid][0])}{_first(invalid)}"
                 return f"{subject} have {example}; experts are 0 to {experts - 1}, and -1 is none"
-            extra_choices = (beyond != -1) & (beyond != least)
+            extra_choices = (padding_choices != -1) & (padding_choices != lowest)
             if bool(extra_choices.any()):
                 return f"{subject} have more than its {k} choices{_first(extra_choices)}: the others must be -1"
             ordered = choices.sort(-1)[0]

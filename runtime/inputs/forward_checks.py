@@ -59,12 +59,12 @@ def same_inputs(labels: Tensor | None, extra: ExtraInputs) -> tuple[MustMatch, .
     return MustMatch("MOE0702", LABELS, (int(labels is not None),)), *matches
 
 
-def same_shape(program: Program, what: str = "tokens") -> str:
-    """The message for `what` of different shapes on the ranks, where this program needs one shape."""
+def same_shape(program: Program, inputs: str = "tokens") -> str:
+    """The message for `inputs` of different shapes on the ranks, where this program needs one shape."""
     drawing = ["random numbers"] if program.block(FORWARD).input("sequences") is not None else []
     counting = [name for block in program.blocks for op in block.ops if (name := _token_dependent_part(op))]
     names = " and ".join(dict.fromkeys([*counting, *drawing]))
-    return f"{what} have shapes from {{least}} to {{most}} on the ranks, and must have one: {names} follow from it"
+    return f"{inputs} have shapes from {{least}} to {{most}} on the ranks, and must have one: {names} follow from it"
 
 
 def counts_own_tokens(program: Program) -> bool:

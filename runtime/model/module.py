@@ -223,8 +223,8 @@ class PlanModule(StepModule):
     def _is_training_step(self, labels: Tensor | None) -> bool:
         """Whether this pass is part of a training step: not in evaluation, and not when computed again in backward."""
         # A reentrant checkpoint of the whole model runs its first pass without gradients. In `accumulate` it counts.
-        graded = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
-        return self.training and graded and not in_backward()
+        needs_gradient = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
+        return self.training and needs_gradient and not in_backward()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         step_labels, _ = self._counts.divisors(self.training)

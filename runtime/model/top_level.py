@@ -104,8 +104,8 @@ class TopLevel:
                     args = [_value(arg, values) for arg in node.args]
                     with handles.in_place():
                         values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
-            for dead in outline.last_used_at.get(node, ()):
-                del values[dead]
+            for unused in outline.last_used_at.get(node, ()):
+                del values[unused]
         raise AssertionError("a graph without an output")
 
     def _prefetches(self, model: PlanModule) -> Iterator[None]:
@@ -157,12 +157,12 @@ def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ..
     segments: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
     first_use, segment, in_segments = None, list[fx.Node](), set[fx.Node]()
     for node in nodes:
-        new = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
-        new = [used for used in new if used not in in_segments]
-        if new and not segment:
+        unassigned = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
+        unassigned = [used for used in unassigned if used not in in_segments]
+        if unassigned and not segment:
             first_use = node
-        segment += new
-        in_segments.update(new)
+        segment += unassigned
+        in_segments.update(unassigned)
         if node.op in ("call_module", "output") and first_use is not None:
             segments.append((first_use, tuple(segment)))
             first_use, segment = None, []

@@ -144,10 +144,10 @@ def _give_scale(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict
     handed_over = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
     scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed_over}
     # A closure computes new gradients, `GradScaler` sets its own scale, and some gradients may not be handed over.
-    foreign = getattr(optimizer, "grad_scale", None) is not None
-    partly = len(handed_over) < sum(parameter.grad is not None for parameter in owned)
-    zeroed = any(parameter.grad.is_zero for parameter in handed_over)
-    if not handed_over or closure or foreign or partly or zeroed or len(scales) > 1:
+    has_own_scale = getattr(optimizer, "grad_scale", None) is not None
+    is_partial = len(handed_over) < sum(parameter.grad is not None for parameter in owned)
+    is_zeroed = any(parameter.grad.is_zero for parameter in handed_over)
+    if not handed_over or closure or has_own_scale or is_partial or is_zeroed or len(scales) > 1:
         take_back(handed_over)
         return
     for parameter in handed_over:
@@ -161,7 +161,7 @@ def _release(optimizer: Optimizer, *_: Any) -> None:
     """Removes the scale after its step; if that step raised, before the next one."""
     setattr(optimizer, _IN_CLOSURE, False)
     if _HAD_SCALE in vars(optimizer):
-        had = vars(optimizer).pop(_HAD_SCALE)
+        had_attribute = vars(optimizer).pop(_HAD_SCALE)
         vars(optimizer).pop("grad_scale", None)  # `GradScaler` deletes its own scale after the step, and needs none
-        if had:
+        if had_attribute:
             setattr(optimizer, "grad_scale", None)  # noqa: B010

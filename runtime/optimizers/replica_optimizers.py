@@ -58,10 +58,10 @@ def _checked_average(average: Any) -> Any:
 
     @functools.wraps(average)
     def average_parameters(params: Iterator[nn.Parameter], *arguments: Any, **keywords: Any) -> Any:
-        listed = list(params)
+        parameters = list(params)
         averager = "an averager of torch.distributed.algorithms.model_averaging"
-        _require_replicas(iter(listed), f"{averager} averages {OVERWRITTEN}", SHARDED)
-        return average(iter(listed), *arguments, **keywords)
+        _require_replicas(iter(parameters), f"{averager} averages {OVERWRITTEN}", SHARDED)
+        return average(iter(parameters), *arguments, **keywords)
 
     return average_parameters
 

@@ -46,10 +46,10 @@ class Tuned:
         return sum(1 for measured, _ in self.times if measured == kernel)
 
 
-def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tuned:
-    """Measures each product in the `most` ways around the default, those of rows at each height of tiles."""
+def search(products: PlanProducts, bench: Bench, max_tiles: int, report: Say) -> Tuned:
+    """Measures each product in the `max_tiles` ways around the default, those of rows at each height of tiles."""
     layer = TunedLayer(products, bench.device)
-    trial = Trial(products, layer, bench, most)
+    trial = Trial(products, layer, bench, max_tiles)
     default = trial.default
     report(f"{products.key}: {layer.rows:,} rows; by default {default}")
     best = _with_fastest_rows(trial, report)
@@ -69,7 +69,7 @@ def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tune
 
 def _with_fastest_rows(trial: Trial, report: Say) -> Ways:
     """The ways whose products of rows take the least time in all; their tiles have equal rows."""
-    best, least = trial.default, sum(trial.time(kernel, trial.default) for kernel in ROW_KERNELS)
+    best, best_time = trial.default, sum(trial.time(kernel, trial.default) for kernel in ROW_KERNELS)
     for rows in trial.heights():
         ways = trial.at_height(rows)
         if ways is None:
@@ -77,7 +77,7 @@ def _with_fastest_rows(trial: Trial, report: Say) -> Ways:
         for kernel in ROW_KERNELS:
             ways = ways.with_way(kernel, trial.fastest(kernel, ways, rows))
         milliseconds = sum(trial.time(kernel, ways) for kernel in ROW_KERNELS)
-        if milliseconds < least:
-            best, least = ways, milliseconds
+        if milliseconds < best_time:
+            best, best_time = ways, milliseconds
         report(f"  {rows} rows a tile: {milliseconds:.3f} ms with {ways}")
     return best

@@ -37,10 +37,10 @@ class Bench:
 class Trial:
     """Times a layer's products alone, each way of a product once."""
 
-    def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, most: int) -> None:
-        self.default, self._near = layer.default(), layer.tiles()
+    def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, max_tiles: int) -> None:
+        self.default, self._tiles = layer.default(), layer.tiles()
         self.misfits = self.wrong = 0
-        self._products, self._layer, self._bench, self._most = products, layer, bench, most
+        self._products, self._layer, self._bench, self._max_tiles = products, layer, bench, max_tiles
         self._exact = layer.results(self.default)
         self._times: dict[tuple[Kernel, Way], float] = {}
         self._fitting: dict[tuple[Kernel, int | None], list[Tile]] = {}
@@ -48,7 +48,7 @@ class Trial:
 
     def heights(self) -> tuple[int, ...]:
         """Rows of a tile of row products to try, the default's first."""
-        return heights(_tile_of(self._near, "up"))
+        return heights(_tile_of(self._tiles, "up"))
 
     def at_height(self, rows: int) -> Ways | None:
         """The row products with their nearest tiles of `rows` rows; None if no such tile of one of them fits."""
@@ -90,12 +90,13 @@ class Trial:
         return milliseconds
 
     def _candidates(self, kernel: Kernel, rows: int | None) -> list[Tile]:
-        default = _tile_of(self._near, kernel)
+        default = _tile_of(self._tiles, kernel)
         if (kernel, rows) not in self._fitting:
-            near = list(islice(around(kernel, default, rows, self._products.key, self._bench.shared), self._most))
+            nearest = around(kernel, default, rows, self._products.key, self._bench.shared)
+            tiles = list(islice(nearest, self._max_tiles))
             shape = self._products.down if kernel.startswith("down") else self._products.up
-            fitting = [tile for tile in near if tile == default or fits(shape, kernel, default, tile, self._bench)]
-            self.misfits += len(near) - len(fitting)
+            fitting = [tile for tile in tiles if tile == default or fits(shape, kernel, default, tile, self._bench)]
+            self.misfits += len(tiles) - len(fitting)
             self._fitting[kernel, rows] = fitting
         return self._fitting[kernel, rows]
 

@@ -37,8 +37,8 @@ class Tuning:
     results: tuple[Tuned, ...]
 
 
-def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tuning:
-    """Measures the plan's grouped products with at most `most` tiles of each height, and reports progress to `report`.
+def tune(plan: Plan, *, max_tiles: int = MOST, report: Say = lambda line: None) -> Tuning:
+    """Measures the plan's grouped products with at most `max_tiles` tiles of each height; `report` gets progress.
 
     Raises `JobError` if this machine has no device of the plan's kind.
     """
@@ -46,7 +46,7 @@ def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tu
     if not products:
         return Tuning(plan, plan.spec.cluster.device.name, ())
     bench = bench_for(plan)
-    results = tuple(search(shape, bench, most, report) for shape in products)
+    results = tuple(search(shape, bench, max_tiles, report) for shape in products)
     import triton
 
     entries = tuple(result.entry for result in results)

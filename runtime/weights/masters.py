@@ -69,7 +69,7 @@ class Master:
 
 
 def master_of(parameter: nn.Parameter, data: PlanParameter, job: str) -> Master:
-    """The master that `data` describes; `job` is the prefix of the job's groups."""
+    """The master of `parameter`, which the plan describes by `data`; `job` is the prefix of the job's groups."""
     cuts = ((group_of(data, axis, job), p.dim) for axis, p in data.master.placements if isinstance(p, Sharded))
     return Master(parameter, data.decays, data.matrices, tuple(cuts))
 
@@ -133,9 +133,9 @@ def has_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
     return any(argument is not None for argument in (*arguments[1:], *named.values()))
 
 
-def require_known(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:
+def require_known(groups: list[dict[str, Any]], parameters: Container[nn.Parameter]) -> None:
     """Removes the newest group and raises `JobError` if the optimizer was not made for one of its parameters."""
-    if not all(parameter in known for parameter in groups[-1]["params"]):
+    if not all(parameter in parameters for parameter in groups[-1]["params"]):
         groups.pop()
         raise JobError(
             "MOE0700",

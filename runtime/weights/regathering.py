@@ -60,8 +60,8 @@ class RegatheredWeights:
                 raise changed(self._site)
             gathering, self._prefetched = self._prefetched or self._begin(), None
             self._weights = gathering.finish()
-            if (following := self._next()) is not None:
-                following.drop()
+            if (next_use := self._next()) is not None:
+                next_use.drop()
             if self._previous is not None and not self._has_prefetched:
                 self._has_prefetched = True
                 self._previous.prefetch()
@@ -110,28 +110,28 @@ class Handles:
 
     def __init__(self) -> None:
         # A weak reference to a storage keeps its address from being used again.
-        self._known: dict[int, tuple[StorageWeakRef, RegatheredWeights, int]] = {}
+        self._by_storage: dict[int, tuple[StorageWeakRef, RegatheredWeights, int]] = {}
 
     def add(self, regathered: RegatheredWeights, weights: Sequence[Tensor], indices: Sequence[int]) -> None:
         """Adds the `weights` at `indices`."""
         for index in indices:
             storage = weights[index].untyped_storage()
-            self._known[storage._cdata] = (StorageWeakRef(storage), regathered, index)  # type: ignore[no-untyped-call]
+            self._by_storage[storage._cdata] = (StorageWeakRef(storage), regathered, index)  # type: ignore[no-untyped-call]
 
     def in_place(self) -> AbstractContextManager[Any]:
         """Inside the block autograd saves handles of these weights.
 
         Hooks that are active already, such as those of `torch.utils.checkpoint`, stay in place of handles.
         """
-        if not self._known or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if not self._by_storage or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return nullcontext()
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _SavedTensor | _Handle:
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None:
+        gathered = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if gathered is None:
             return _SavedTensor(tensor, tensor._version)
-        _, regathered, index = known
+        _, regathered, index = gathered
         regathered.is_saved = True
         return _Handle(regathered, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -78,8 +78,8 @@ def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...
             f"a parameter lies as {layout} on a mesh of {', '.join(axes)}; a later version of moec runs this",
             "compile the .moe file again with this moec",
         )
-    placed = (layout.get(axis) for axis in axes)
-    return tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placed)
+    placements = (layout.get(axis) for axis in axes)
+    return tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placements)
 
 
 def initial_state(state: State, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:

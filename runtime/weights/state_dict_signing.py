@@ -39,11 +39,11 @@ def refuse_foreign_state(
             state_dict[prefix + name] = _local_part(name, parameter, tensor, signed=KEY in local_metadata)
 
 
-def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None:
-    """Raises `JobError` unless `what` ("this state_dict"), with this signature, has the same parts as this rank."""
+def require_own(module: nn.Module, signature: dict[str, Any], subject: str) -> None:
+    """Raises `JobError` unless `subject` ("this state_dict"), with this signature, has the same parts as this rank."""
     complaint = home_of(module).complaint_of(signature)
     if complaint:
-        raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
+        raise JobError("MOE0712", f"{subject} is another rank's: {complaint}", HOW_TO_LOAD)
 
 
 def _require_same_states(module: nn.Module, names: set[str], signature: dict[str, Any]) -> None:
@@ -52,10 +52,10 @@ def _require_same_states(module: nn.Module, names: set[str], signature: dict[str
     if STATES not in signature:  # of an earlier moec
         return
     saved_states = names.intersection(signature[STATES])
-    own_states = names.intersection(name for name, _ in module.named_buffers())
+    module_states = names.intersection(name for name, _ in module.named_buffers())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name in sorted(saved_states ^ own_states):
-        if name in own_states or name in parameters:
+    for name in sorted(saved_states ^ module_states):
+        if name in module_states or name in parameters:
             kinds = ("a state", "learned") if name in saved_states else ("learned", "a state")
             message = f"{name} is {kinds[0]} in this state_dict, and {kinds[1]} here"
             raise JobError("MOE0712", message, "give the gate the `bias` of the run that saved it")

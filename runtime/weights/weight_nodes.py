@@ -110,11 +110,11 @@ class Narrow(torch.autograd.Function):
         note_action("backward", forward_pass.weights.unit)
         if forward_pass.regathered is not None:
             forward_pass.regathered.drop()
-        wide = [
+        wide_gradients = [
             gradient.to(dtype) if gradient is not None and needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, forward_pass.needed, strict=True)
         ]
-        results, forward_pass.buckets = forward_pass.weights.begin_sums(wide, forward_pass, ctx.device)
+        results, forward_pass.buckets = forward_pass.weights.begin_sums(wide_gradients, forward_pass, ctx.device)
         return None, None, *results
 
 

@@ -160,7 +160,7 @@ class Weights:
     def weights(self, unwrapped: UnwrappedParameters) -> list[Tensor]:
         """The detached weights in the compute dtype: the step's gathered weights, prefetched ones, or gathered now."""
         if not self.gathers:
-            return self._narrow(unwrapped.local)
+            return self._cast(unwrapped.local)
         stamp, step = stamp_of(unwrapped.parameters), self._step_weights
         if step is not None and step.stamp == stamp:
             return step.weights
@@ -172,22 +172,22 @@ class Weights:
             self._step_weights = _StepWeights(stamp, weights)
         return weights
 
-    def _narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts in the compute dtype; no copy where the dtype is the same."""
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     @torch.no_grad()
     def _gathering(self, local: Sequence[Tensor], stamp: Stamp) -> Gathering:
         note_action("gather", self.unit)
-        return Gathering(self.specs, self._narrow(local), stamp)
+        return Gathering(self.specs, self._cast(local), stamp)
 
     def _regathered_later(self, unwrapped: UnwrappedParameters) -> RegatheredWeights:
         """The weights that backward gathers again for this use."""
         local = list(map(local_part, unwrapped.parameters))
         # In a recomputed pass, backward does not come next to the use before this one.
-        before = None if in_backward() else self._microbatches.last_use
+        previous = None if in_backward() else self._microbatches.last_use
         begin, site = partial(self._gathering, local, ()), self.specs[0].site
-        regathered = RegatheredWeights(begin, unwrapped.parameters, site, before)
+        regathered = RegatheredWeights(begin, unwrapped.parameters, site, previous)
         if not in_backward():
             self._microbatches.last_use = regathered
         return regathered
@@ -329,10 +329,10 @@ class Weights:
                 self._microbatches.wait_scattered()
             first = self.specs[members[0].index]
             more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-            wide = torch.promote_types(first.dtype, torch.float32)
-            bucket = Bucket(members, f"gradient of {first.name}{more}, {first.site}", wide, device)
-            for member, place in zip(members, bucket.begin(gradients), strict=True):
-                results[member.index] = place
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            bucket = Bucket(members, f"gradient of {first.name}{more}, {first.site}", dtype, device)
+            for member, result in zip(members, bucket.begin(gradients), strict=True):
+                results[member.index] = result
             buckets.append(bucket)
             if members[0].zero is not None:
                 scattered.append(bucket)

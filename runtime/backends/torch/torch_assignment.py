@@ -95,8 +95,8 @@ def _update(
         costs[node, :num_experts] = torch.inf
         if tokens.numel():
             losses = scores[tokens, node, None] - scores[tokens]
-            costs[node, :num_experts], place = losses.min(dim=0)
-            movers[node] = tokens[place]
+            costs[node, :num_experts], index = losses.min(dim=0)
+            movers[node] = tokens[index]
         costs[node, node] = torch.inf
         costs[node, num_experts] = torch.inf if has_extra[node] else 0.0
         costs[num_experts, node] = 0.0 if has_extra[node] else torch.inf

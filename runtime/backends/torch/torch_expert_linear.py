@@ -21,7 +21,7 @@ def expert_linear(rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | N
     def compute(expert: int) -> None:
         group = groups[expert]
         if group.size:
-            expert_out = group.room(out)
+            expert_out = group.buffer_for(out)
             project(group.gather(rows), weight, bias, expert, expert_out)
             group.scatter(expert_out, out)
 
@@ -42,7 +42,7 @@ def expert_linear_backward(
         if not group.size:
             grad_weight[expert].zero_()
             return
-        expert_grad, expert_grad_rows = group.gather(grad), group.room(grad_rows)
+        expert_grad, expert_grad_rows = group.gather(grad), group.buffer_for(grad_rows)
         torch.mm(expert_grad.t(), group.gather(rows), out=grad_weight[expert])
         if has_bias:
             sum_rows(expert_grad, grad_bias[expert])

@@ -40,10 +40,10 @@ def expert_mlp(
         def compute(expert: int) -> None:
             group = groups[expert]
             if group.size:
-                expert_hidden, expert_activated = hidden[group.where], activated[: group.size]
+                expert_hidden, expert_activated = hidden[group.span], activated[: group.size]
                 project(group.gather(rows), up, up_bias, expert, expert_hidden.flatten(1))
                 activate(expert_activated, expert_hidden, activation, clamp, alpha)
-                expert_out = group.room(out)
+                expert_out = group.buffer_for(out)
                 project(expert_activated, down, down_bias, expert, expert_out)
                 if weights is not None:
                     expert_out.mul_(group.scale(weights, rows.dtype))
@@ -96,9 +96,9 @@ def expert_mlp_backward(
             torch.mm(expert_grad, down[expert], out=expert_grad_activated)
             weigh = None
             if weights is not None:
-                scale, expert_grad_weights = group.scale(weights, rows.dtype), group.room(grad_weights)
+                scale, expert_grad_weights = group.scale(weights, rows.dtype), group.buffer_for(grad_weights)
                 weigh = weighing(expert_grad_activated, expert_activated, scale, expert_grad_weights)
-            chain = (expert_grad_hidden, expert_activated, expert_grad_activated, hidden[group.where])
+            chain = (expert_grad_hidden, expert_activated, expert_grad_activated, hidden[group.span])
             activate_backward(*chain, activation, clamp, alpha, weigh=weigh)
             if weights is not None:
                 if down_bias is not None:
@@ -110,7 +110,7 @@ def expert_mlp_backward(
             if up_bias is not None:
                 sum_rows(expert_grad_hidden, grad_up_bias[expert])
                 sum_rows(expert_grad if weights is None else expert_grad * scale, grad_down_bias[expert])
-            expert_grad_rows = group.room(grad_rows)
+            expert_grad_rows = group.buffer_for(grad_rows)
             torch.mm(flat, up[expert], out=expert_grad_rows)
             group.scatter(expert_grad_rows, grad_rows)
 
@@ -154,9 +154,9 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 def weighing(grad: Tensor, activated: Tensor, scale: Tensor, grad_weights: Tensor) -> Weigh:
     """Makes a `Weigh`: writes the weights' gradient [N], sum(grad · activated), then scales grad [N, F] by them."""
 
-    def weigh(block: slice, room: Tensor) -> None:
-        torch.mul(grad[block], activated[block], out=room)
-        grad_weights[block] = room.sum(dim=-1, dtype=grad_weights.dtype)
+    def weigh(block: slice, buffer: Tensor) -> None:
+        torch.mul(grad[block], activated[block], out=buffer)
+        grad_weights[block] = buffer.sum(dim=-1, dtype=grad_weights.dtype)
         grad[block].mul_(scale[block])
 
     return weigh

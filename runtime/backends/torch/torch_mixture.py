@@ -51,12 +51,12 @@ def mixture_mlp(
     batches = batches_of(sizes, width)
 
     def begin() -> Callable[[int], None]:
-        rows, room = x.new_empty((largest(batches), dim)), x.new_empty((largest(batches), width))
+        rows, activated_buffer = x.new_empty((largest(batches), dim)), x.new_empty((largest(batches), width))
 
         def compute(number: int) -> None:
             batch = batches[number]
             batch_rows = torch.index_select(flat, 0, tokens[batch.rows], out=rows[: batch.size])
-            batch_hidden, activated, batch_out = hidden[batch.rows], room[: batch.size], out[batch.rows]
+            batch_hidden, activated, batch_out = hidden[batch.rows], activated_buffer[: batch.size], out[batch.rows]
             projected = batch_hidden.flatten(1)
             for expert, expert_rows in batch.experts():
                 project(batch_rows[expert_rows], up, up_bias, expert, projected[expert_rows])
@@ -106,7 +106,7 @@ def mixture_mlp_backward(
             batch = batches[number]
             batch_tokens, batch_scale = tokens[batch.rows], scale[batch.rows]
             batch_grad_weights = grad_weights[batch.rows]
-            rows, batch_grad, activated, grad_activated, grad_hidden = (room[: batch.size] for room in buffers)
+            rows, batch_grad, activated, grad_activated, grad_hidden = (buffer[: batch.size] for buffer in buffers)
             torch.index_select(grad, 0, batch_tokens, out=batch_grad)
             for expert, expert_rows in batch.experts():
                 torch.mm(batch_grad[expert_rows], down[expert], out=grad_activated[expert_rows])

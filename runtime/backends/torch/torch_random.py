@@ -53,6 +53,6 @@ def _words(keys: Tensor, dim: int, layer: Tensor, stream: int) -> tuple[Tensor, 
 def _uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """32-bit words, four `[tokens, n]` → numbers in [−1, 1), multiples of 2⁻²³, `[tokens, 4 n]`."""
     numbers = words[0].new_empty((*words[0].shape, WORDS), dtype=dtype)
-    for place, word in enumerate(words):
-        numbers[..., place] = word >> 8
+    for index, word in enumerate(words):
+        numbers[..., index] = word >> 8
     return numbers.flatten(1).mul_(2.0**-23).sub_(1)

@@ -61,12 +61,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, d
     """Heads `[B, S, H, head dim]` of which pairs of dims from `start` on turn, by the tables of `rope_tables`."""
     width = 2 * cos.shape[-1]
     out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    for still in (slice(0, start), slice(start + width, x.shape[3])):
-        if still.start < still.stop:
-            out[..., still] = x[..., still]
-    turning = slice(start, start + width)
-    first, second = _pairs(x[..., turning].to(cos.dtype), interleaved)
-    out_first, out_second = _pairs(out[..., turning], interleaved)
+    for kept_dims in (slice(0, start), slice(start + width, x.shape[3])):
+        if kept_dims.start < kept_dims.stop:
+            out[..., kept_dims] = x[..., kept_dims]
+    turned_dims = slice(start, start + width)
+    first, second = _pairs(x[..., turned_dims].to(cos.dtype), interleaved)
+    out_first, out_second = _pairs(out[..., turned_dims], interleaved)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     return out.to(x.dtype)

@@ -150,11 +150,12 @@ def _sum_of_two_largest(x: Tensor) -> Tensor:
         smaller = torch.minimum(a, b)
         if second is not None:
             smaller = smaller.maximum(second.narrow(1, 0, half)).maximum(second.narrow(1, half, half))
-        first, second, bye, bye_second = a.maximum(b), smaller, first.narrow(1, 2 * half, size - 2 * half), second
-        if bye.shape[1]:
-            first = torch.cat((first, bye), 1)
-            bye_rest = torch.full_like(bye, -torch.inf) if bye_second is None else bye_second.narrow(1, 2 * half, 1)
-            second = torch.cat((second, bye_rest), 1)
+        odd, odd_second = first.narrow(1, 2 * half, size - 2 * half), second
+        first, second = a.maximum(b), smaller
+        if odd.shape[1]:
+            first = torch.cat((first, odd), 1)
+            seconds = torch.full_like(odd, -torch.inf) if odd_second is None else odd_second.narrow(1, 2 * half, 1)
+            second = torch.cat((second, seconds), 1)
     return (first if second is None else first + second).squeeze(1)
 
 

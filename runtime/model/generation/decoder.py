@@ -128,9 +128,9 @@ class Decoder:
         fixed = layer.fixed_inputs()
         if number + 1 < len(self._layers):
             self._layers[number + 1].begin()
-        turning = (table for rotation in layer.block.rotations for table in tables[rotation])
+        tables_of_layer = (table for rotation in layer.block.rotations for table in tables[rotation])
         caches = self._caches[number]
-        y: Tensor = layer.block.module(*inputs, *fixed, new.places, new.begin, new.end, *turning, *caches)
+        y: Tensor = layer.block.module(*inputs, *fixed, new.places, new.begin, new.end, *tables_of_layer, *caches)
         return y
 
     def _empty(self, block: DecodingLayer, dtype: torch.dtype) -> list[Tensor]:

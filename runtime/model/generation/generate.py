@@ -207,9 +207,9 @@ def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, same_le
     pieces = prompts.pieces
     ids = chosen.where(~done, prompts.fill)[:, None]
     real = (~done).to(torch.int64)[:, None]
-    place = (prompts.lengths + (count - 1))[:, None]
+    places = (prompts.lengths + (count - 1))[:, None]
     if pieces > 1:
         ids, real = F.pad(ids, (0, pieces - 1), value=prompts.fill), F.pad(real, (0, pieces - 1))
-        place = place + torch.arange(pieces, device=place.device)
+        places = places + torch.arange(pieces, device=places.device)
     first = prompts.longest + count - 1
-    return NewTokens(ids, place, torch.zeros_like(chosen), real, first if same_lengths else -1, first + pieces)
+    return NewTokens(ids, places, torch.zeros_like(chosen), real, first if same_lengths else -1, first + pieces)

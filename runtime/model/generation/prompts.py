@@ -62,11 +62,11 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
         ids, lengths = _left_aligned(ids, real, fill)
     else:
         lengths = ids.new_full(ids.shape[:1], ids.shape[1])
-    longest, new = int(lengths.amax()) if len(lengths) else 0, max_new_tokens
+    longest, num_new = int(lengths.amax()) if len(lengths) else 0, max_new_tokens
     if len(lengths) and int(lengths.amin()) == 0:
         raise JobError("MOE0740", f"prompt {int(lengths.argmin())} has no token", RUNS)
-    if longest + new > limits.context:
-        words = f"the longest prompt has {longest} tokens, and with {new} new ones more than the model's context"
+    if longest + num_new > limits.context:
+        words = f"the longest prompt has {longest} tokens, and with {num_new} new ones more than the model's context"
         raise JobError(
             "MOE0742",
             f"{words}, {limits.context} (`context` in the file, else `train.sequence`)",
@@ -77,7 +77,7 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
     pieces = limits.pieces
     width = -(-max(longest, 1) // pieces) * pieces
     ids = torch.nn.functional.pad(ids[:, :longest], (0, width - longest), value=fill)
-    return Prompts(ids, lengths, longest, new, width + new + pieces, fill, pieces)
+    return Prompts(ids, lengths, longest, num_new, width + num_new + pieces, fill, pieces)
 
 
 def _padded_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Tensor, Tensor]:
@@ -111,5 +111,5 @@ def _left_aligned(ids: Tensor, real: Tensor, fill: int) -> tuple[Tensor, Tensor]
     between = (places >= first[:, None]) & (places < (first + lengths)[:, None]) & ~real
     if bool(between.any()):
         raise JobError("MOE0740", f"prompt {int(between.any(1).nonzero()[0])} has padding between its tokens", RUNS)
-    moved = ids.gather(1, (first[:, None] + places).clamp_max(max(ids.shape[1] - 1, 0)))
-    return torch.where(places < lengths[:, None], moved, fill), lengths
+    aligned = ids.gather(1, (first[:, None] + places).clamp_max(max(ids.shape[1] - 1, 0)))
+    return torch.where(places < lengths[:, None], aligned, fill), lengths

@@ -65,8 +65,8 @@ class Sampling:
     def _draw(self, logits: Tensor, sequences: Tensor, places: Tensor) -> Tensor:
         """Ids by inverse transform sampling: the first whose cumulative probability exceeds a uniform number."""
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, -1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            threshold = logits.topk(self.top_k, -1).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, -torch.inf)
         p = torch.softmax((logits - logits.max(-1, keepdim=True).values) / self.temperature, -1)
         if self.top_p is not None and self.top_p < 1:
             ordered = p.sort(-1, descending=True).values

@@ -26,7 +26,7 @@ class Around:
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows [R, D] of tokens or unordered rows x [..., D]; x itself if it is in the experts' order."""
-        if not self._moved:
+        if not self._is_moved:
             return x
         rows = x.new_empty((self.num_rows, self.shape.dim))
         self._launch("gather", "BLOCK_D", x, self.order, rows)
@@ -73,12 +73,12 @@ class Around:
         return grad_hidden, grad_activated, parts
 
     @property
-    def _moved(self) -> bool:
+    def _is_moved(self) -> bool:
         return self.shape.gathered or self.shape.k > 0
 
     @property
     def _order(self) -> tuple[Tensor, ...]:
-        return (self.order,) if self._moved else ()
+        return (self.order,) if self._is_moved else ()
 
     def _launch(self, kernel: str, block: str, *arguments: Any) -> None:
         width = self.shape.hidden if block == "BLOCK_F" else self.shape.dim
