@@ -143,7 +143,8 @@ def _numbers_of_better(scores: Tensor) -> Tensor:
 
 def _sum_of_two_largest(x: Tensor) -> Tensor:
     """The sum of the two largest of x [N, n, T] over n, by a tournament: [N, T]; with n = 1, x itself."""
-    first, second = x, None
+    first: Tensor = x
+    second: Tensor | None = None
     while (size := first.shape[1]) > 1:
         half = size // 2
         a, b = first.narrow(1, 0, half), first.narrow(1, half, half)
