@@ -19,12 +19,10 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import first_of_parts
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.model.module import PlanModule
-from moec.runtime.weights.home import ALONE, SingleProcessHome
+from moec.runtime.weights.home import SingleProcessHome
 from moec.runtime.weights.weight_spec import WeightSpec
 
 COMPUTED = (torch.float64, torch.float32, torch.bfloat16)
-
-__all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
 
 
 def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, microbatches: int = 1) -> PlanModule:

@@ -20,7 +20,7 @@ from moec.runtime.weights.shards import initial_shard, initial_state
 from moec.runtime.weights.weight_spec import WeightSpec
 from moec.runtime.weights.weights import Weights
 
-ALONE = Mesh("dense", (("dp", 1),))
+SINGLE_RANK_MESH = Mesh("dense", (("dp", 1),))
 
 
 class Home(Protocol):
@@ -117,7 +117,7 @@ class SingleProcessHome:
 
     def parameter(self, name: str) -> nn.Parameter:
         data = self._parameters[name]
-        value = initial_shard(name, data, ALONE, 0, seed=self.seed, dtype=self._master)
+        value = initial_shard(name, data, SINGLE_RANK_MESH, 0, seed=self.seed, dtype=self._master)
         return nn.Parameter(value, requires_grad=not data.frozen)
 
     def state(self, state: State) -> Tensor:

@@ -15,8 +15,8 @@ def keep_first(experts: Tensor, priorities: Tensor, *options: int) -> Tensor:
     if not experts.numel():
         return experts.clone()
     num_experts, *capacity_options = options
-    groups, (batch, tokens, k) = capacity_options[0] or experts.shape[0], experts.shape
-    capacity, _ = places_of(batch, tokens, k, num_experts, *capacity_options)
+    groups = capacity_options[0] or len(experts)
+    capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
     order = token_order(priorities, groups)
     queue = _in_queue(experts, order, groups)
     buckets = queue + num_experts * torch.arange(groups, device=queue.device)[:, None]
@@ -29,8 +29,8 @@ def keep_best(experts: Tensor, priorities: Tensor | None, *options: int) -> Tens
     if not experts.numel():
         return experts.clone()
     num_experts, *capacity_options = options
-    groups, (batch, tokens, k) = capacity_options[0] or experts.shape[0], experts.shape
-    capacity, _ = places_of(batch, tokens, k, num_experts, *capacity_options)
+    groups = capacity_options[0] or len(experts)
+    capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
     by_group = experts.reshape(groups, -1)
     buckets = by_group + num_experts * torch.arange(groups, device=experts.device)[:, None]
     buckets = buckets.where(by_group >= 0, groups * num_experts)
