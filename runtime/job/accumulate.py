@@ -57,7 +57,7 @@ def accumulating(
         job.checks.require("end of job.accumulate", counts.complaint(flat, look=look, numbered=model.draws))
         per_label = limits.tokens_per_label
         job.count_tokens(counts.num_labels * per_label, counts.global_num_labels * per_label // job.plan.sharers)
-        if not job.finite.leaves_out(model, torch.as_tensor(counts.loss)):
+        if not job.finite.skips_loss(model, torch.as_tensor(counts.loss)):
             model.update_states()
 
 

@@ -57,7 +57,7 @@ class Finite:
         self._job, self.mode, self.skipped = job, mode, 0
         self._normed: WeakKeyDictionary[nn.Module, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""
-        self._left_out: WeakSet[nn.Module] = WeakSet()
+        self._skipped_models: WeakSet[nn.Module] = WeakSet()
         """Models whose step was skipped, and whose optimizer has not been called since."""
 
     @property
@@ -65,17 +65,17 @@ class Finite:
         """Whether training continues after a step that is not finite."""
         return self.mode == "skip"
 
-    def leaves_out(self, model: nn.Module, loss: Tensor) -> bool:
+    def skips_loss(self, model: nn.Module, loss: Tensor) -> bool:
         """Whether to skip the step of this global loss."""
-        self._left_out.discard(model)
-        return self._leaves_out(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
+        self._skipped_models.discard(model)
+        return self._skips(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
 
-    def leaves_out_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+    def skips_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
         """Whether to skip the step of this global norm. `gradients`: this rank's parts, for the error's message."""
         look, site = self.mode != "ignore", "gradient norm"
-        return self._leaves_out(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
+        return self._skips(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
 
-    def _leaves_out(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
+    def _skips(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
         """Skips the step if a guard complains about `event`; in mode "raise" raises the guard's `JobError`."""
         if not self.skips:
             look_at(event, self._job.checks)
@@ -103,8 +103,8 @@ class Finite:
 
         def look(_: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if model in self._left_out:  # `owned` may have parameters of the script, which `_skip` has not dropped
-                self._left_out.discard(model)
+            if model in self._skipped_models:  # `_skip` has not dropped gradients of the script's own parameters
+                self._skipped_models.discard(model)
                 _drop(owned)
                 return
             handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
@@ -120,7 +120,7 @@ class Finite:
                 raise
             if ranks_with_faults:
                 self._skip(model)
-                self._left_out.discard(model)
+                self._skipped_models.discard(model)
                 _drop(owned)
 
         if self.mode != "ignore":
@@ -128,7 +128,7 @@ class Finite:
 
     def _skip(self, model: nn.Module) -> None:
         self.skipped += 1
-        self._left_out.add(model)
+        self._skipped_models.add(model)
         _drop(model.parameters())
 
 

@@ -90,7 +90,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         compile_kernels_ahead(self.plan, target)
         home = RankHome(
             self.plan, self.rank, self.number, self._meshes, self.checks, device=target, seed=seed,
-            count_from=self.count_from, attend=self.attended_keys.add,
+            count_from=self.count_from, count_pass=self.attended_keys.add,
         )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
@@ -242,7 +242,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
         norm = gradient_norm(gradients, sharded, device)
-        if self.finite.leaves_out_norm(model, norm, gradients):
+        if self.finite.skips_norm(model, norm, gradients):
             return norm
         if optimizer is None or not takes_scale(optimizer, named.values()):
             scale_to(max_norm, norm, gradients.values())

@@ -143,7 +143,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 case "forward":
                     part = next(parts)
                     if agreement.on_forward and action.microbatch == 0:
-                        model.agreed(part[0], agreement.look)
+                        model.skip_agreement(part[0], agreement.look)
                     forwarded[action.microbatch] = _forward(model, step, part)
                 case "loss":
                     loss, loss_depends = _loss(job, model, step, forwarded.pop(action.microbatch), total)
@@ -156,7 +156,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 case "sum":
                     look_at(StepEnds(is_differentiable, seen=model.seen))
                     microbatches.finish()
-                    stops = job.finite.leaves_out(model, sum_of_losses)
+                    stops = job.finite.skips_loss(model, sum_of_losses)
                 case "states" if not stops:
                     model.update_states()
     return sum_of_losses

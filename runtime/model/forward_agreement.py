@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs) -> bool:
     """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
-    agreed, model._agreed = model._agreed, None
+    agreed, model._agreed_pass = model._agreed_pass, None
     if agreed is not None and agreed[0] is tokens:
         return agreed[1]
     checks = model._home.checks

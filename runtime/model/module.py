@@ -70,7 +70,7 @@ class PlanModule(StepModule):
         self._microbatches, self._counts = Microbatches(), StepCounts()
         self.seen: set[object] = set()
         self.has_accumulated = False
-        self._agreed: tuple[Tensor, bool] | None = None
+        self._agreed_pass: tuple[Tensor, bool] | None = None
         self.layers = nn.ModuleList()
         self._routers: list[str] = []
         functions = {
@@ -151,7 +151,7 @@ class PlanModule(StepModule):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(counted)
-            self._home.attend(tokens, segments, inputs.get("real"))
+            self._home.count_pass(tokens, segments, inputs.get("real"))
         aux_loss = None if balance is None else self._aux_loss(balance, inputs.get("real", tokens))
         refuses = look and not self._counts.skips
         if complaint is not None:

@@ -32,7 +32,7 @@ class StepModule(nn.Module):
     seen: set[object]
     draws: bool
     """Whether its forward pass in training draws random numbers."""
-    _agreed: tuple[Tensor, bool] | None
+    _agreed_pass: tuple[Tensor, bool] | None
     _counts: StepCounts
     _microbatches: Microbatches
     _scalars: dict[str, Function]
@@ -120,9 +120,9 @@ class StepModule(nn.Module):
         """Adds 1 to the setting `step`."""
         self.settings[STEP.name] += 1
 
-    def agreed(self, tokens: Tensor, look: bool) -> None:
+    def skip_agreement(self, tokens: Tensor, look: bool) -> None:
         """Makes the next forward pass of these tokens skip its agreement: the step's agreement covers it."""
-        self._agreed = tokens, look
+        self._agreed_pass = tokens, look
 
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
@@ -131,7 +131,7 @@ class StepModule(nn.Module):
             yield self._microbatches
         finally:
             self._microbatches.drop()
-            self._agreed = None
+            self._agreed_pass = None
 
     def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
         """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""

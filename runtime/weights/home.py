@@ -85,7 +85,7 @@ class Home(Protocol):
         """Sets the job's count of steps to the script's `step`; 0 also resets its count of tokens."""
         ...
 
-    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+    def count_pass(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
         """Counts the tokens of a training pass, and the keys that they attend to (`AttendedKeys.add`)."""
         ...
 
@@ -137,7 +137,7 @@ class SingleProcessHome:
     def count_from(self, step: int) -> None:
         """Does nothing: only jobs count steps."""
 
-    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+    def count_pass(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
         """Does nothing: only jobs count attended keys."""
 
     def signature(self) -> dict[str, Any]:

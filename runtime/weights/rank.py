@@ -34,7 +34,7 @@ from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 class RankHome:
     """The home of the modules of one `build`: on `device`, initialised from `seed`.
 
-    A script that sets its model's step calls `count_from`; each training pass calls `attend` (`Home` has both).
+    A script that sets its model's step calls `count_from`; each training pass calls `count_pass` (`Home` has both).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RankHome:
         device: torch.device,
         seed: int,
         count_from: Callable[[int], None] = lambda step: None,
-        attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
+        count_pass: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
         require_one_stage(plan.program)
         require_executable(plan.parameters)
@@ -56,7 +56,7 @@ class RankHome:
         require_order(plan.program)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
-        self.count_from, self.attend = count_from, attend
+        self.count_from, self.count_pass = count_from, count_pass
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
         self.shares_batch = plan.data_size < plan.world_size
 
