@@ -76,7 +76,7 @@ class Finite:
         return self._skips(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
 
     def _skips(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
-        """Skips the step if a guard complains about `event`; in mode "raise" raises the guard's `JobError`."""
+        """Whether a guard complains about `event`: the step is skipped, or in mode "raise" `JobError` is raised."""
         if not self.skips:
             look_at(event, self._job.checks)
             return False

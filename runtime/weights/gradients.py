@@ -51,7 +51,7 @@ class Bucket:
     flat: Tensor = field(init=False)
     _present: Sequence[bool] = field(init=False, default=())
     _work: dist.Work | None = field(init=False, default=None)
-    _whole: Tensor | None = field(init=False, default=None)
+    _scatter_input: Tensor | None = field(init=False, default=None)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Starts the sums of its members in `gradients` (by `index`); returns the tensors that will hold them.
@@ -79,8 +79,8 @@ class Bucket:
     def _scatter(self, gradients: Sequence[Tensor | None], zero: ZeroPart) -> None:
         """Starts the reduce_scatter of `[ranks, elements]`: a row has one rank's parts, and the counts."""
         sizes = [torch.Size(member.shape).numel() for member in self.members]
-        self._whole = torch.empty((zero.ranks, sum(sizes) + len(sizes)), dtype=self.dtype, device=self.device)
-        *rows, counts = torch.split(self._whole, [*sizes, len(sizes)], 1)
+        self._scatter_input = torch.empty((zero.ranks, sum(sizes) + len(sizes)), dtype=self.dtype, device=self.device)
+        *rows, counts = torch.split(self._scatter_input, [*sizes, len(sizes)], 1)
         for row, gradient, member in zip(rows, gradients, self.members, strict=True):
             if gradient is None or member.zero is None:
                 row.zero_()
@@ -89,9 +89,9 @@ class Bucket:
                 cut = torch.unflatten(gradient, dim, (zero.ranks, member.shape[dim])).movedim(dim, 0)
                 torch.unflatten(row, 1, member.shape).copy_(cut)
         counts.copy_(torch.tensor(self._present, dtype=self.dtype))
-        self.flat = self._whole.new_empty(self._whole.shape[1])
+        self.flat = self._scatter_input.new_empty(self._scatter_input.shape[1])
         with collective("reduce_scatter", zero.group, self.site) as peers:
-            self._work = reduce_scatter_single(self.flat, self._whole.view(-1), group=peers, async_op=True)
+            self._work = reduce_scatter_single(self.flat, self._scatter_input.view(-1), group=peers, async_op=True)
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +102,7 @@ class Bucket:
         """Waits for the reduce_scatter and frees its input; does nothing to a bucket of whole gradients."""
         if self._zero is not None and self._work is not None:
             self._wait(self._zero.group, "reduce_scatter")
-            self._whole = None
+            self._scatter_input = None
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the sums. Each has its own storage; None for a gradient that no rank has."""

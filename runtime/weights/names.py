@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,32 +20,29 @@ NEVER_CALLED = (
 )
 
 
+def _warning(register: Callable[..., Any]) -> Any:
+    """`register`, a method that registers a hook, with the warning that the hook never runs."""
+
+    @functools.wraps(register)
+    def register_with_warning(part: NamePart, *args: Any, **kwargs: Any) -> Any:
+        warn(NEVER_CALLED.format(path=part._path))
+        return register(part, *args, **kwargs)
+
+    return register_with_warning
+
+
 class NamePart(nn.Module):
     """A module on a parameter's dotted path. It is never called, so its hooks never run; registering one warns."""
+
+    register_forward_hook = _warning(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _warning(nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _warning(nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _warning(nn.Module.register_full_backward_pre_hook)
+    register_backward_hook = _warning(nn.Module.register_backward_hook)
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_backward_hook(*args, **kwargs)
 
     def extra_repr(self) -> str:
         tensors = [*self._parameters.items(), *self._buffers.items()]
@@ -52,9 +50,6 @@ class NamePart(nn.Module):
 
     def _get_name(self) -> str:
         return "Parameters"
-
-    def _warn(self) -> None:
-        warn(NEVER_CALLED.format(path=self._path))
 
 
 def _shapes(tensor: Tensor) -> str:
