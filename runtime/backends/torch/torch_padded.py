@@ -39,13 +39,13 @@ def places_of(batch: int, tokens: int, k: int, num_experts: int, *options: int) 
     return capacity, (groups or batch) * min(capacity, group_sequences * tokens)
 
 
-def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *options: int) -> tuple[Tensor, Tensor, Tensor]:
-    capacity, places = places_of(*experts.shape, starts.shape[3], *options)
+def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
+    capacity, places = places_of(*experts.shape, starts.shape[3], *how)
     return _placed(x, experts, _finds_place(experts, starts, capacity), starts.shape[3], places)
 
 
-def keep_choices(experts: Tensor, starts: Tensor, *options: int) -> Tensor:
-    capacity, _ = places_of(*experts.shape, starts.shape[3], *options)
+def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
+    capacity, _ = places_of(*experts.shape, starts.shape[3], *how)
     return experts.where(_finds_place(experts, starts, capacity), -1)
 
 

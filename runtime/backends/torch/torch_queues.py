@@ -10,11 +10,11 @@ from torch import Tensor
 from moec.runtime.backends.torch.torch_padded import places_of, rank_within
 
 
-def keep_first(experts: Tensor, priorities: Tensor, *options: int) -> Tensor:
-    """`options` are the number of experts, and those of `places_of`."""
+def keep_first(experts: Tensor, priorities: Tensor, *how: int) -> Tensor:
+    """`how` is the number of experts, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone()
-    num_experts, *capacity_options = options
+    num_experts, *capacity_options = how
     groups = capacity_options[0] or len(experts)
     capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
     order = token_order(priorities, groups)
@@ -24,11 +24,11 @@ def keep_first(experts: Tensor, priorities: Tensor, *options: int) -> Tensor:
     return _by_token(queue.where(queue_index < capacity, -1), order).view_as(experts)
 
 
-def keep_best(experts: Tensor, priorities: Tensor | None, *options: int) -> Tensor:
-    """`options` are the number of experts, and those of `places_of`."""
+def keep_best(experts: Tensor, priorities: Tensor | None, *how: int) -> Tensor:
+    """`how` is the number of experts, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone()
-    num_experts, *capacity_options = options
+    num_experts, *capacity_options = how
     groups = capacity_options[0] or len(experts)
     capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
     by_group = experts.reshape(groups, -1)
@@ -44,12 +44,12 @@ def keep_best(experts: Tensor, priorities: Tensor | None, *options: int) -> Tens
 
 
 def reroute(
-    logits: Tensor, experts: Tensor, priorities: Tensor | None, bias: Tensor | None, *options: Any
+    logits: Tensor, experts: Tensor, priorities: Tensor | None, bias: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """`options` are the score, and those of `places_of`."""
+    """`how` is the score, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone(), experts.clone()
-    score, *capacity_options = options
+    score, *capacity_options = how
     groups, (batch, tokens, k), num_experts = capacity_options[0] or experts.shape[0], experts.shape, logits.shape[2]
     capacity, _ = places_of(batch, tokens, k, num_experts, *capacity_options)
     flat = logits.new_zeros(batch, tokens) if priorities is None else priorities

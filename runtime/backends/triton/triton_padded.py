@@ -31,11 +31,11 @@ def queue_starts(counts: Tensor, groups: int) -> Tensor:
     return starts
 
 
-def keep_choices(experts: Tensor, starts: Tensor, *options: int) -> Tensor:
+def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
     num_experts = starts.shape[3]
     if too_many(num_experts):
-        return torch_padded.keep_choices(experts, starts, *options)
-    capacity, _ = places_of(*experts.shape, num_experts, *options)
+        return torch_padded.keep_choices(experts, starts, *how)
+    capacity, _ = places_of(*experts.shape, num_experts, *how)
     return Queues.of(experts, num_experts).keep(starts, capacity)
 
 
@@ -45,12 +45,12 @@ def largest_load(experts: Tensor, num_experts: int) -> Tensor:
     return Queues.single(experts, num_experts).totals.amax()
 
 
-def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *options: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
     num_experts = starts.shape[3]
     if not x.dtype.is_floating_point or too_many(num_experts):
-        return torch_padded.permute_padded(x, experts, starts, *options)
-    _, places = places_of(*experts.shape, num_experts, *options)
-    return _placed(x, keep_choices(experts, starts, *options), num_experts, places)
+        return torch_padded.permute_padded(x, experts, starts, *how)
+    _, places = places_of(*experts.shape, num_experts, *how)
+    return _placed(x, keep_choices(experts, starts, *how), num_experts, places)
 
 
 def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
