@@ -53,7 +53,7 @@ def run(path: Path, output: Path | None, tries: int | None, style: str = "full")
         reason = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"
         emit(style, lambda: [reason], lambda: TunedPlan(plan=None, device=device.name, shapes=[]))
         return
-    tuning = tune(plan, most=tries or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
+    tuning = tune(plan, max_tiles=tries or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
     if not tuning.results:
         reason = f"{plan.name}: no kernel runs its experts; there is nothing to tune"
         emit(style, lambda: [reason], lambda: TunedPlan(plan=None, device=tuning.device, shapes=[]))

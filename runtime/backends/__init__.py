@@ -19,16 +19,16 @@ from moec.runtime.script import warn_first
 
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton", *LIBRARIES)
-"""A library's name stands for the kernels with experts' products by that library."""
+"""A library's name means the kernels, with experts' products by that library."""
 
 
 _UNSET = ""
-_inside: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
-"""What `using` forces in this thread (None: nothing); `_UNSET` outside of its blocks."""
+_forced_in_block: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
+"""The backend that `using` forces in this thread (None: no backend); `_UNSET` outside of its blocks."""
 
 
 class BackendError(JobError):
-    """`MOEC_BACKEND` asks for a backend that does not exist, or not for this device or these dtypes."""
+    """`MOEC_BACKEND` names a backend that does not exist, or that does not support this device or these dtypes."""
 
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__("MOE0707", message, help)
@@ -43,16 +43,16 @@ def select(device: str) -> Backend:
 
     Rendered Triton kernels on "cuda", plain torch on "cpu". `MOEC_BACKEND=torch` or `triton` forces one, `grouped_mm`
     or `quack` the kernels with that library for experts' products; on CPU tensors Triton needs its interpreter
-    (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch does the work, and one
-    warning says so. Raises `BackendError` where what is forced cannot be had.
+    (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch computes, with one
+    warning. Raises `BackendError` if a forced backend cannot run.
     """
     return _select(forced_backend(), device)
 
 
 def forced_backend() -> str | None:
-    """What `using` or else `MOEC_BACKEND` forces; None if nothing."""
-    inside = _inside.get()
-    return os.environ.get(VARIABLE) or None if inside == _UNSET else inside
+    """The backend that `using` or else `MOEC_BACKEND` forces; None if neither does."""
+    forced = _forced_in_block.get()
+    return os.environ.get(VARIABLE) or None if forced == _UNSET else forced
 
 
 def require_known(forced: str | None) -> None:
@@ -66,13 +66,13 @@ def require_known(forced: str | None) -> None:
 def using(forced: str | None) -> Iterator[None]:
     """Inside the block, this thread's operators run as if `MOEC_BACKEND` were `forced`; with None, as if it were unset.
 
-    Backward runs with what forward was forced to (`ops/registry.py`): it reads what forward's backend saved.
+    Backward runs with forward's backend (`ops/registry.py`), whose saved tensors it reads.
     """
-    token = _inside.set(forced)
+    token = _forced_in_block.set(forced)
     try:
         yield
     finally:
-        _inside.reset(token)
+        _forced_in_block.reset(token)
 
 
 def plain_torch() -> AbstractContextManager[None]:
@@ -93,16 +93,16 @@ def _select(forced: str | None, device: str) -> Backend:
 
     from moec.runtime.backends.triton.triton_support import complaint
 
-    unfit = complaint(device)
-    if unfit is None and forced == "quack":
+    reason = complaint(device)
+    if reason is None and forced == "quack":
         from moec.runtime.backends.triton.libraries.library_quack import installation_complaint
 
-        unfit = installation_complaint()
-    if unfit is None:
+        reason = installation_complaint()
+    if reason is None:
         from moec.runtime.backends.triton import triton_backend
 
         return triton_backend
     if forced is not None:
-        raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or set {VARIABLE}=torch")
-    warn_first(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", "LOCAL_RANK")
+        raise BackendError(f"{VARIABLE}={forced}: {reason}", f"unset it, or set {VARIABLE}=torch")
+    warn_first(f"moec runs its operators in plain torch, which is slow on this device: {reason}", "LOCAL_RANK")
     return torch_backend

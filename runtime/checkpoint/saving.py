@@ -61,7 +61,7 @@ def save(
     step, stamp = content.settings["step"], 0
     if job.rank == 0:
         stamp = saves.stamp(target.parent)
-        model.run = saves.run_in(target.parent, model.run).after(stamp)
+        model.run = saves.run_in(target.parent, model.run).with_checkpoint(stamp)
     head = {
         "moec": plan.moec,
         "run": model.run.id,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moec.grammar.spec import Spec
 from moec.passes.ir import Program
 from moec.runtime.inputs.batches import ImageLimits, Limits
-from moec.runtime.inputs.beside import Beside, Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs, ExtraInputs
 from moec.runtime.ranks.checks import Complaint
 
 
@@ -23,7 +23,7 @@ class Guarded(Protocol):
 
     seen: set[object]
     training: bool
-    takes: Takes
+    takes: AcceptedInputs
     limits: Limits | ImageLimits
 
     @property
@@ -135,7 +135,7 @@ class BatchAgreed(Event):
     data_size: int
     tokens: Tensor
     labels: Tensor
-    beside: Beside
+    beside: ExtraInputs
     inputs: tuple[Tensor | None, ...]
     custom: bool
     by_labels: bool

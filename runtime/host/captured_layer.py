@@ -1,8 +1,8 @@
 """`layer.capture(x)`: forward and backward of `moec.layer` as CUDA graphs, for small inputs that launches hold up.
 
-`torch.cuda.make_graphed_callables` captures; this file adds what makes a replay safe. A graph writes to the same memory
-each time, so results and gradients are copied out, and a forward pass whose predecessor still waits for its backward
-runs without the graph.
+`torch.cuda.make_graphed_callables` captures; this file makes replays safe. A graph writes to the same memory each time:
+results and gradients are copied out, and a forward pass runs without the graph while the last one still waits for its
+backward.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Captured:
 
     def __init__(self, layer: nn.Module, sample: Tensor) -> None:
         """Captures the layer's `compute`, after three runs without a graph. Raises `JobError` if that fails."""
-        named = dict(layer.named_parameters())
-        self._names = list(named)
-        self._kinds = [_kind_of(parameter) for parameter in named.values()]
-        self._places = [parameter.data_ptr() for parameter in named.values()]
-        self._sample, self._training = _kind_of(sample), layer.training
+        parameters_by_name = dict(layer.named_parameters())
+        self._names = list(parameters_by_name)
+        self._parameter_signatures = [_signature(parameter) for parameter in parameters_by_name.values()]
+        self._addresses = [parameter.data_ptr() for parameter in parameters_by_name.values()]
+        self._sample_signature, self._training = _signature(sample), layer.training
         self._last: ref[_Replay] | None = None
         body = _Body(layer)
 
         def run(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-            parameters_by_name = {f"layer.{name}": p for name, p in zip(self._names, parameters, strict=True)}
-            results: tuple[Tensor, ...] = functional_call(body, parameters_by_name, (x,))
+            replacements = {f"layer.{name}": p for name, p in zip(self._names, parameters, strict=True)}
+            results: tuple[Tensor, ...] = functional_call(body, replacements, (x,))
             return results
 
-        # The graph reads the parameters where they are: an optimizer's update needs no copy.
-        static = [p.detach().requires_grad_(p.requires_grad) for p in named.values()]
+        # The graph reads the parameters at their addresses: an optimizer's update needs no copy.
+        static = [p.detach().requires_grad_(p.requires_grad) for p in parameters_by_name.values()]
         x = sample.detach().clone().requires_grad_(sample.requires_grad)
         try:
             with warnings.catch_warnings():
@@ -70,33 +70,34 @@ class Captured:
             raise refused(f"this layer cannot be captured in a CUDA graph: {reason}") from error
 
     def replay(self, layer: nn.Module, x: Tensor) -> Results | None:
-        """The layer's results by its graphs; None if they are for other inputs, or still needed by a backward pass."""
-        named = dict(layer.named_parameters())
+        """The layer's results by its graphs; None for other inputs, or while a backward pass still needs the graphs."""
+        parameters = dict(layer.named_parameters())
         last = self._last() if self._last is not None else None
-        if not self._fits(layer, x, named) or (last is not None and not last.done):
+        if not self._fits(layer, x, parameters) or (last is not None and not last.done):
             return None
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *named.values())):
-            self._last = None  # this run overwrites what a second backward of the last one would read
-            return _as_results([result.clone() for result in self._run(x, *named.values())])
-        own = [_own_gradient(tensor) for tensor in (x, *named.values())]
-        outputs = self._run(*own)
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *parameters.values())):
+            self._last = None  # this run overwrites the activations of the last replay
+            return _as_results([result.clone() for result in self._run(x, *parameters.values())])
+        inputs = [_copy_gradient(tensor) for tensor in (x, *parameters.values())]
+        outputs = self._run(*inputs)
         replay = _Replay()
         self._last = ref(replay)
         return _as_results(_Outputs.apply(self, replay, *outputs))  # type: ignore[no-untyped-call]
 
-    def _fits(self, layer: nn.Module, x: Tensor, named: dict[str, nn.Parameter]) -> bool:
-        alike = list(named) == self._names and [_kind_of(p) for p in named.values()] == self._kinds
-        mode = layer.training == self._training and not torch.is_inference_mode_enabled()
-        # A graphed callable copies a tensor that lies elsewhere into the one of its capture: the layer's own weights.
-        alike = alike and [p.data_ptr() for p in named.values()] == self._places
-        inside_another = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _fits(self, layer: nn.Module, x: Tensor, parameters: dict[str, nn.Parameter]) -> bool:
+        same_parameters = list(parameters) == self._names
+        same_parameters &= [_signature(p) for p in parameters.values()] == self._parameter_signatures
+        same_mode = layer.training == self._training and not torch.is_inference_mode_enabled()
+        # A graphed callable copies tensors at other addresses into those of its capture: the layer's own weights.
+        same_parameters = same_parameters and [p.data_ptr() for p in parameters.values()] == self._addresses
+        is_capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return (
-            alike
-            and mode
+            same_parameters
+            and same_mode
             and not beyond_backward()
-            and _kind_of(x) == self._sample
-            and not inside_another
-            and not _saving_elsewhere()
+            and _signature(x) == self._sample_signature
+            and not is_capturing
+            and not _has_saved_tensor_hooks()
         )
 
     def require_last(self, replay: _Replay) -> None:
@@ -108,7 +109,7 @@ class Captured:
             )
 
 
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -148,10 +149,10 @@ class _Outputs(torch.autograd.Function):
         return None, None, *gradients
 
 
-class _OwnGradient(torch.autograd.Function):
+class _CopiedGradient(torch.autograd.Function):
     """A tensor; backward copies its gradient, which the graph overwrites at the next replay.
 
-    Whoever asked for it may keep it: `.grad`, a hook, or `torch.autograd.grad`.
+    `.grad`, hooks and callers of `torch.autograd.grad` may keep the gradient.
     """
 
     @staticmethod
@@ -163,16 +164,16 @@ class _OwnGradient(torch.autograd.Function):
         return gradient.clone()
 
 
-def _own_gradient(tensor: Tensor) -> Tensor:
+def _copy_gradient(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    own: Tensor = _OwnGradient.apply(tensor)  # type: ignore[no-untyped-call]
-    return own
+    copied: Tensor = _CopiedGradient.apply(tensor)  # type: ignore[no-untyped-call]
+    return copied
 
 
-def _saving_elsewhere() -> bool:
-    """Whether hooks take what autograd saves, as inside of `torch.utils.checkpoint`: a graph saves nothing there.
+def _has_saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks are active, as inside of `torch.utils.checkpoint`: a graph calls no hooks.
 
-    Checkpoint matches what a pass saves with what it saves when computed again, where the graph may be in use.
+    Checkpoint compares the tensors that a pass saves with those of its recomputation, when the graph may be in use.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,4 +1,4 @@
-"""This rank's experts in the `state_dict` of `moec.layer`. A file must not have them as if they were all experts."""
+"""This rank's experts in the `state_dict` of `moec.layer`. A file must not store them as if they were all experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moec.runtime.errors import JobError
 class ExpertsOfRank(DTensor):
     """A DTensor, for `torch.distributed.checkpoint` and `full_tensor()`, that `torch.save` and safetensors refuse.
 
-    These write the part that this process has. A script that saves on rank 0 alone, as is usual under
-    DistributedDataParallel, would lose the experts of all other ranks, and notice it when it loads the file. Copies
-    have this class too.
+    `torch.save` and safetensors write this process's part. A script that saves on rank 0 alone, as is usual under
+    DistributedDataParallel, would lose the experts of all other ranks, without an error until the file is loaded.
+    Copies have this class too.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class ExpertsOfRank(DTensor):
         raise refused()
 
     def storage(self) -> NoReturn:
-        """Refused: they call this if `untyped_storage` fails."""
+        """Refused: safetensors, transformers and accelerate call this if `untyped_storage` fails."""
         raise refused()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -31,9 +31,9 @@ def end_step(model: nn.Module) -> None:
     Raises `JobError` (MOE0713) if none of them has had a forward pass in training since the last call. A layer whose
     optimizer steps without this call refuses the next pass in training.
     """
-    biased = [layer for layer in _layers(model) if layer.biases.any]
-    moved = [layer.end_step() for layer in biased]
-    if biased and not any(moved):
+    layers = [layer for layer in _layers(model) if layer.biases.any]
+    had_passes = [layer.end_step() for layer in layers]
+    if layers and not any(had_passes):
         raise JobError(
             "MOE0713",
             "moec.end_step was called, and no forward pass in training came since the last step ended",
@@ -60,7 +60,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         for parameter in layer.expert_parameters()
         if parameter.grad is not None
     }
-    # Every rank calls the collectives of all layers, even without a gradient: else the others would wait for it.
+    # Every rank calls the collectives of all layers, even without a gradient: other ranks wait for it.
     parts = by_span(gradients, groups, first=names.values())
     norm: Tensor = torch.stack(norms(parts, lambda part: _norm(part, device))).norm()
     scale = (max_norm / (norm + EPS)).clamp(max=1.0)

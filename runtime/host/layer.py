@@ -23,15 +23,15 @@ from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LayerBegins, LayerCalled, LayerRecomputed, PassEnds
 from moec.runtime.host.captured_layer import Captured, Results, refused
 from moec.runtime.host.layer_biases import LayerBiases
-from moec.runtime.host.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
-from moec.runtime.host.states_of_experts import give_whole_states
+from moec.runtime.host.layer_state import INNER, PREFIX, load_local_parts, save_experts_as_dtensors
+from moec.runtime.host.states_of_experts import save_states_as_dtensors
 from moec.runtime.inputs.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.inputs.settings import require_seed, setting_values
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import count_experts
 from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
 
 
@@ -40,7 +40,7 @@ class HostedHome(Home, Protocol):
 
     @property
     def hosts_divisor(self) -> int:
-        """The host divides gradients by this: its number of ranks if it averages, 1 if it sums."""
+        """The host's divisor of gradients: its number of ranks if it averages, 1 if it sums."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class HostedHome(Home, Protocol):
         """The name of the group whose ranks have different experts; empty if every rank has all experts."""
         ...
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def as_dtensor(self, name: str, part: Tensor) -> Tensor:
         """This rank's part of the parameter of this full name, as a DTensor if it is sharded."""
         ...
 
@@ -90,10 +90,10 @@ class MoeLayer(nn.Module):
         }
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(layer.number).items()}
-        self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
-        # The layer's dtype, or the one that a reference was asked for: routers may be wider.
+        self._weights = make_weights(self, PREFIX, paths, sites, home, Microbatches())
+        # The dtype of the layer or of the reference: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
-        self._weights.home = home  # its groups stay open until the last backward pass, even if the layer is dropped
+        self._weights.group_owner = home
         self.biases = LayerBiases(self, program, self._function.states, home, float64=float64)
         self._routers = [site_of(op, layer.number) for op in self._function.routers]
         self._number = torch.tensor(layer.number, device="cpu")
@@ -102,8 +102,8 @@ class MoeLayer(nn.Module):
         self._waiting_op = _waiting_op(program.body(layer))
         self._captured: Captured | None = None
         self.aux_loss = self.expert_counts = None
-        self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(save_experts_as_dtensors)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load_local_parts)  # type: ignore[no-untyped-call]
         self._announce_experts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,11 +111,11 @@ class MoeLayer(nn.Module):
         self._announce_experts()  # those of a copy
 
     def _announce_experts(self) -> None:
-        """Tells torch's clipping, optimizers and checkpoints if other ranks have other experts."""
+        """Registers the experts with torch's clipping, optimizers and checkpoints: ranks have different experts."""
         experts = self.get_submodule("experts")
         count_experts(experts, self._home.expert_group)
         if self._home.expert_group:
-            give_whole_states(experts, self._home)
+            save_states_as_dtensors(experts, self._home)
             refuse_replica_optimizers(experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ class MoeLayer(nn.Module):
     def compute(self, x: Tensor) -> Results:
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
         look = self._require_input(x)
-        with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
+        with torch.autocast(x.device.type, enabled=False), unscored.noting() as unscored_masks:
             sequences = _as_sequences(x).to(self._dtype)
             results = self._run(sequences)
-            look_at(PassEnds(noted, self._routers, look=look, site="end of a layer"), self._home.checks)
+            look_at(PassEnds(unscored_masks, self._routers, look=look, site="end of a layer"), self._home.checks)
             aux_loss = self._aux_loss(results["balance"], sequences) if "balance" in results else None
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
@@ -193,7 +193,7 @@ class MoeLayer(nn.Module):
         return bool(passes)
 
     def _no_rows(self) -> Tensor:
-        (bias,) = self.biases.values(self)
+        (bias,) = self.biases.by_name(self).values()
         return torch.zeros((1, *bias.shape), dtype=torch.int64, device=bias.device)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
@@ -213,7 +213,7 @@ class MoeLayer(nn.Module):
     def _run(self, x: Tensor) -> dict[Role, Tensor]:
         """y, the rows per expert, and the balance term if there is one, by their roles."""
         settings = setting_values(self._function.settings, {}, training=self.training)
-        states = self.biases.values(self)
+        states = self.biases.by_name(self).values()
         results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *states, *self._weights())
         return {output.role: result for output, result in zip(self._function.results, results, strict=True)}
 
@@ -241,8 +241,8 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            alike = same_mode(self.training, self._weights.needed())
-            checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *alike)
+            modes = same_mode(self.training, self._weights.needed())
+            checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *modes)
         elif complaint:
             raise complaint.error()
         return look

@@ -18,7 +18,7 @@ from moec.runtime.host.layer_state import INNER
 from moec.runtime.refused_derivatives import unwrapped
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
-from moec.runtime.weights.states import OwnStates
+from moec.runtime.weights.states import LayerStates
 
 
 class LayerBiases:
@@ -37,55 +37,44 @@ class LayerBiases:
         self._function: Function | None = None
         if update is not None:
             self._function = emit_function(program, update, groups=home.groups, float64=float64)
-        self._own = OwnStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
-        self._loads: Tensor | None = None
-        self._stepped = self._watches = False
+        self._states = LayerStates(owner, [replace(state, name=_inside(state.name)) for state in states], home)
+        self.loads: Tensor | None = None
+        """Rows that this rank's tokens sent to each expert since the last step ended, int64 `[experts]`; or None."""
+        self.stepped = False
+        """Whether an optimizer has stepped since the host's last `moec.end_step`."""
+        self._watches = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which belong to no open step."""
-        return self.__dict__ | {"_loads": None, "_stepped": False, "_watches": False}
+        return self.__dict__ | {"loads": None, "stepped": False, "_watches": False}
 
     @property
     def any(self) -> bool:
         """Whether the layer has states."""
         return self._function is not None
 
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has stepped, and the host has not said since that the step ended."""
-        return self._stepped
-
-    @property
-    def loads(self) -> Tensor | None:
-        """Rows that this rank's tokens sent to each expert since the last step ended, int64 `[experts]`; or None."""
-        return self._loads
-
-    def values(self, owner: nn.Module) -> tuple[Tensor, ...]:
-        """The current states in the order of the file. Raises `JobError` for one that was narrowed."""
-        return tuple(self._own.by_name(owner).values())
-
     def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
-        """The states by their names in the layer."""
-        return self._own.by_name(owner)
+        """The current states by their names in the layer. Raises `JobError` for one in a narrower dtype."""
+        return self._states.by_name(owner)
 
     def add(self, owner: nn.Module, counts: Tensor) -> None:
         """Counts the rows `[experts]` of a pass in training."""
         if self._function is None or in_backward():
             return
-        self._loads = unwrapped(counts if self._loads is None else self._loads + counts)
+        self.loads = unwrapped(counts if self.loads is None else self.loads + counts)
         if not self._watches:
             self._watches = True
             _watch(weakref.ref(owner), self)
 
     def drop(self) -> None:
         """Drops the counted rows: the step has ended, or a file's states have replaced these."""
-        self._loads, self._stepped = None, False
+        self.loads, self.stepped = None, False
 
     @torch.no_grad()
     def new_values(self, owner: nn.Module, counts: Tensor) -> dict[str, Tensor]:
         """Each state's value after an update by rows `[sources, experts]`, by its name in the block. A collective."""
         assert self._function is not None
-        states = dict(zip(self._own.by_name(owner), self.values(owner), strict=True))
+        states = self.by_name(owner)
         results = self._function.module(counts, *(states[_inside(state.name)] for state in self._function.states))
         values = results if isinstance(results, tuple | list) else (results,)
         return {str(output.state): value for output, value in zip(self._function.results, values, strict=True)}
@@ -93,28 +82,28 @@ class LayerBiases:
     @torch.no_grad()
     def move(self, owner: nn.Module, counts: Tensor) -> None:
         """Updates the states by rows `[sources, experts]`, and drops the counted rows."""
-        states = self._own.by_name(owner)
+        states = self.by_name(owner)
         for name, value in self.new_values(owner, counts).items():
             states[_inside(name)].copy_(value)
         self.drop()
 
     def note_step(self, owner: nn.Module, optimizer: Optimizer) -> None:
         """Notes the step of an optimizer that has parameters of the layer."""
-        if self._loads is None or self._stepped:
+        if self.loads is None or self.stepped:
             return
-        own = set(map(id, owner.parameters()))
-        self._stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        parameter_ids = set(map(id, owner.parameters()))
+        self.stepped = any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _watch(owner: weakref.ref[nn.Module], biases: LayerBiases) -> None:
-    """Tells `biases` of each step of any optimizer, for as long as the layer lives."""
+    """Calls `biases.note_step` after each step of any optimizer, until the layer is freed."""
 
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
+    def note_step(optimizer: Optimizer, *_: Any) -> None:
         module = owner()
         if module is not None:
             biases.note_step(module, optimizer)
 
-    handle = register_optimizer_step_post_hook(stepped)
+    handle = register_optimizer_step_post_hook(note_step)
     module = owner()
     assert module is not None
     weakref.finalize(module, handle.remove)

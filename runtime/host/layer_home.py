@@ -76,26 +76,26 @@ class LayerHome(RankHome):
         return super().__reduce_ex__(protocol)
 
     def _open_groups(self, job: str, made_of: str) -> None:
-        self._named: dict[str, ProcessGroup] = {}
+        self._groups_by_name: dict[str, ProcessGroup] = {}
         if self.plan.world_size == 1:
             return
-        self._named[HOST] = _host_group(self.ranks)
-        require_same_layer(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
-        self._named[STAGE] = _group(self.ranks)
+        self._groups_by_name[HOST] = _host_group(self.ranks)
+        require_same_layer(_digests(self._groups_by_name[HOST], made_of, self.ranks), self.ranks)
+        self._groups_by_name[STAGE] = _group(self.ranks)
         for name, mesh in self.plan.meshes.items():
             for axis in mesh.wide_axes():
                 members = next(peers for peers in mesh.groups(axis) if self.rank in peers)
-                named = group_name(axis, name if name != "dense" else None)
-                self._named[named] = _group(tuple(self.ranks[peer] for peer in members))
+                name_of_group = group_name(axis, name if name != "dense" else None)
+                self._groups_by_name[name_of_group] = _group(tuple(self.ranks[peer] for peer in members))
         stack = ExitStack()
-        stack.enter_context(groups.opened(job, self._named, None))
+        stack.enter_context(groups.opened(job, self._groups_by_name, None))
         # Copies of a layer use the same home: its groups stay open until the last copy is gone.
         weakref.finalize(self, stack.close)
 
     @property
     def expert_group(self) -> str:
         """The group whose ranks have different experts; empty if every rank has all experts."""
-        return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
+        return next((self.groups + name for name in self._groups_by_name if name.startswith("ep[")), "")
 
     def experts_mesh(self, device: str) -> DeviceMesh:
         """The experts' mesh over the layer's groups, for tensors on devices of this type: a layer may be moved."""
@@ -107,14 +107,14 @@ class LayerHome(RankHome):
         name = self.plan.parameters[f"{EXPERTS}up.weight"].mesh
         mesh = self.plan.meshes[name]
         axes = mesh.wide_axes()
-        named = [self._named[group_name(axis, name if name != "dense" else None)] for axis in axes]
+        named = [self._groups_by_name[group_name(axis, name if name != "dense" else None)] for axis in axes]
         if len(axes) == 1:
             return DeviceMesh.from_group(named[0], device, mesh_dim_names=axes)
         ranks = torch.tensor(self.ranks, device="cpu").reshape([mesh.size(axis) for axis in axes])
         return DeviceMesh.from_group(named, device, mesh=ranks, mesh_dim_names=axes)
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """This rank's part of a sharded parameter as a DTensor; a replica as it is."""
+    def as_dtensor(self, name: str, part: Tensor) -> Tensor:
+        """This rank's part of a sharded parameter as a DTensor; a replica unchanged."""
         data = self.plan.parameters[name]
         layout = data.master
         if not layout.axes:
@@ -158,7 +158,7 @@ class LayerHome(RankHome):
                 "make the layer after `torch.distributed.init_process_group(…)`, `TrainingArguments(…)` or "
                 "`Accelerator()`, which make the group; `moec.reference` makes layers that are never sharded",
             )
-        if not all(map(_is_alive, self._named.values())):
+        if not all(map(_is_alive, self._groups_by_name.values())):
             raise JobError(
                 "MOE0709",
                 "the process group of this layer was destroyed",
@@ -244,10 +244,10 @@ def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[in
 
 def require_same_layer(digests: Sequence[int], ranks: Sequence[int]) -> None:
     """Raises `JobError` unless all ranks make the same layer."""
-    other = next((rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]), None)
-    if other is not None:
+    different_rank = next((rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]), None)
+    if different_rank is not None:
         raise JobError(
             "MOE0720",
-            f"rank {ranks[0]} and rank {other} make different layers: their files, seeds or reductions differ",
+            f"rank {ranks[0]} and rank {different_rank} make different layers: their files, seeds or reductions differ",
             "make the layers of a model in the same order on every rank, from the same files, with the same seeds",
         )

@@ -38,7 +38,7 @@ def first_of_parts(parameters: Mapping[str, PlanParameter]) -> list[PlanParamete
     return list(first_parameters.values())
 
 
-def give_whole_experts(
+def save_experts_as_dtensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Makes this rank's experts DTensors, so that `torch.distributed.checkpoint` saves every rank's; signs them."""
@@ -46,11 +46,11 @@ def give_whole_experts(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor) and not isinstance(parameter, DTensor):
-            state_dict[prefix + name] = module.__dict__["_home"].whole(PREFIX + name, tensor)
+            state_dict[prefix + name] = module.__dict__["_home"].as_dtensor(PREFIX + name, tensor)
 
 
-def load_own_parts(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+def load_local_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest_of_hook: Any
 ) -> None:
     """Replaces each whole tensor (of an unsharded layer or an unsigned `state_dict`) by this rank's part.
 
@@ -61,20 +61,20 @@ def load_own_parts(
     module.__dict__["biases"].drop()  # the rows that were counted belong to other biases
     if signed is not None and signed["ranks"] != 1:
         require_own(module, signed, "this state_dict")
-    own = set()
+    localized = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, DTensor) and not isinstance(parameter, DTensor):
-            if signed is None and not _is_own(home, tensor):
+            if signed is None and not _is_local(home, tensor):
                 raise JobError("MOE0712", f"{name} has some rank's experts, but that rank is unknown", HOW_TO_LOAD)
             state_dict[prefix + name] = tensor.to_local()
-            own.add(name)
+            localized.add(name)
     if not isinstance(home, RankHome) or (signed is not None and signed["ranks"] != 1):
-        refuse_foreign_state(module, state_dict, prefix, local_metadata, *others)
+        refuse_foreign_state(module, state_dict, prefix, local_metadata, *rest_of_hook)
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor, data = state_dict.get(prefix + name), home.plan.parameters[PREFIX + name]
-        if not isinstance(tensor, Tensor) or parameter.shape == data.shape or name in own:
+        if not isinstance(tensor, Tensor) or parameter.shape == data.shape or name in localized:
             continue
         if tensor.shape == parameter.shape:
             message = f"{name} is a plain tensor {list(tensor.shape)}, and the parameter is {list(data.shape)}"
@@ -83,8 +83,8 @@ def load_own_parts(
             state_dict[prefix + name] = tensor[data.cells(home.plan.meshes[data.mesh], home.rank)]
 
 
-def _is_own(home: Any, tensor: DTensor) -> bool:
-    """Whether these are this rank's experts, or a copy of them that the script has made."""
+def _is_local(home: Any, tensor: DTensor) -> bool:
+    """Whether `tensor` is this rank's experts, or a script's copy of them."""
     if not isinstance(tensor, ExpertsOfRank) or not hasattr(home, "experts_mesh"):
         return False
     return bool(tensor.device_mesh == home.experts_mesh(tensor.device.type))

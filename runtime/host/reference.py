@@ -19,12 +19,10 @@ from moec.runtime.host.layer import MoeLayer
 from moec.runtime.host.layer_state import first_of_parts
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.model.module import PlanModule
-from moec.runtime.weights.home import ALONE, Alone
+from moec.runtime.weights.home import SingleProcessHome
 from moec.runtime.weights.weight_spec import WeightSpec
 
 COMPUTED = (torch.float64, torch.float32, torch.bfloat16)
-
-__all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
 
 
 def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, microbatches: int = 1) -> PlanModule:
@@ -35,14 +33,14 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, mi
     batch consists of `microbatches` equal parts, which share no routing group.
     """
     program = reference_program(spec, microbatches)
-    home = Alone(parameters_of(program), seed=seed, dtype=dtype)
+    home = SingleProcessHome(parameters_of(program), seed=seed, dtype=dtype)
     return PlanModule(spec, program, limits_of(spec), home, float64=dtype == torch.float64)
 
 
 def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:
     """The unsharded layer of a `layer` file: `module(x)` gives y and sets `.aux_loss`."""
     program = reference_program(spec)
-    home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
+    home = SingleProcessHostedHome(parameters_of(program), seed=seed, dtype=dtype)
     return MoeLayer(program, spec, home, float64=dtype == torch.float64)
 
 
@@ -53,12 +51,12 @@ def require_dtype(dtype: object) -> None:
         raise wrong_argument(f"dtype must be one of {words}, not {dtype!r}", "leave it out for the dtype of the file")
 
 
-class AloneInHost(Alone):
+class SingleProcessHostedHome(SingleProcessHome):
     """The home of an unsharded layer."""
 
     hosts_divisor, ranks, expert_group = 1, (0,), ""
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def as_dtensor(self, name: str, part: Tensor) -> Tensor:
         """`part`, which is the whole parameter."""
         return part
 

@@ -37,7 +37,7 @@ from moec.runtime.huggingface.checkpoints import Transferred, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.load import differing
 from moec.runtime.huggingface.row_blocks import bytes_of, row_blocks
-from moec.runtime.weights.home import ALONE
+from moec.runtime.weights.home import SINGLE_RANK_MESH
 from moec.runtime.weights.shards import initial_shard
 
 MAX_NOISE = 1e6
@@ -272,7 +272,7 @@ def _new(name: str, shape: tuple[int, ...], plan: Plan, dense: DenseWeights, see
     data = plan.parameters.get(name)
     if data is None:
         return torch.zeros(shape)
-    new = initial_shard(name, data, ALONE, 0, seed=seed)
+    new = initial_shard(name, data, SINGLE_RANK_MESH, 0, seed=seed)
     number = int(name.split(".")[1])
     moe = plan.spec.model.layers[number].moe
     if moe is None or shape[0] != moe.num_experts:

@@ -1,1 +1,1 @@
-"""What a model is given, and what is refused of it."""
+"""The inputs of a model and their checks."""

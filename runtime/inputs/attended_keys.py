@@ -13,10 +13,10 @@ from moec.passes.ir.ops.attention_ops import Reach
 
 
 class AttendedKeys:
-    """Of this rank's training passes: tokens that are no padding, and the keys that they attend to, added up, by reach.
+    """Sums over this rank's training passes: real tokens, and the keys that they attend to, by reach.
 
-    A text ends after a `separator`, and where given segments change. Padding attends to nothing, and nothing to it.
-    Numbers of packed and padded batches stay on the device.
+    A text ends after a `separator`, and where given segments change. Padding neither attends nor is attended to. Sums
+    of packed and padded batches stay on the device.
     """
 
     def __init__(self, program: Program, spec: Spec) -> None:
@@ -42,18 +42,18 @@ class AttendedKeys:
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _places(self, tokens: Tensor, segments: Tensor | None, real: Tensor) -> Tensor:
-        """The middle of each real token's place among those of its text, 0 of padding."""
-        until = real.cumsum(1)
+        """Each real token's place among those of its text, plus 0.5; 0 for padding."""
+        real_until = real.cumsum(1)
         if segments is None and self._separator is None:
-            return real * (until - 0.5)
+            return real * (real_until - 0.5)
         if segments is None:
             assert self._separator is not None
             ends: Tensor = tokens.eq(self._separator)
         else:
             ends = segments.diff(append=segments[:, -1:]).ne(0)
-        before = torch.zeros_like(until)
-        before[:, 1:] = torch.where(ends[:, :-1], until[:, :-1], 0)
-        return real * (until - before.cummax(1)[0] - 0.5)
+        text_start = torch.zeros_like(real_until)
+        text_start[:, 1:] = torch.where(ends[:, :-1], real_until[:, :-1], 0)
+        return real * (real_until - text_start.cummax(1)[0] - 0.5)
 
     def totals(self) -> list[float]:
         """Tokens so far, then keys by reach. Waits for the device if batches were packed or padded."""
@@ -61,10 +61,10 @@ class AttendedKeys:
 
 
 def _keys(reach: Reach, places: Tensor, real: Tensor) -> Tensor:
-    """`Reach.keys` of all texts together, from the middle of each token's place in its text; padding takes distance."""
-    behind = places
+    """`Reach.keys` of all texts together, from `_places`. Padding inside a window counts as distance."""
+    distance = places
     if reach.window:
-        until = real.cumsum(1)
-        near = until - F.pad(until, (reach.window, 0))[:, : until.shape[1]]
-        behind = places.minimum(near * real)
-    return behind.double().sum() * (1 if reach.causal else 2)
+        real_until = real.cumsum(1)
+        in_window = real_until - F.pad(real_until, (reach.window, 0))[:, : real_until.shape[1]]
+        distance = places.minimum(in_window * real)
+    return distance.double().sum() * (1 if reach.causal else 2)

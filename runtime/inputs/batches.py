@@ -62,8 +62,8 @@ class Limits:
         if ids.dtype != torch.int64:
             return f"{name} are {ids.dtype}, and must be torch.int64: `{name}.long()`"
         if ids.dim() != 2:
-            one = ": `tokens[None]` and `labels[None]` are a batch of one" if ids.dim() == 1 else ""
-            return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]{one}"
+            batch_of_one = ": `tokens[None]` and `labels[None]` are a batch of one" if ids.dim() == 1 else ""
+            return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]{batch_of_one}"
         if ids.device != tokens.device:
             return f"{name} are on {ids.device}, and tokens on {tokens.device}"
         if ids.shape != tokens.shape:
@@ -71,12 +71,12 @@ class Limits:
             return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}{moved}"
         if ids.shape[1] > self.context:
             context = f"{self.context} (`context` in the file, else `train.sequence`)"
-            way = f"cut them, `{name}[:, :{self.context}]`, or compile the file with a longer `context`"
-            return f"{name} are {ids.shape[1]} long, and the model's context is {context}: {way}"
+            remedy = f"cut them, `{name}[:, :{self.context}]`, or compile the file with a longer `context`"
+            return f"{name} are {ids.shape[1]} long, and the model's context is {context}: {remedy}"
         if ids.shape[1] % self.pieces:
             fits = ids.shape[1] // self.pieces * self.pieces
-            way = f"cut them to {fits}, or pad them to {fits + self.pieces}"
-            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}: {way}"
+            remedy = f"cut them to {fits}, or pad them to {fits + self.pieces}"
+            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}: {remedy}"
         if ids.shape[0] % self.routing_groups:
             return (
                 f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "
@@ -126,19 +126,19 @@ class ImageLimits:
 
     def complaint(self, images: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
         """Describes the first error of a batch, or None. Without `look` it reads no tensor's values."""
-        given: object = images
-        if not isinstance(given, Tensor):
-            return f"images are of class {type(given).__name__}, and must be a torch.Tensor"
-        if not given.is_floating_point():
-            return f"images are {given.dtype}, and must be of a floating dtype"
-        if given.dim() != 4 or tuple(given.shape[1:]) != self.image:
-            return f"images have shape {list(given.shape)}, and must be [batch, {', '.join(map(str, self.image))}]"
-        if given.shape[0] % self.routing_groups:
+        batch: object = images
+        if not isinstance(batch, Tensor):
+            return f"images are of class {type(batch).__name__}, and must be a torch.Tensor"
+        if not batch.is_floating_point():
+            return f"images are {batch.dtype}, and must be of a floating dtype"
+        if batch.dim() != 4 or tuple(batch.shape[1:]) != self.image:
+            return f"images have shape {list(batch.shape)}, and must be [batch, {', '.join(map(str, self.image))}]"
+        if batch.shape[0] % self.routing_groups:
             return (
-                f"there are {given.shape[0]} images, not a multiple of this rank's {self.routing_groups} routing "
+                f"there are {batch.shape[0]} images, not a multiple of this rank's {self.routing_groups} routing "
                 "groups (`group = rank`)"
             )
-        return None if labels is None else self._label_complaint(labels, given.shape[0], look=look)
+        return None if labels is None else self._label_complaint(labels, batch.shape[0], look=look)
 
     def _label_complaint(self, labels: object, images: int, *, look: bool) -> str | None:
         if not isinstance(labels, Tensor):
@@ -155,7 +155,7 @@ class ImageLimits:
 
 
 def _as_tensor(name: str, ids: object) -> str:
-    """How the object becomes a tensor, where torch takes it."""
+    """The conversion of the object to a tensor, if torch has one."""
     if type(ids).__module__.partition(".")[0] == "numpy":
         return f": `torch.from_numpy({name}).long()`"
     if isinstance(ids, Mapping):

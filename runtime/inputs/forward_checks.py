@@ -1,4 +1,4 @@
-"""What the ranks of a forward pass must agree on."""
+"""The values that must match on the ranks of a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from moec.passes.ir import Op, Program
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import BalancedAssignment, Capacity, ChooseTokens, SlotRows
-from moec.runtime.inputs.beside import Beside
+from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.ranks.checks import Complaint, MustMatch
 
 TRAINS = "rank {other} trains and rank {one} evaluates: call `train()` or `eval()` on every rank"
@@ -30,50 +30,50 @@ HOOKS = (
 
 
 class Claims(NamedTuple):
-    """What one rank says of a forward pass: its first error, and what must match on all ranks."""
+    """One rank's part in the agreement on a forward pass: its first error, and values that must match on all ranks."""
 
     complaint: Complaint | None
     matching: tuple[MustMatch, ...]
 
 
 def batch_complaint(words: str) -> Complaint:
-    """The error that `Limits.complaint` describes; a way out stands behind a colon."""
+    """The error that `Limits.complaint` describes; its help follows a colon."""
     fault, _, help = words.partition(": ")
     return Complaint("MOE0702", fault, help)
 
 
 def same_mode(training: bool, needed: Sequence[bool]) -> tuple[MustMatch, ...]:
-    """What the ranks of a forward pass agree on: whether they train, and gradients, of which parameters.
+    """Modes that must match: whether ranks train, whether they compute gradients, and of which parameters.
 
-    Ranks with different frozen parameters would start different sums of gradients, and ranks whose parameters were
-    changed between micro-batches would gather weights that others have kept.
+    Ranks with different frozen parameters would start different sums of gradients. Ranks whose parameters changed
+    between micro-batches would gather weights that other ranks reuse.
     """
-    of_modes = ((TRAINS, int(training)), (COMPUTES, int(torch.is_grad_enabled())), (WANTS, hash(tuple(needed))))
-    return tuple(MustMatch("MOE0702", words, (number,)) for words, number in of_modes)
+    modes = ((TRAINS, int(training)), (COMPUTES, int(torch.is_grad_enabled())), (WANTS, hash(tuple(needed))))
+    return tuple(MustMatch("MOE0702", words, (number,)) for words, number in modes)
 
 
-def same_inputs(labels: Tensor | None, beside: Beside) -> tuple[MustMatch, ...]:
-    """What a batch has on all ranks or on none."""
-    given = beside.given()
-    found = (MustMatch("MOE0702", words, (int(name in given),)) for name, words in GIVEN.items())
-    return MustMatch("MOE0702", LABELS, (int(labels is not None),)), *found
+def same_inputs(labels: Tensor | None, extra: ExtraInputs) -> tuple[MustMatch, ...]:
+    """Which of labels and extra inputs are given, which must match."""
+    names = extra.by_name()
+    matches = (MustMatch("MOE0702", words, (int(name in names),)) for name, words in GIVEN.items())
+    return MustMatch("MOE0702", LABELS, (int(labels is not None),)), *matches
 
 
-def same_shape(program: Program, what: str = "tokens") -> str:
-    """The message where ranks have `what` of different shapes, and this program needs one shape."""
-    drawn = ["random numbers"] if program.block(FORWARD).input("sequences") is not None else []
-    found = [name for block in program.blocks for op in block.ops if (name := _counts_own_tokens(op))]
-    names = " and ".join(dict.fromkeys([*found, *drawn]))
-    return f"{what} have shapes from {{least}} to {{most}} on the ranks, and must have one: {names} follow from it"
+def same_shape(program: Program, inputs: str = "tokens") -> str:
+    """The message for `inputs` of different shapes on the ranks, where this program needs one shape."""
+    drawing = ["random numbers"] if program.block(FORWARD).input("sequences") is not None else []
+    counting = [name for block in program.blocks for op in block.ops if (name := _token_dependent_part(op))]
+    names = " and ".join(dict.fromkeys([*counting, *drawing]))
+    return f"{inputs} have shapes from {{least}} to {{most}} on the ranks, and must have one: {names} follow from it"
 
 
 def counts_own_tokens(program: Program) -> bool:
-    """Whether places or a gathered group are computed from one rank's tokens, so that every rank must have as many."""
-    return any(_counts_own_tokens(op) for block in program.blocks for op in block.ops)
+    """Whether an op depends on the number of one rank's tokens, so that every rank must have as many."""
+    return any(_token_dependent_part(op) for block in program.blocks for op in block.ops)
 
 
-def _counts_own_tokens(op: Op) -> str:
-    """What of the op is computed from the number of a rank's tokens, or nothing."""
+def _token_dependent_part(op: Op) -> str:
+    """Names the op's result that depends on the number of a rank's tokens; empty if there is none."""
     match op:
         case ChooseTokens() | BalancedAssignment():
             return "choices of experts" if op.group == "batch" else ""

@@ -23,7 +23,7 @@ def initial_values(seed: int) -> dict[str, int]:
 
 
 def require_seed(seed: int) -> None:
-    """Raises `JobError` for a seed that is no setting of a model: a module draws its parameters from it."""
+    """Raises `JobError` for a seed that is no valid setting: a module draws its parameters from it."""
     complaint = complaint_about({SEED.name: seed})
     if complaint is not None:
         raise complaint.error()
@@ -35,7 +35,7 @@ def setting_values(names: Sequence[str], values: Mapping[str, int], *, training:
 
 
 def complaint_about(changes: Mapping[str, object]) -> Complaint | None:
-    """What is wrong with new values of settings, or None."""
+    """The complaint about new values of settings, or None."""
     for name, value in changes.items():
         if name == TRAINING.name:
             return Complaint(
@@ -52,9 +52,9 @@ def complaint_about(changes: Mapping[str, object]) -> Complaint | None:
 def same_on_ranks(values: Mapping[str, object]) -> MustMatch:
     """The values of settings, which must be the same on every rank."""
     numbers = tuple(v if isinstance(v, int) else 0 for v in (values.get(name, 0) for name in CHANGEABLE))
-    given = sum(1 << bit for bit, name in enumerate(CHANGEABLE) if name in values)
+    named_settings = sum(1 << bit for bit, name in enumerate(CHANGEABLE) if name in values)
     return MustMatch(
         "MOE0715",
         f"ranks differ in settings ({', '.join(CHANGEABLE)}, and which of them): from {{least}} to {{most}}",
-        (*numbers, given),
+        (*numbers, named_settings),
     )

@@ -1,4 +1,4 @@
-"""`job.accumulate`: the gradient of several micro-batches, whose backward passes a script calls."""
+"""`job.accumulate`: the gradient of several micro-batches; the script calls their backward passes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def accumulating(
     _require_tensors("padding", padding, "pass a tuple with the padding of each micro-batch: `padding=(…, …)`")
     marks = padding if model.takes.padding else tokens
     if not marks and model.counts_padding:
-        name, what = ("padding", "given padding") if model.takes.padding else ("tokens", "a padding id")
+        name, source = ("padding", "given padding") if model.takes.padding else ("tokens", "a padding id")
         raise JobError(
             "MOE0713",
-            f"the model has {what} and balance terms, which count real tokens",
+            f"the model has {source} and balance terms, which count real tokens",
             f"pass the {name} of every micro-batch of the block: job.accumulate(…, {name}=(…))",
         )
     limits, in_text = model.limits, model.limits.label_dims == 2
@@ -49,15 +49,15 @@ def accumulating(
     ids = (ids == 0).to(torch.int64) if marks and model.takes.padding else ids
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
-    counts = model.counters.labels(flat), model.counters.tokens_of(flat, ids)
+    divisors = model.counters.labels(flat), model.counters.tokens_of(flat, ids)
     # The script may change parameters between its forward passes: each gathers weights again.
-    with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
+    with model.counting(*divisors, sequences, passes=1, skips=job.finite.skips) as counts:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
-        job.checks.require("end of job.accumulate", used.complaint(flat, look=look, numbered=model.draws))
-        each = limits.tokens_per_label
-        job.count_tokens(used.given * each, used.given_of_all * each // job.plan.sharers)
-        if not job.finite.leaves_out(model, torch.as_tensor(used.loss)):
+        job.checks.require("end of job.accumulate", counts.complaint(flat, look=look, numbered=model.draws))
+        per_label = limits.tokens_per_label
+        job.count_tokens(counts.num_labels * per_label, counts.global_num_labels * per_label // job.plan.sharers)
+        if not job.finite.skips_loss(model, torch.as_tensor(counts.loss)):
             model.update_states()
 
 

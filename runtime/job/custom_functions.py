@@ -1,4 +1,4 @@
-"""Calls of a script's own loss and count in a step. What they raise over their arguments is one error on every rank."""
+"""Calls of a script's own loss and count in a step. An error over their arguments is raised on every rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from moec.runtime.errors import JobError
 from moec.runtime.ranks.checks import Checks, Complaint
 
-OVER_ARGUMENTS = (RuntimeError, TypeError, ValueError, IndexError)
-"""What functions of torch raise for tensors of a wrong shape or dtype, and Python for a wrong number of arguments.
+ARGUMENT_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+"""Errors of torch's functions for tensors of a wrong shape or dtype, and of Python for a wrong number of arguments.
 
-Their subclasses, such as `torch.OutOfMemoryError`, say something else.
+Their subclasses, such as `torch.OutOfMemoryError`, have other causes.
 """
 
 SUM_OF_LOGITS = (
@@ -21,37 +21,37 @@ SUM_OF_LOGITS = (
 )
 
 
-def result_of(
+def call_user_function(
     function: Callable[..., Any], tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> tuple[Any, Exception | None]:
-    """What `function(*tensors, **inputs)` returns, or what it raises over its arguments."""
+    """The result of `function(*tensors, **inputs)`, or the error that it raises over its arguments."""
     try:
         return function(*tensors.values(), **inputs), None
-    except OVER_ARGUMENTS as error:
-        if type(error) not in OVER_ARGUMENTS:
+    except ARGUMENT_ERRORS as error:
+        if type(error) not in ARGUMENT_ERRORS:
             raise
         return None, error
 
 
-def complaint_of(
-    error: Exception, name: str, gives: str, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+def call_complaint(
+    error: Exception, name: str, requirement: str, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> Complaint:
-    """The error of a step whose function `name`, which gives `gives`, raised `error`."""
-    given = {**tensors, **inputs}
-    shapes = ", ".join(f"{each} {list(tensor.shape)}" for each, tensor in given.items())
-    usage = ", ".join([*tensors, *(f"{each}={each}" for each in inputs)])
+    """The complaint about `error`, which the user's function `name` raised; it must give `requirement`."""
+    arguments = {**tensors, **inputs}
+    shapes = ", ".join(f"{argument} {list(tensor.shape)}" for argument, tensor in arguments.items())
+    usage = ", ".join([*tensors, *(f"{argument}={argument}" for argument in inputs)])
     example = f"; {SUM_OF_LOGITS}" if name == "loss" else ""
     return Complaint(
         "MOE0713",
         f"the function `{name}` raised {type(error).__name__}: {str(error)[:300]}",
-        f"moec calls `{name}({usage})` with {shapes}; it must give {gives}{example}",
+        f"moec calls `{name}({usage})` with {shapes}; it must give {requirement}{example}",
     )
 
 
 def require_with_cause(
     checks: Checks, site: str, complaint: Complaint | None, cause: Exception | None, counts: Sequence[int] = ()
 ) -> list[int]:
-    """`checks.require`, whose error has what the script's function raised as its cause."""
+    """`checks.require`, whose error has `cause`, the error of the script's function, as its cause."""
     try:
         return checks.require(site, complaint, counts=counts)
     except JobError as error:

@@ -14,7 +14,7 @@ from moec.passes.ir import Shard
 from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import LossComputed
-from moec.runtime.job.custom_functions import complaint_of, require_with_cause, result_of
+from moec.runtime.job.custom_functions import call_complaint, call_user_function, require_with_cause
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
@@ -41,43 +41,44 @@ def custom_loss(
 
     Also returns whether any rank's loss depends on the model.
     """
-    trains = tuple(parameter.requires_grad for parameter in model.parameters())
+    required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.count_takes_logits:
         total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
     name, function = (
         ("loss", step.loss) if step.loss is not None else ("logprob_loss", step.logprob_loss or _negative_sum)
     )
     if step.loss is not None:
-        given = {"logits": job.whole_logits(output), "labels": labels}
+        tensors = {"logits": job.whole_logits(output), "labels": labels}
     else:
         tp = job.plan.result_layout.get("tp")
         cut = tp.dim if isinstance(tp, Shard) else None
         logprobs = label_log_probabilities(output.logits, labels, cut, f"{job.number}tp")
-        given = {"logprobs": logprobs, "labels": labels}
-    summed, error = result_of(function, given, inputs)
+        tensors = {"logprobs": logprobs, "labels": labels}
+    summed, error = call_user_function(function, tensors, inputs)
     complaint = _scalar_complaint(summed)
-    if tuple(p.requires_grad for p in model.parameters()) != trains:
+    if tuple(p.requires_grad for p in model.parameters()) != required_gradients:
         help = "freeze and unfreeze between steps"
         complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
     if error is not None:
-        complaint = complaint_of(error, name, "a scalar: the sum over tokens, which moec divides", given, inputs)
-    del given  # whole logits: not held while ranks agree
+        complaint = call_complaint(error, name, "a scalar: the sum over tokens, which moec divides", tensors, inputs)
+    del tensors  # frees the whole logits before the ranks agree
     computed = LossComputed(
         name, None if complaint or error else summed, labels, by_labels=step.count is None,
         group=f"{job.number}tp", group_size=job.plan.sharers,
         seen=model.seen, look=job.checks.looks(model.seen, ("custom loss", name), labels.device),
     )  # fmt: skip
-    of_guards = first_complaint(computed)  # a collective, also on a rank that has a complaint
+    guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint
     depends = isinstance(summed, Tensor) and summed.requires_grad
-    (graded,) = require_with_cause(job.checks, "a custom loss", complaint or of_guards, error, counts=(int(depends),))
+    complaint = complaint or guard_complaint
+    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
     if not summed.requires_grad and output.logits.requires_grad:
-        # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
+        # Other ranks' losses depend on this rank's logits, and their backward needs this rank's.
         summed = summed + output.logits[..., :0].sum()
     if job.data_size > 1:
         # The sum's backward is the identity, so that no gradient is summed twice.
         summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
     loss: Tensor = summed / total
-    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, depending_ranks > 0
 
 
 def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
@@ -87,19 +88,19 @@ def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
 def _scalar_complaint(summed: object) -> Complaint | None:
     if isinstance(summed, Tensor) and summed.dim() == 0 and summed.is_floating_point():
         return None
-    found = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
+    got = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
     is_unsummed = isinstance(summed, Tensor) and summed.dim() > 0
     help = "sum it: `.sum()` of what the function returns, or `reduction='sum'`" if is_unsummed else ""
-    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens", help)
+    return Complaint("MOE0713", f"the loss gave {got}, and must give a scalar tensor: a sum over tokens", help)
 
 
 def custom_count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
     """The sum of all ranks' custom counts: 0-d fp32."""
     assert step.count is not None
-    given = {"labels": step.labels} if logits is None else {"logits": logits, "labels": step.labels}
-    counted, error = result_of(step.count, given, inputs)
+    tensors = {"labels": step.labels} if logits is None else {"logits": logits, "labels": step.labels}
+    counted, error = call_user_function(step.count, tensors, inputs)
     if error is not None:
-        complaint = complaint_of(error, "count", "a number, of this rank's tokens", given, inputs)
+        complaint = call_complaint(error, "count", "a number, of this rank's tokens", tensors, inputs)
         require_with_cause(job.checks, "a custom count", complaint, error)
     try:
         number = float(counted)

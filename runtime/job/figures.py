@@ -1,4 +1,4 @@
-"""Figures of training steps: numbers that scripts give, and those of a plan, for `job.metrics` and `job.progress`."""
+"""Figures of training steps for `job.metrics` and `job.progress`: a script's numbers, and a plan's FLOPs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from moec.runtime.errors import wrong_argument
 
 
 def require_figures(figures: Mapping[str, object]) -> None:
-    """Raises `CallError` for the first that is not one number. Reads no tensor's values.
+    """Raises `CallError` for the first figure that is not one number. Reads no tensor's values.
 
-    A DTensor is refused: one rank alone would read it, and wait for the others.
+    A DTensor is refused: the first rank alone would read it, and wait for the other ranks.
     """
     for name, value in figures.items():
         if isinstance(value, DTensor):
             help = f"call it on every rank: `{name}={name}.full_tensor()`"
             raise wrong_argument(f"the figure {name} is a DTensor, and must be one number", help)
         if isinstance(value, Tensor):
-            is_number, found = value.numel() == 1 and not value.is_complex(), f"{value.dtype} {list(value.shape)}"
+            is_number, description = value.numel() == 1 and not value.is_complex(), f"{value.dtype} {list(value.shape)}"
         else:
-            is_number, found = isinstance(value, SupportsFloat), repr(value)
+            is_number, description = isinstance(value, SupportsFloat), repr(value)
         if not is_number:
-            message = f"the figure {name} is {found}, and must be one number"
+            message = f"the figure {name} is {description}, and must be one number"
             raise wrong_argument(message, f"give a number or a tensor of one element, or leave `{name}` out")
 
 
 def number(value: Tensor | float) -> float:
-    """The number; of a tensor it waits for the device."""
+    """The value as a float. Waits for the device of a tensor."""
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
@@ -51,8 +51,8 @@ def peak_flops(plan: Plan) -> float | None:
     return None if peak is None else float(peak) * plan.world_size
 
 
-def say_unwritten(error: Exception) -> None:
-    """Names what could not be written; training goes on."""
+def warn_unwritten(error: Exception) -> None:
+    """Prints a warning about an output that could not be written; training goes on."""
     warning = diagnose(
         "MOE0718",
         None,

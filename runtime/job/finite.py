@@ -1,4 +1,4 @@
-"""What a job does with losses and gradients that are NaN or infinite: `moec.launch(on_nonfinite=…)`."""
+"""A job's handling of losses and gradients that are NaN or infinite: `moec.launch(on_nonfinite=…)`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moec.runtime.weights.masters import has_closure, local_part
 
 MODES = ("raise", "skip", "ignore")
 
-OF_SCALER = "grad_scale", "found_inf"
-"""What torch's `GradScaler` sets on an optimizer, and takes away after a step that raises nothing."""
+SCALER_ATTRIBUTES = "grad_scale", "found_inf"
+"""Attributes that torch's `GradScaler` sets on an optimizer, and deletes after a step that raises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class GradientStamp:
 
     @classmethod
     def of(cls, gradient: Tensor) -> GradientStamp:
-        """The stamp of a gradient as it is now."""
+        """The stamp of a gradient's current value."""
         return cls(ref(gradient), _versions(gradient))
 
     def is_of(self, gradient: Tensor | None) -> bool:
@@ -45,11 +45,11 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 class Finite:
-    """What a job does with a step whose loss or gradients are not finite, and how many it has `skipped`.
+    """Handles steps with a loss or gradients that are not finite; `skipped` counts the skipped steps.
 
     "raise": `JobError` on every rank. "skip": all gradients of the model become None, so that the optimizer changes
-    nothing. "ignore": nothing is looked at. The loss and the norm of `clip_grad_norm_` are equal on every rank and need
-    no collective. An optimizer of the job looks at gradients that no norm was taken of, in one small all_reduce.
+    nothing. "ignore": no check. The loss and the norm of `clip_grad_norm_` are equal on every rank and need no
+    collective. An optimizer of the job checks gradients whose norm was not computed, in one small all_reduce.
     """
 
     def __init__(self, job: RunningJob, mode: str) -> None:
@@ -57,26 +57,26 @@ class Finite:
         self._job, self.mode, self.skipped = job, mode, 0
         self._normed: WeakKeyDictionary[nn.Module, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""
-        self._left_out: WeakSet[nn.Module] = WeakSet()
+        self._skipped_models: WeakSet[nn.Module] = WeakSet()
         """Models whose step was skipped, and whose optimizer has not been called since."""
 
     @property
     def skips(self) -> bool:
-        """Whether training goes on after such a step."""
+        """Whether training continues after a step that is not finite."""
         return self.mode == "skip"
 
-    def leaves_out(self, model: nn.Module, loss: Tensor) -> bool:
-        """Whether to leave out the step of this global loss."""
-        self._left_out.discard(model)
-        return self._leaves_out(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
+    def skips_loss(self, model: nn.Module, loss: Tensor) -> bool:
+        """Whether to skip the step of this global loss."""
+        self._skipped_models.discard(model)
+        return self._skips(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
 
-    def leaves_out_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
-        """Whether to leave out the step of this global norm. `gradients`: this rank's parts, to name one of them."""
+    def skips_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether to skip the step of this global norm. `gradients`: this rank's parts, for the error's message."""
         look, site = self.mode != "ignore", "gradient norm"
-        return self._leaves_out(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
+        return self._skips(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
 
-    def _leaves_out(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
-        """Whether a guard complains about a step that is to be skipped. Raises `JobError` for others."""
+    def _skips(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
+        """Whether a guard complains about `event`: the step is skipped, or in mode "raise" `JobError` is raised."""
         if not self.skips:
             look_at(event, self._job.checks)
             return False
@@ -85,42 +85,42 @@ class Finite:
         self._skip(model)
         return True
 
-    def saw(self, model: nn.Module) -> None:
-        """Remembers the model's gradients, whose norm is finite: the optimizer need not look at these."""
+    def remember(self, model: nn.Module) -> None:
+        """Remembers the model's gradients, whose norm is finite: the optimizer need not check them."""
         self._normed[model] = {p: GradientStamp.of(p.grad) for p in model.parameters() if p.grad is not None}
 
-    def _has_seen(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these parameters' gradients are those of the last `saw`, unchanged."""
+    def _are_remembered(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these parameters' gradients are those of the last `remember`, unchanged."""
         stamps = self._normed.pop(model, None)
-        graded = [p for p in parameters if p.grad is not None]
-        return stamps is not None and all(p in stamps and stamps[p].is_of(p.grad) for p in graded)
+        with_gradient = [p for p in parameters if p.grad is not None]
+        return stamps is not None and all(p in stamps and stamps[p].is_of(p.grad) for p in with_gradient)
 
     def guard(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Makes each `step()` look at gradients that `clip_grad_norm_` has not seen; one with a closure looks at none.
+        """Makes each `step()` check the gradients that `clip_grad_norm_` has not checked, in a collective.
 
-        Then `step()` is a collective.
+        A `step` with a closure checks none.
         """
 
-        def look(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def look(_: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if model in self._left_out:  # also parameters of the script's own, which `_skip` did not know
-                self._left_out.discard(model)
+            if model in self._skipped_models:  # `_skip` has not dropped gradients of the script's own parameters
+                self._skipped_models.discard(model)
                 _drop(owned)
                 return
             handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
-            if has_closure(arguments, named) or handed_over or self._has_seen(model, owned):
+            if has_closure(arguments, keywords) or handed_over or self._are_remembered(model, owned):
                 return
             complaint = first_complaint(OptimizerSteps(self._job.steps, model, owned, look=True))
             counts, refused = (int(complaint is not None),), None if self.skips else complaint
             try:
-                (wrong,) = self._job.checks.require("optimizer.step", refused, counts=counts)
+                (ranks_with_faults,) = self._job.checks.require("optimizer.step", refused, counts=counts)
             except JobError:
-                for name in OF_SCALER:
+                for name in SCALER_ATTRIBUTES:
                     vars(optimizer).pop(name, None)
                 raise
-            if wrong:
+            if ranks_with_faults:
                 self._skip(model)
-                self._left_out.discard(model)
+                self._skipped_models.discard(model)
                 _drop(owned)
 
         if self.mode != "ignore":
@@ -128,7 +128,7 @@ class Finite:
 
     def _skip(self, model: nn.Module) -> None:
         self.skipped += 1
-        self._left_out.add(model)
+        self._skipped_models.add(model)
         _drop(model.parameters())
 
 

@@ -22,7 +22,7 @@ from moec.runtime.errors import wrong_argument
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
-from moec.runtime.inputs.beside import Beside
+from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
@@ -90,7 +90,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         compile_kernels_ahead(self.plan, target)
         home = RankHome(
             self.plan, self.rank, self.number, self._meshes, self.checks, device=target, seed=seed,
-            count_from=self.count_from, attend=self.attended_keys.add,
+            count_from=self.count_from, count_pass=self.attended_keys.add,
         )  # fmt: skip
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
@@ -101,14 +101,14 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
 
     @called("job.optimizer", **other_names.OPTIMIZER)
     def optimizer(self, model: PlanModule) -> Optimizer:
-        """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.
+        """The optimizer of the file's `train` block, else AdamW with its defaults, over the parameters not frozen.
 
         Raises `JobError` for parameters that the plan does not have.
         """
         require_model(model, self.plan)
-        named, datas = parameters_by_name(model, self.plan), self.plan.parameters
-        trained = {name: parameter for name, parameter in named.items() if not datas[name].frozen}
-        masters = [master_of(parameter, datas[name], self.number) for name, parameter in trained.items()]
+        parameters, plan_parameters = parameters_by_name(model, self.plan), self.plan.parameters
+        trained = {name: parameter for name, parameter in parameters.items() if not plan_parameters[name].frozen}
+        masters = [master_of(parameter, plan_parameters[name], self.number) for name, parameter in trained.items()]
         with torch.inference_mode(False):
             optimizer = make_optimizer(self.plan.spec.update, masters, model)
         self.finite.guard(optimizer, model)
@@ -154,18 +154,18 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
-        given = {} if inputs is None else inputs
+        loss_inputs = {} if inputs is None else inputs
         _require_class(
             "inputs",
-            given,
+            loss_inputs,
             Mapping,
             "a dict of tensors",
             "`inputs={'weights': weights}`, if the loss has an argument `weights`",
         )
         step = Step(
-            tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=given,
+            tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=loss_inputs,
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
-            beside=Beside(routes, segments, padding),
+            extra=ExtraInputs(routes, segments, padding),
         )  # fmt: skip
         with self._one_step(model):
             self._in_step = True
@@ -242,11 +242,11 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
         norm = gradient_norm(gradients, sharded, device)
-        if self.finite.leaves_out_norm(model, norm, gradients):
+        if self.finite.skips_norm(model, norm, gradients):
             return norm
         if optimizer is None or not takes_scale(optimizer, named.values()):
             scale_to(max_norm, norm, gradients.values())
-            self.finite.saw(model)
+            self.finite.remember(model)
             return norm
         self._scaled_later.add(model)
         hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0))
@@ -262,19 +262,16 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
             return logits
-        whole: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
-        if not self._running:  # `step` and `accumulate` know what their losses are divided by
-            look_at(LogitsGiven(whole, self.data_size, seen=self._seen))
-        return whole
+        gathered: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
+        if not self._running:  # `step` and `accumulate` divide losses themselves
+            look_at(LogitsGiven(gathered, self.data_size, seen=self._seen))
+        return gathered
 
     # ---- internal ------------------------------------------------------------------------------------
 
     @contextmanager
     def _one_step(self, model: PlanModule) -> Iterator[None]:
-        """A step, which the block computes.
-
-        Before, compares replicas if it is the step for that, and scales gradients that wait for an optimizer.
-        """
+        """The block is a step. Before it, compares replicas if due, and scales gradients that were handed over."""
         self._require_own(model)
         with self.counted_step():
             if self._check_every and self.steps % self._check_every == 0:
@@ -284,7 +281,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             yield
 
     def _take_back(self, model: PlanModule) -> None:
-        """Scales the gradients that were handed to an optimizer whose step did not come."""
+        """Scales the gradients that were handed to an optimizer which was not called since."""
         if model in self._scaled_later:
             self._scaled_later.discard(model)
             take_back(model.parameters())
@@ -302,14 +299,14 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """A device of torch. Raises `CallError` for another word."""
+    """A device of torch. Raises `CallError` for other names."""
     try:
         return torch.device(device)
     except RuntimeError:
         raise wrong_argument(f"torch has no device {device!r}", "'cuda', 'cpu', 'meta', or leave it out") from None
 
 
-def _require_class(name: str, value: object, kind: type, wanted: str, help: str) -> None:
-    """Raises `CallError` unless the argument `name` is of class `kind`, which is what is `wanted`."""
+def _require_class(name: str, value: object, kind: type, requirement: str, help: str) -> None:
+    """Raises `CallError` unless the argument `name` is of class `kind`; `requirement` describes it."""
     if not isinstance(value, kind):
-        raise wrong_argument(f"{name} must be {wanted}, not an object of class {type(value).__name__}", help)
+        raise wrong_argument(f"{name} must be {requirement}, not an object of class {type(value).__name__}", help)

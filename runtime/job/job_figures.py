@@ -1,4 +1,4 @@
-"""What a job says of its training: the methods of `Job` that measure and show."""
+"""The methods of `Job` that measure training and show its figures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class JobFigures(JobCheckpoints):
     def __init__(self, plan: Plan, device: str | None, timeout: float, checks: str, on_nonfinite: str) -> None:
         super().__init__(plan, device, timeout, checks)
         self.attended_keys = AttendedKeys(plan.program, plan.spec)
-        """Of this rank's training since the job began."""
+        """The counts of this rank's training passes since the job began."""
         self.finite = Finite(self, on_nonfinite)
-        """Keeps what is not finite from the weights; counts the steps that it has left out."""
+        """Keeps gradients that are not finite from the weights; counts the steps that it has skipped."""
         self._displays = WeakSet[Progress]()
 
     def __exit__(
@@ -46,7 +46,7 @@ class JobFigures(JobCheckpoints):
         A collective: every rank must call it, or none.
         """
         require_own(model, self.plan, self.number)
-        return loads.of_last_pass(self, model, "job.expert_loads").experts
+        return loads.last_pass_loads(self, model, "job.expert_loads").experts
 
     @called("job.head_loads")
     def head_loads(self, model: PlanModule) -> dict[int, Tensor]:
@@ -56,7 +56,7 @@ class JobFigures(JobCheckpoints):
         A collective: every rank must call it, or none.
         """
         require_own(model, self.plan, self.number)
-        return loads.of_last_pass(self, model, "job.head_loads").heads
+        return loads.last_pass_loads(self, model, "job.head_loads").heads
 
     @called("job.drop_rates")
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
@@ -65,7 +65,7 @@ class JobFigures(JobCheckpoints):
         A collective: every rank must call it, or none.
         """
         require_own(model, self.plan, self.number)
-        return loads.of_last_pass(self, model, "job.drop_rates").drop_rates(self.plan)
+        return loads.last_pass_loads(self, model, "job.drop_rates").drop_rates(self.plan)
 
     @called(
         "job.metrics",

@@ -13,7 +13,7 @@ from moec.runtime.backends.triton.triton_tiles import runs_on
 
 
 def compile_kernels_ahead(plan: Plan, device: torch.device) -> None:
-    """Compiles what the plan's steps launch on `device`, so that none of them waits for the compiler.
+    """Compiles the kernels of the plan's steps on `device`, so that no step waits for the compiler.
 
     Shows progress on stderr of each machine's first rank where it takes more than a second. Does nothing where plain
     torch runs the operators, and in Triton's interpreter, which compiles nothing.

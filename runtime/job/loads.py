@@ -49,26 +49,26 @@ class Loads:
         return rates
 
 
-def of_last_pass(job: JobFigures, model: PlanModule, site: str, also: Sequence[int] = ()) -> Loads:
-    """What the last forward pass counted: an agreement of the ranks and an all_reduce. `site` names the call.
+def last_pass_loads(job: JobFigures, model: PlanModule, site: str, also: Sequence[int] = ()) -> Loads:
+    """The loads of the last forward pass, by an agreement of the ranks and an all_reduce. `site` names the call.
 
     `also`: counts of this rank's sequences, which are added over the data ranks. Raises `JobError` on every rank if one
     makes another call, or has not run the model.
     """
-    every = model.expert_counts, model.head_counts, model.choices_made
-    found = [of_layers[layer] for of_layers in every for layer in sorted(of_layers)]
-    sizes = [counts.numel() for counts in found]
+    counts_by_kind = model.expert_counts, model.head_counts, model.choices_made
+    local_counts = [by_layer[layer] for by_layer in counts_by_kind for layer in sorted(by_layer)]
+    sizes = [counts.numel() for counts in local_counts]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
     (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
     sharers = job.plan.sharers
-    counts = torch.cat([*found, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
+    counts = torch.cat([*local_counts, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
     if job.world_size > 1 and counts.numel():
         with collective("all_reduce", job.number + STAGE, site) as peers:
             dist.all_reduce(counts, group=peers)
-    *of_all_layers, summed_also = torch.split(counts.cpu(), [*sizes, len(also)])
-    summed = iter(of_all_layers)
-    experts, heads, made = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
-    of_choices = {layer: int(total) for layer, total in made.items()}
+    *global_counts, summed_also = torch.split(counts.cpu(), [*sizes, len(also)])
+    summed = iter(global_counts)
+    experts, heads, made = ({layer: next(summed) for layer in sorted(by_layer)} for by_layer in counts_by_kind)
+    choices_made = {layer: int(total) for layer, total in made.items()}
     return Loads(
-        experts, heads, tokens // sharers, of_choices, tuple(total // sharers for total in summed_also.tolist())
+        experts, heads, tokens // sharers, choices_made, tuple(total // sharers for total in summed_also.tolist())
     )

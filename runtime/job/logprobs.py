@@ -20,21 +20,21 @@ def label_log_probabilities(logits: Tensor, labels: Tensor, sharded_dim: int | N
     logits `[batch, sequence, vocab]`, sharded over `group` along `sharded_dim` (None: not sharded); labels `[batch,
     sequence]` of whole sequences. Labels and the result are the same on all ranks of the group.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sharded_dim == VOCABULARY:
-        largest = all_reduce_max(wide.detach().amax(-1), group, SITE)
-        sums = all_reduce((wide - largest[..., None]).exp().sum(-1), group, SITE)
-        logprobs: Tensor = all_reduce(label_logit(wide, labels, group), group, SITE) - largest - sums.log()
+        largest = all_reduce_max(wide_logits.detach().amax(-1), group, SITE)
+        sums = all_reduce((wide_logits - largest[..., None]).exp().sum(-1), group, SITE)
+        logprobs: Tensor = all_reduce(label_logit(wide_logits, labels, group), group, SITE) - largest - sums.log()
         return logprobs.where(labels != IGNORED_LABEL, 0)
     if sharded_dim == SEQUENCE:
         peers = resolve(group)
         local_labels = labels.chunk(peers.size(), SEQUENCE)[peers.rank()]
-        whole: Tensor = all_gather_alike(_of_whole_vocabulary(wide, local_labels), SEQUENCE, group, SITE)
-        return whole
-    return _of_whole_vocabulary(wide, labels)
+        gathered: Tensor = all_gather_alike(_full_vocabulary_logprobs(wide_logits, local_labels), SEQUENCE, group, SITE)
+        return gathered
+    return _full_vocabulary_logprobs(wide_logits, labels)
 
 
-def _of_whole_vocabulary(logits: Tensor, labels: Tensor) -> Tensor:
+def _full_vocabulary_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     valid = labels != IGNORED_LABEL
     picked = logits.log_softmax(-1).gather(-1, labels.where(valid, 0)[..., None]).squeeze(-1)
     return picked.where(valid, 0)

@@ -1,4 +1,4 @@
-"""Where `job.metrics` writes: JSON lines and TensorBoard."""
+"""The outputs of `job.metrics`: JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any, Protocol
 
 
 class Output(Protocol):
-    """Takes the records of measured steps. Methods may raise `OSError` and `ValueError`."""
+    """Writes the records of measured steps. Methods may raise `OSError` and `ValueError`."""
 
-    def go_on(self, steps: int) -> None:
-        """The run goes on after this step, of a checkpoint that was loaded."""
+    def resume(self, steps: int) -> None:
+        """Continues after step `steps`, that of a loaded checkpoint."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the figures of a step."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes buffered records."""
 
 
 class JsonLines:
     """One JSON object per line, appended by one write; numbers that are not finite are null.
 
-    The first line in a file that has lines, and the first after a checkpoint was loaded, say `resumed`: the run goes on
-    after this step, `steps`. Earlier lines of later steps are of a run that was lost.
+    The first line that is appended to a file with lines, and the first after a checkpoint was loaded, have `resumed`:
+    the run continues after this step. Earlier lines with later steps belong to a lost run.
     """
 
     def __init__(self, path: str | PathLike[str], steps: int = 0) -> None:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - `close` closes it
         self._first: dict[str, int] = {}
-        self.go_on(steps)
+        self.resume(steps)
 
-    def go_on(self, steps: int) -> None:
+    def resume(self, steps: int) -> None:
         self._first = {"resumed": steps} if self._file.seekable() and self._file.tell() else {}
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -52,15 +52,15 @@ class JsonLines:
 class TensorBoard:
     """Scalars by name; those of layers as `load/3`. The package's writer writes them in a thread of its own.
 
-    A run that goes on after `steps` hides the scalars of later steps, which a lost run has written. The first record
-    opens a file: a checkpoint may be loaded before.
+    A run that continues after `steps` hides later scalars, which a lost run has written. The first record opens the
+    file: a checkpoint may be loaded before.
     """
 
     def __init__(self, folder: str | PathLike[str], steps: int = 0) -> None:
         self._folder, self._steps = str(folder), steps
         self._writer: Any = None
 
-    def go_on(self, steps: int) -> None:
+    def resume(self, steps: int) -> None:
         self.close()
         self._steps, self._writer = steps, None
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, say_unwritten
-from moec.runtime.job.loads import of_last_pass
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, warn_unwritten
+from moec.runtime.job.loads import last_pass_loads
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import Complaint, MustMatch
@@ -48,7 +48,7 @@ OWN_FIGURES = {
     "drop_rate",
     "resumed",
 }
-"""Names that the job gives; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""
+"""Names of the job's own figures; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""
 
 OTHER_METRICS = (
     "ranks differ in whether job.metrics has outputs, or in `every` or `start`: give every rank the same; the first "
@@ -93,18 +93,18 @@ class Metrics:
                 raise wrong_argument(message, "`job.metrics('run.jsonl', every=10)`; or `tensorboard='runs/1'`")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
-        self._wanted = path is not None or tensorboard is not None
-        measured = (int(self._wanted), every, self._steps)
+        self._has_outputs = path is not None or tensorboard is not None
+        settings = (int(self._has_outputs), every, self._steps)
         lacks = tensorboard is not None and importlib.util.find_spec("tensorboard") is None
         complaint = NO_TENSORBOARD if lacks else None
-        job.checks.require("job.metrics", complaint, MustMatch("MOE0713", OTHER_METRICS, measured))
-        self._may_drop = self._wanted and _may_drop(job.plan)
+        job.checks.require("job.metrics", complaint, MustMatch("MOE0713", OTHER_METRICS, settings))
+        self._may_drop = self._has_outputs and _may_drop(job.plan)
         self._outputs: list[Output] = []
         self._tokens = self._since_tokens = 0
         self._since = self._started = time.monotonic()
         self._since_collectives, self._since_job_tokens = job.collective_seconds, job.new_tokens
         self._since_keys = job.attended_keys.totals()
-        if job.rank or not self._wanted:
+        if job.rank or not self._has_outputs:
             return
         self._flops, self._peak = model_flops(job.plan), peak_flops(job.plan)
         if path is not None:
@@ -145,14 +145,14 @@ class Metrics:
         """
         require_figures(others | {"loss": loss} | ({} if grad_norm is None else {"grad_norm": grad_norm}))
         _require_names(others, has_lr=optimizer is not None)
-        self._go_on()
+        self._resume()
         self._steps += 1
         self._count(tokens)
-        if not self._wanted or self._steps % self._every:
+        if not self._has_outputs or self._steps % self._every:
             return None
         keys = self._job.attended_keys.totals()
         new_keys = [round(total - since) for total, since in zip(keys, self._since_keys, strict=True)]
-        last, self._since_keys = of_last_pass(self._job, model, "metrics.step", also=new_keys), keys
+        last, self._since_keys = last_pass_loads(self._job, model, "metrics.step", also=new_keys), keys
         heads = {layer: _skew(counts) for layer, counts in last.heads.items()}
         loads, drops = last.experts, last.drop_rates(self._job.plan) if self._may_drop else {}
         if self._job.rank:
@@ -170,18 +170,18 @@ class Metrics:
             self._try(output, lambda output=output: output.write(record))
         return record
 
-    def _go_on(self) -> None:
-        """If the job has loaded a checkpoint, goes on after the checkpoint's steps, unless `start` was given."""
+    def _resume(self) -> None:
+        """Continues after the steps of a checkpoint that the job has loaded since, unless `start` was given."""
         loaded = self._job.steps - self._job.new_steps
         if not self._follows_job or loaded == self._loaded_steps:
             return
         self._steps += loaded - self._loaded_steps
         self._loaded_steps = loaded
         for output in tuple(self._outputs):
-            self._try(output, lambda output=output: output.go_on(self._steps))
+            self._try(output, lambda output=output: output.resume(self._steps))
 
     def _count(self, tokens: int | None) -> None:
-        """Counts a step's tokens, on every rank: the job's, or `tokens` in their place."""
+        """Counts a step's tokens, on every rank: `tokens`, or those that the job counted."""
         by_job = self._job.new_tokens - self._since_job_tokens
         counted = by_job if tokens is None else tokens
         self._job.total_tokens += counted - by_job
@@ -190,40 +190,40 @@ class Metrics:
         self._tokens += counted
 
     def _rates(self, keys: Sequence[int]) -> Record:
-        """Figures of the time since the last record. `keys`: what `AttendedKeys` counted in it."""
+        """Figures of the time since the last record. `keys`: the counts of `AttendedKeys` in that time."""
         now, collectives = time.monotonic(), self._job.collective_seconds
         seconds = max(now - self._since, 1e-9)
         rate = self._since_tokens / seconds
-        found: Record = {"tokens": self._tokens, "total_tokens": self._job.total_tokens}
-        found |= {"tokens_per_second": rate, "seconds": now - self._started}
+        rates: Record = {"tokens": self._tokens, "total_tokens": self._job.total_tokens}
+        rates |= {"tokens_per_second": rate, "seconds": now - self._started}
         if self._peak is not None:
-            found["mfu"] = self._flops.of(self._since_tokens, keys) / seconds / self._peak
-        found |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}
+            rates["mfu"] = self._flops.of(self._since_tokens, keys) / seconds / self._peak
+        rates |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}
         self._since, self._since_collectives, self._since_tokens = now, collectives, 0
-        return found
+        return rates
 
     def _open(self, make: Any) -> None:
         try:
             self._outputs.append(make())
         except (OSError, ValueError) as error:
-            say_unwritten(error)
+            warn_unwritten(error)
 
     def _try(self, output: Output, write: Any) -> None:
         try:
             write()
         except (OSError, ValueError) as error:
             self._outputs.remove(output)
-            say_unwritten(error)
+            warn_unwritten(error)
             with suppress(OSError, ValueError):
                 output.close()
 
 
 def _require_names(names: Iterable[str], *, has_lr: bool) -> None:
     """Raises `CallError` for a name that a record has already."""
-    taken = OWN_FIGURES | ({"lr"} if has_lr else set())
-    if name := next((name for name in names if name in taken), None):
+    reserved = OWN_FIGURES | ({"lr"} if has_lr else set())
+    if name := next((name for name in names if name in reserved), None):
         message = f"the job writes a figure {name} itself: give yours another name"
-        raise wrong_argument(message, f"its own are loss, grad_norm, {', '.join(sorted(taken))}")
+        raise wrong_argument(message, f"its own are loss, grad_norm, {', '.join(sorted(reserved))}")
 
 
 def _skew(counts: Tensor) -> float:
@@ -237,8 +237,8 @@ def _may_drop(plan: Plan) -> bool:
 
 
 def _memory(device_type: str) -> int:
-    """Bytes: on CUDA the most that torch has allocated, on CPU the most that the process has held."""
+    """Peak bytes: on CUDA of torch's allocations, on CPU of the process (its maximum resident set size)."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024

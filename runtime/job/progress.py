@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from moec.passes.cost.model_flops import ModelFlops
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, say_unwritten
-from moec.runtime.job.progress_display import Display, Loads, Shown, make_display
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, warn_unwritten
+from moec.runtime.job.progress_display import Display, Loads, StepFigures, make_display
 
 if TYPE_CHECKING:
     from moec.runtime.job.job_figures import JobFigures
@@ -93,7 +93,7 @@ class Progress(Iterable[Any]):
         done: float | None = None,
         **others: Tensor | float,
     ) -> None:
-        """The figures of a step, after `optimizer.step()`. Outside of a loop over this it counts the step too.
+        """Takes the figures of a step, after `optimizer.step()`. Outside of a loop over this it counts the step too.
 
         `optimizer` gives the learning rate of its first group. `loads`: `job.expert_loads(model)`, a row per layer;
         they stay until the next. `done`: the fraction of the training, 0 to 1, in the place of the loop's. `others`
@@ -101,23 +101,23 @@ class Progress(Iterable[Any]):
 
         Raises `CallError` for a figure that is not one number, and for another `done`.
         """
-        figures = {"loss": loss, "grad_norm": grad_norm, **others}
-        given = {name: value for name, value in figures.items() if value is not None}
-        require_figures(given)
+        named = {"loss": loss, "grad_norm": grad_norm, **others}
+        figures = {name: value for name, value in named.items() if value is not None}
+        require_figures(figures)
         if done is not None and not 0 <= done <= 1:
             message = f"done must be the fraction of the training, 0 to 1, not {done!r}"
             raise wrong_argument(message, "`done=step / steps`, or leave it out")
         if optimizer is not None:
-            given["lr"] = optimizer.param_groups[0]["lr"]
+            figures["lr"] = optimizer.param_groups[0]["lr"]
         # Copies: the script may zero a running sum before the display reads it.
         self._figures = {
-            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in given.items()
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in figures.items()
         }
         self._loads, self._done = self._loads if loads is None else loads, done
         self._moved_to(self._step + 1 if self._index is None else self._index + 1)
 
     def close(self) -> None:
-        """Shows the last step if it was not, and ends the display; the loop's or the block's end does."""
+        """Shows the last step, if it is not shown yet, and ends the display. The end of a loop or block calls this."""
         if self._pending:
             self._write()
         display, self._display = self._display, None
@@ -134,23 +134,23 @@ class Progress(Iterable[Any]):
         if self._display is None:
             self._display = make_display()
         display = self._display
-        shown = self._shown()
-        if not _try(lambda: display.write(shown)):
+        figures = self._measure()
+        if not _try(lambda: display.write(figures)):
             self._display = Display()
         self._due = time.monotonic() + display.seconds_between
 
-    def _shown(self) -> Shown:
+    def _measure(self) -> StepFigures:
         now, job = time.monotonic(), self._job
         seconds, tokens = max(now - self._since, 1e-9), job.new_tokens - self._since_tokens
         steps = self._step - self._since_step
         rate, peak = tokens / seconds, peak_flops(job.plan)
         self._since, self._since_tokens, self._since_step = now, job.new_tokens, self._step
         totals = job.attended_keys.totals()
-        # Of this rank; the others' texts count as equally long.
+        # This rank's counts; other ranks' texts are assumed to be as long.
         keys = [(total - since) * job.data_size for total, since in zip(totals, self._since_keys, strict=True)]
         self._since_keys = totals
         done = self._fraction()
-        return Shown(
+        return StepFigures(
             step=self._step,
             total=self._total,
             done=done,
@@ -172,15 +172,15 @@ class Progress(Iterable[Any]):
         return min(1.0, self._step / self._total) if self._total else None
 
     def _seconds_left(self, now: float, done: float | None) -> float | None:
-        """By the mean pace since the beginning; None before there is one."""
-        before = self._first / self._total if self._total and self._done is None else 0.0
-        if done is None or done <= before:
+        """The time left at the mean pace since the beginning; None before the first progress."""
+        done_at_start = self._first / self._total if self._total and self._done is None else 0.0
+        if done is None or done <= done_at_start:
             return None
-        return (now - self._started) * (1 - done) / (done - before)
+        return (now - self._started) * (1 - done) / (done - done_at_start)
 
 
 def _ends(items: object, total: int | None) -> tuple[int, int | None]:
-    """The step before the first, and the last. A range of steps says both: a run that goes on begins at its start."""
+    """The number of steps before the first, and of the last. A range gives both: a resumed run starts at its start."""
     if isinstance(items, range) and items.step == 1 and items.start >= 0:
         return items.start, total or max(items.stop, items.start) or None
     if total is None and isinstance(items, Sized):
@@ -192,10 +192,10 @@ def _ends(items: object, total: int | None) -> tuple[int, int | None]:
 
 
 def _try(write: Callable[[], None]) -> bool:
-    """Whether it could be written; else names it once, and training goes on."""
+    """Whether `write` succeeded; otherwise prints a warning, and training goes on."""
     try:
         write()
     except (OSError, ValueError) as error:
-        say_unwritten(error)
+        warn_unwritten(error)
         return False
     return True

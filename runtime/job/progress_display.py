@@ -1,4 +1,4 @@
-"""What `job.progress` shows: live on a terminal, a line every few seconds elsewhere."""
+"""The displays of `job.progress`: live on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loads = Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class StepFigures:
     """Figures of a step. `done` is the fraction of the training, None if unknown."""
 
     step: int
@@ -38,12 +38,12 @@ class Shown:
 
 
 class Display:
-    """Shows nothing; the others inherit from it."""
+    """The base class of displays; shows nothing."""
 
     seconds_between = SECONDS_BETWEEN_LINES
-    """Between two writes."""
+    """Seconds between two writes."""
 
-    def write(self, shown: Shown) -> None:
+    def write(self, record: StepFigures) -> None:
         """Shows a step. May raise `OSError` and `ValueError`."""
 
     def close(self) -> None:
@@ -57,23 +57,23 @@ def make_display() -> Display:
 
 
 class PlainDisplay(Display):
-    """A line for each step that it is given."""
+    """Prints a line for each step that it shows."""
 
     def __init__(self) -> None:
         self.seconds_between = SECONDS_BETWEEN_LINES
 
-    def write(self, shown: Shown) -> None:
-        busiest = "  ".join(f"{layer}: {spread(counts)}" for layer, counts in shown.loads.items())
+    def write(self, record: StepFigures) -> None:
+        busiest = "  ".join(f"{layer}: {spread(counts)}" for layer, counts in record.loads.items())
         experts = f"   experts by layer  {busiest}" if busiest else ""
-        fraction = "" if shown.done is None else f"{shown.done:4.0%}   "
-        print(f"{fraction}{summary(shown)}{experts}", flush=True)
+        fraction = "" if record.done is None else f"{record.done:4.0%}   "
+        print(f"{fraction}{summary(record)}{experts}", flush=True)
 
 
 class LiveDisplay(Display):
     """A progress bar over one row of expert loads per layer."""
 
     runs = False
-    """Whether one is on the terminal."""
+    """Whether a live display is on the terminal."""
 
     def __init__(self) -> None:
         self.seconds_between = SECONDS_BETWEEN_FRAMES
@@ -81,43 +81,43 @@ class LiveDisplay(Display):
         self._live.start()
         LiveDisplay.runs = True
 
-    def write(self, shown: Shown) -> None:
+    def write(self, record: StepFigures) -> None:
         head = Table.grid(padding=(0, 2))
-        if shown.done is None:
-            head.add_row(escape(summary(shown)))
+        if record.done is None:
+            head.add_row(escape(summary(record)))
         else:
-            bar = ProgressBar(total=1, completed=shown.done, width=16)
-            head.add_row(bar, f"{shown.done:4.0%}", escape(summary(shown)))
+            bar = ProgressBar(total=1, completed=record.done, width=16)
+            head.add_row(bar, f"{record.done:4.0%}", escape(summary(record)))
         rows = Table.grid(padding=(0, 2))
-        for layer, counts in shown.loads.items():
+        for layer, counts in record.loads.items():
             rows.add_row(f"experts of layer {layer}", f"[cyan]{bars(counts)}[/]", f"{spread(counts)} of the mean")
-        self._live.update(Group(head, rows) if shown.loads else head, refresh=True)
+        self._live.update(Group(head, rows) if record.loads else head, refresh=True)
 
     def close(self) -> None:
         LiveDisplay.runs = False
         self._live.stop()
 
 
-def summary(shown: Shown) -> str:
+def summary(record: StepFigures) -> str:
     """The step, its losses, its rates and the time left, in one line."""
-    of = "" if shown.total is None else f" of {shown.total:,}"
-    parts = [f"step {shown.step:5,}{of}", *(f"{name} {value:.4g}" for name, value in shown.figures.items())]
-    if shown.tokens_per_second is not None:
-        parts.append(f"{shown.tokens_per_second:7,.0f} tokens/s")
-    elif shown.steps_per_second:
-        parts.append(f"{shown.steps_per_second:.3g} steps/s")
-    parts += [] if shown.mfu is None else [f"MFU {shown.mfu:.1%}"]
-    parts += [f"{clock(shown.seconds_left)} left"] if shown.seconds_left is not None and shown.done != 1 else []
+    of_total = "" if record.total is None else f" of {record.total:,}"
+    parts = [f"step {record.step:5,}{of_total}", *(f"{name} {value:.4g}" for name, value in record.figures.items())]
+    if record.tokens_per_second is not None:
+        parts.append(f"{record.tokens_per_second:7,.0f} tokens/s")
+    elif record.steps_per_second:
+        parts.append(f"{record.steps_per_second:.3g} steps/s")
+    parts += [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
+    parts += [f"{clock(record.seconds_left)} left"] if record.seconds_left is not None and record.done != 1 else []
     return "   ".join(parts)
 
 
 def clock(seconds: float) -> str:
     """`0:07`, `12:30`, `3:05:09` or `2 d 3:05`."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if days:
         return f"{days} d {hours % 24}:{minutes % 60:02}"
-    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    return f"{hours}:{minutes % 60:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
 
 
 def bars(counts: Tensor) -> str:

@@ -17,9 +17,9 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError, is_whole
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import StepEnds
-from moec.runtime.inputs.beside import NOTHING, Beside
+from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from moec.runtime.job.custom_loss import custom_count, custom_loss
-from moec.runtime.job.step_agreement import Agreed, agree
+from moec.runtime.job.step_agreement import StepAgreement, agree
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
@@ -34,8 +34,8 @@ Counter = Callable[..., Any]
 """`(labels, **inputs) → number`, or with `logits` before labels."""
 
 
-Part = tuple[Tensor, Tensor, Beside, dict[str, Tensor]]
-"""Tokens, labels, what is beside them, and inputs of a micro-batch."""
+Part = tuple[Tensor, Tensor, ExtraInputs, dict[str, Tensor]]
+"""Tokens, labels, extra inputs and loss inputs of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Step:
     logprob_loss: Loss | None
     count: Counter | None
     inputs: Mapping[str, Tensor]
-    beside: Beside = NOTHING
+    extra: ExtraInputs = NO_EXTRA_INPUTS
 
     @property
     def count_takes_logits(self) -> bool:
@@ -95,94 +95,98 @@ class Step:
         for name, tensor in self.inputs.items():
             if not isinstance(tensor, Tensor) or tensor.shape[: self.labels.dim()] != self.labels.shape:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                wanted = "[batch, sequence, …] as tokens" if self.labels.dim() == 2 else "[batch, …] as labels"
-                return f"inputs[{name!r}] is {shape}, and must be {wanted} {list(self.labels.shape)}"
+                shape_rule = "[batch, sequence, …] as tokens" if self.labels.dim() == 2 else "[batch, …] as labels"
+                return f"inputs[{name!r}] is {shape}, and must be {shape_rule} {list(self.labels.shape)}"
         return None
 
     def must_match(self) -> MustMatch:
         """The arguments that must be the same on every rank."""
-        given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
+        functions = [function is not None for function in (self.loss, self.logprob_loss, self.count)]
         names = zlib.crc32(" ".join(self.inputs).encode())
         return MustMatch(
             "MOE0713",
             "ranks differ in `microbatches`, in which of loss, logprob_loss and count are given, or in names of inputs",
-            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given), names),
+            (
+                self.microbatches if isinstance(self.microbatches, int) else 0,
+                *map(int, [*functions, self.count_takes_logits]),
+                names,
+            ),
         )
 
     def parts(self) -> Iterator[Part]:
         """The micro-batches. Sizes differ by at most one sequence, larger ones first."""
-        beside = iter(self.beside.parts(self.microbatches))
+        extra = iter(self.extra.parts(self.microbatches))
         names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
         for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
-            yield tokens, labels, next(beside), dict(zip(names, inputs, strict=True))
+            yield tokens, labels, next(extra), dict(zip(names, inputs, strict=True))
 
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
-    """Takes the actions of a step in the order of the plan; returns the global loss, detached.
+    """Runs the actions of a step in the plan's order; returns the global loss, detached.
 
-    The script calls the last two: `job.clip_grad_norm_` and the optimizer.
+    The script itself runs the last two: `job.clip_grad_norm_` and the optimizer.
     """
     order = order_of_step(model.program, step.microbatches)
-    parts, under_way, losses = step.parts(), dict[int | None, _UnderWay](), dict[int | None, Tensor]()
-    graded = False
+    parts, forwarded, losses = step.parts(), dict[int | None, _Forwarded](), dict[int | None, Tensor]()
+    is_differentiable = False
     with ExitStack() as contexts:
         for action in order:
             if action.kind in ("agree", "loss", "sum", "states"):
                 note_action(action.kind)
             match action.kind:
                 case "agree":
-                    agreed = agree(job, model, step)
-                    total = _divisor(job, step, agreed)
+                    agreement = agree(job, model, step)
+                    total = _divisor(job, step, agreement)
                     sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
                     microbatches = contexts.enter_context(model.one_step())
-                    contexts.enter_context(_counting(job, model, step, agreed))
+                    contexts.enter_context(_counting(job, model, step, agreement))
                 case "forward":
                     part = next(parts)
-                    if agreed.on_forward and action.microbatch == 0:
-                        model.agreed(part[0], agreed.look)
-                    under_way[action.microbatch] = _forward(model, step, part)
+                    if agreement.on_forward and action.microbatch == 0:
+                        model.skip_agreement(part[0], agreement.look)
+                    forwarded[action.microbatch] = _forward(model, step, part)
                 case "loss":
-                    loss, depends = _loss(job, model, step, under_way.pop(action.microbatch), total)
-                    losses[action.microbatch], graded = loss, graded or depends
+                    loss, loss_depends = _loss(job, model, step, forwarded.pop(action.microbatch), total)
+                    losses[action.microbatch], is_differentiable = loss, is_differentiable or loss_depends
                 case "backward":
                     microbatches.sums = is_last_backward(order, action)
                     loss = losses.pop(action.microbatch)
                     loss.backward()  # type: ignore[no-untyped-call]
                     sum_of_losses += loss.detach()
                 case "sum":
-                    look_at(StepEnds(graded, seen=model.seen))
+                    look_at(StepEnds(is_differentiable, seen=model.seen))
                     microbatches.finish()
-                    stops = job.finite.leaves_out(model, sum_of_losses)
+                    stops = job.finite.skips_loss(model, sum_of_losses)
                 case "states" if not stops:
                     model.update_states()
     return sum_of_losses
 
 
-_UnderWay = tuple[Part, ModelOutput]
+_Forwarded = tuple[Part, ModelOutput]
 """A micro-batch, and the model's output for it."""
 
 
-def _divisor(job: Job, step: Step, agreed: Agreed) -> Tensor:
+def _divisor(job: Job, step: Step, agreement: StepAgreement) -> Tensor:
     if step.count is not None and not step.count_takes_logits:
         return custom_count(job, step, None, step.inputs)
-    return agreed.num_labels.float()
+    return agreement.num_labels.float()
 
 
-def _counting(job: Job, model: PlanModule, step: Step, agreed: Agreed) -> AbstractContextManager[Any]:
-    labels = None if step.has_custom_loss else agreed.num_labels
+def _counting(job: Job, model: PlanModule, step: Step, agreement: StepAgreement) -> AbstractContextManager[Any]:
+    labels = None if step.has_custom_loss else agreement.num_labels
     return model.counting(
-        labels, agreed.num_tokens, step.tokens.shape[0], passes=step.microbatches, skips=job.finite.skips
+        labels, agreement.num_tokens, step.tokens.shape[0], passes=step.microbatches, skips=job.finite.skips
     )
 
 
-def _forward(model: PlanModule, step: Step, part: Part) -> _UnderWay:
-    tokens, labels, beside, _ = part
-    return part, model(tokens, **beside.given()) if step.has_custom_loss else model(tokens, labels, **beside.given())
+def _forward(model: PlanModule, step: Step, part: Part) -> _Forwarded:
+    tokens, labels, extra, _ = part
+    return part, model(tokens, **extra.by_name()) if step.has_custom_loss else model(tokens, labels, **extra.by_name())
 
 
-def _loss(job: Job, model: PlanModule, step: Step, under_way: _UnderWay, total: Tensor) -> tuple[Tensor, bool]:
+def _loss(job: Job, model: PlanModule, step: Step, forwarded: _Forwarded, total: Tensor) -> tuple[Tensor, bool]:
     """The loss of a micro-batch, divided, and whether it depends on the model's logits on any rank."""
-    (_, labels, _, inputs), output = under_way
+    (_, labels, _, inputs), output = forwarded
     if step.has_custom_loss:
         loss, depends = custom_loss(job, model, step, output, labels, inputs, total)
     else:

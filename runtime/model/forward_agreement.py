@@ -10,10 +10,10 @@ from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import StatesRead
 from moec.runtime.inputs.batches import device_of
-from moec.runtime.inputs.beside import NOTHING, Beside
+from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
 from moec.runtime.inputs.settings import same_on_ranks
-from moec.runtime.model.step_counts import of_step
+from moec.runtime.model.step_counts import is_step_pass
 from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.refused_derivatives import in_vmap
 
@@ -21,48 +21,48 @@ if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
 
 
-def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
+def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs) -> bool:
     """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
-    agreed, model._agreed = model._agreed, None
+    agreed, model._agreed_pass = model._agreed_pass, None
     if agreed is not None and agreed[0] is tokens:
         return agreed[1]
     checks = model._home.checks
     kind = ("forward", model.training, labels is not None)
     look = not in_vmap() and checks.looks(model.seen, kind, device_of(tokens))
-    complaint, matching = claims(model, tokens, labels, beside, look=look)
+    complaint, matching = claims(model, tokens, labels, extra, look=look)
     # The labels that `job.accumulate` counts: those of `StepCounts.add`.
-    counts = model._counts.labels is not None and labels is not None and of_step(model.training)
-    given = model.limits.labels_of(tokens) if counts and complaint is None else 0
-    inputs = TpInputs((tokens, labels, *beside.given().values()), look)
-    (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
-    model._counts.given_of_all += of_all
+    counts = model._counts.labels is not None and labels is not None and is_step_pass(model.training)
+    num_labels = model.limits.labels_of(tokens) if counts and complaint is None else 0
+    inputs = TpInputs((tokens, labels, *extra.by_name().values()), look)
+    (total,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(num_labels,))
+    model._counts.global_num_labels += total
     return look
 
 
-def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
-    """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
+def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs, *, look: bool) -> Claims:
+    """The first error of this rank's batch or parameters, and the values that must match on all ranks.
 
     Without `look` it reads no tensor's values.
     """
     words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
-    complaint = batch_complaint(words) if words else model.takes.complaint(beside, tokens, look=look)
+    complaint = batch_complaint(words) if words else model.takes.complaint(extra, tokens, look=look)
     complaint = complaint or first_complaint(StatesRead(lambda: model._updates.states(model.layers), look=look))
     needed: list[bool] = []
     try:
         if model._home.checks.compares:
-            needed = [each for weights in model.all_weights() for each in weights.needed()]
-            needed += [weights.is_kept for weights in model.all_weights(wrapped=True)]
+            needed = [requires_grad for weights in model.all_weights() for requires_grad in weights.needed()]
+            needed += [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
     except JobError as error:
         complaint = complaint or Complaint.of(error)
-    one_shape = model._places_by_shape or (model._draws and model.training)
+    one_shape = model._places_by_shape or (model.draws and model.training)
     shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-    alike = *same_inputs(labels, beside), *same_mode(model.training, needed)
-    settings = same_on_ranks(model.settings if model._draws else {})
-    return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *alike, settings))
+    modes = *same_inputs(labels, extra), *same_mode(model.training, needed)
+    settings = same_on_ranks(model.settings if model.draws else {})
+    return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *modes, settings))
 
 
 def _device_complaint(model: PlanModule, tokens: object) -> str | None:
-    """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
+    """Describes a batch on another device than the model's, or None. Checked first: `meta` has no values to read."""
     device = next(model.parameters()).device
     if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
         return None
@@ -70,6 +70,6 @@ def _device_complaint(model: PlanModule, tokens: object) -> str | None:
 
 
 def hooks_of_parameters(model: PlanModule) -> MustMatch:
-    """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
+    """The layers whose parameters have hooks; if ranks differ, they sum gradients in different micro-batches."""
     hooked = tuple(weights.is_hooked for weights in model.all_weights(wrapped=True))
     return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))

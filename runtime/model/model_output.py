@@ -1,4 +1,4 @@
-"""What a model returns."""
+"""The result of a model's `forward`."""
 
 from __future__ import annotations
 

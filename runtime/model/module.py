@@ -21,7 +21,7 @@ from moec.runtime.calls import called
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LogitsGiven, ModelRecomputed, PassBegins, PassEnds, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
-from moec.runtime.inputs.beside import Beside, Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs, ExtraInputs
 from moec.runtime.inputs.forward_checks import (
     counts_own_tokens,
     same_shape,
@@ -37,7 +37,7 @@ from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
 from moec.runtime.model.state_updates import Updates
-from moec.runtime.model.step_counts import StepCounts, of_step
+from moec.runtime.model.step_counts import StepCounts, is_step_pass
 from moec.runtime.model.step_module import StepModule
 from moec.runtime.model.top_level import TopLevel
 from moec.runtime.refused_derivatives import in_vmap, unwrapped
@@ -64,12 +64,12 @@ class PlanModule(StepModule):
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
         self.run = Run()
-        """The run whose checkpoints it saves. Only rank 0 keeps it current."""
+        """The training run that its checkpoints belong to. Current on rank 0 alone."""
         self._home, self.limits = home, limits
         self._microbatches, self._counts = Microbatches(), StepCounts()
         self.seen: set[object] = set()
         self.has_accumulated = False
-        self._agreed: tuple[Tensor, bool] | None = None
+        self._agreed_pass: tuple[Tensor, bool] | None = None
         self.layers = nn.ModuleList()
         self._routers: list[str] = []
         functions = {
@@ -85,12 +85,12 @@ class PlanModule(StepModule):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
-        self.takes = Takes.of(program)
+        self.takes = AcceptedInputs.of(program)
         self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
-        self._given = taken_role(program)
-        self._draws = program.block(FORWARD).input("sequences") is not None
+        self._input_role = taken_role(program)
+        self.draws = program.block(FORWARD).input("sequences") is not None
         self._places_by_shape = counts_own_tokens(program)
         self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
         self.num_tokens: int | Tensor = 0
@@ -127,51 +127,51 @@ class PlanModule(StepModule):
         """
         self._home.require_running()
         look_at(PassBegins(self, device_of(tokens).type))
-        beside = Beside(routes, segments, padding)
-        look = require_batch(self, tokens, labels, beside)
+        extra = ExtraInputs(routes, segments, padding)
+        look = require_batch(self, tokens, labels, extra)
         if in_backward():
             ended_block = self.has_accumulated and self._counts.labels is None
-            look_at(ModelRecomputed(self._draws and self.training, ended_block))
-        self.num_tokens = self.counters.real_tokens(tokens, beside)
-        given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
-        if self._draws:
-            given["sequences"] = self._number_sequences(tokens, labels)
-        with unscored.noting() as noted:
-            results = self._top.run(self, given)
+            look_at(ModelRecomputed(self.draws and self.training, ended_block))
+        self.num_tokens = self.counters.real_tokens(tokens, extra)
+        inputs: dict[Role, Tensor] = {self._input_role: tokens, **self.takes.inputs(extra, tokens)}
+        if self.draws:
+            inputs["sequences"] = self._number_sequences(tokens, labels)
+        with unscored.noting() as unscored_masks:
+            results = self._top.run(self, inputs)
         if self.training and self._counts.sequences is None:
             self.next_step()
-        unfit = first_complaint(PassEnds(noted, self._routers, look=look))
+        complaint = first_complaint(PassEnds(unscored_masks, self._routers, look=look))
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
-        kept = {} if in_vmap() else results  # it has other counts for each of its batch
+        counted = {} if in_vmap() else results  # vmap has separate counts for each of its examples
         self.expert_counts, self.head_counts, self.choices_made = (
-            {n: unwrapped(rows[0]) for (role, n, _), rows in kept.items() if role == counted and n is not None}
-            for counted in COUNTS
+            {n: unwrapped(rows[0]) for (role, n, _), rows in counted.items() if role == count_role and n is not None}
+            for count_role in COUNTS
         )
-        if labels is not None and of_step(self.training):
+        if labels is not None and is_step_pass(self.training):
             self._counts.add(labels)
         if self._is_training_step(labels):
-            self._updates.add(kept)
-            self._home.attend(tokens, segments, given.get("real"))
-        aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
+            self._updates.add(counted)
+            self._home.count_pass(tokens, segments, inputs.get("real"))
+        aux_loss = None if balance is None else self._aux_loss(balance, inputs.get("real", tokens))
         refuses = look and not self._counts.skips
-        if unfit is not None:
+        if complaint is not None:
             logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
         if labels is None:
             if refuses and self._routers:
-                self._home.checks.require("end of a forward pass", unfit)
+                self._home.checks.require("end of a forward pass", complaint)
             if self.training and self._counts.sequences is None and not self._home.shares_batch:
                 look_at(LogitsGiven(logits, self._home.data_size, seen=self.seen))
             return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
-        if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
+        if complaint is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)
         loss = self._loss(logits, labels)
         if refuses and loss.isnan():
-            self._home.checks.require("end of a forward pass", unfit)
-        if of_step(self.training):
+            self._home.checks.require("end of a forward pass", complaint)
+        if is_step_pass(self.training):
             self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
-        whole = loss + aux_loss if self.training and aux_loss is not None else loss
-        return ModelOutput(logits, whole, aux_loss, chosen)
+        total_loss = loss + aux_loss if self.training and aux_loss is not None else loss
+        return ModelOutput(logits, total_loss, aux_loss, chosen)
 
     @called("model.generate", max_length="`max_new_tokens` counts new tokens alone, without those of the prompt")
     def generate(
@@ -202,20 +202,20 @@ class PlanModule(StepModule):
         rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.
 
         Raises `JobError` on every rank: MOE0741 for a model that cannot generate, MOE0742 for more tokens than its
-        context, MOE0702, MOE0728 and MOE0740 for prompts and options that are none, MOE0708 and MOE0743 for logits that
-        are not finite.
+        context, MOE0702, MOE0728 and MOE0740 for invalid prompts and options, MOE0708 and MOE0743 for logits that are
+        not finite.
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 
     def extra_repr(self) -> str:
-        return self._origin.in_words(self._home.signature())
+        return self._origin.summary(self._home.signature())
 
     def _is_training_step(self, labels: Tensor | None) -> bool:
-        """Whether this pass is a part of a training step: not in evaluation, and not computed again in backward."""
+        """Whether this pass is part of a training step: not in evaluation, and not when computed again in backward."""
         # A reentrant checkpoint of the whole model runs its first pass without gradients. In `accumulate` it counts.
-        graded = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
-        return self.training and graded and not in_backward()
+        needs_gradient = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
+        return self.training and needs_gradient and not in_backward()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         step_labels, _ = self._counts.divisors(self.training)
@@ -254,21 +254,21 @@ class PlanModule(StepModule):
 
     @property
     def spec(self) -> Spec:
-        """The file that it computes."""
+        """The Spec of the file."""
         return self._origin.spec
 
     @property
     def program(self) -> Program:
-        """The Program that its graphs are made from."""
+        """The Program of its graphs."""
         return self._origin.program
 
     # ---- for PyTorch -------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles each distinct layer and the losses with `torch.compile` and its options; nothing else."""
-        own = (layer.function for layer in self.layers if isinstance(layer, Layer))
-        others = (*self._scalars.values(), *self._updates.functions())
-        for module in dict.fromkeys(function.module for function in (*own, *others)):
+        layer_functions = (layer.function for layer in self.layers if isinstance(layer, Layer))
+        other_functions = (*self._scalars.values(), *self._updates.functions())
+        for module in dict.fromkeys(function.module for function in (*layer_functions, *other_functions)):
             module.compile(*args, **kwargs)
 
     @property

@@ -1,4 +1,4 @@
-"""The Spec and the Program of a module."""
+"""The Spec and the Program of a module, and its line in `repr`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ModuleOrigin:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleOrigin:
         return self
 
-    def in_words(self, place: Mapping[str, Any]) -> str:
-        """A line for `repr`; `place` is the signature of the module's home."""
+    def summary(self, signature: Mapping[str, Any]) -> str:
+        """A line for `repr`; `signature` is that of the module's home."""
         model = self.spec.model
-        rank = f", rank {place['rank']} of {place['ranks']}" if place["ranks"] > 1 else ""
+        rank = f", rank {signature['rank']} of {signature['ranks']}" if signature["ranks"] > 1 else ""
         return f"{model.name}: dim {model.dim}, computes in {model.dtype}{rank}"

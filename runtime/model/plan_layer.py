@@ -9,27 +9,27 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function
 from moec.runtime.inputs.settings import setting_values
-from moec.runtime.weights.gathered_again import Handles
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.regathering import Handles
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
-from moec.runtime.weights.states import OwnStates
+from moec.runtime.weights.states import LayerStates
 
 
 class Layer(nn.Module):
     """One layer: its number, its parameters, and the function that computes it, which identical layers share.
 
-    `words` are what the file says of it, for `repr`.
+    `words`: its lines of the file, for `repr`.
     """
 
     def __init__(self, number: int, function: Function, home: Home, microbatches: Microbatches, words: str) -> None:
         super().__init__()
         self._words = words
         self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
-        self._weights = own_weights(
+        self._weights = make_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, microbatches
         )
-        self._states = OwnStates(self, function.states, home)
+        self._states = LayerStates(self, function.states, home)
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
 
@@ -45,13 +45,13 @@ class Layer(nn.Module):
         return self._words
 
     def states(self) -> dict[str, Tensor]:
-        """The states by name, in the order of the file. Raises `JobError` for one that was narrowed."""
+        """The states by name, in the order of the file. Raises `JobError` for one in a narrower dtype."""
         return self._states.by_name(self)
 
 
-def layer_inside(module: nn.Module) -> tuple[str, Layer] | None:
-    """The path and the layer in a wrapper, such as `checkpoint_wrapper` or `torch.compile`; the path of a layer is "".
+def layer_inside(module: nn.Module) -> Layer | None:
+    """The layer itself, or the one in a wrapper such as `checkpoint_wrapper` or `torch.compile`.
 
-    None for a module of the user's, which stands in a layer's place.
+    None for a user's module in a layer's place.
     """
-    return next(((path, inner) for path, inner in module.named_modules() if isinstance(inner, Layer)), None)
+    return next((inner for inner in module.modules() if isinstance(inner, Layer)), None)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from moec.codegen.plan import Plan
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
-from moec.runtime.model.plan_layer import layer_inside
+from moec.runtime.model.plan_layer import Layer
 from moec.runtime.weights.home import home_of
 
 T = TypeVar("T")
 
 
 def require_model(model: object, plan: Plan) -> None:
-    """Raises `JobError` for anything that is no `PlanModule`, such as a wrapper around one."""
+    """Raises `JobError` unless `model` is a `PlanModule`, and not a wrapper around one."""
     if isinstance(model, PlanModule):
         return
     help = "give it the model that `job.build` made; `model.compile()` compiles it in place"
@@ -49,7 +49,7 @@ def require_own(model: object, plan: Plan, number: str) -> None:
 
 def parameters_by_name(model: PlanModule, plan: Plan) -> dict[str, nn.Parameter]:
     """The parameters by their names in the plan. Raises `JobError` for parameters that the plan does not have."""
-    found, foreign = by_plan_names(model, model.named_parameters(), plan.parameters)
+    parameters, foreign = by_plan_names(model, model.named_parameters(), plan.parameters)
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise JobError(
@@ -59,34 +59,40 @@ def parameters_by_name(model: PlanModule, plan: Plan) -> dict[str, nn.Parameter]
             "your own modules yourself; save and resume while no parametrization is registered, with its parameters as "
             "an extra (docs/checkpoints.md); a wrapper without parameters of its own may be around any layer",
         )
-    return found
+    return parameters
 
 
 def states_by_name(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
     """The plan's states by their names in the plan. Leaves out other buffers."""
-    found, _ = by_plan_names(model, model.named_buffers(), plan.states)
-    return found
+    states, _ = by_plan_names(model, model.named_buffers(), plan.states)
+    return states
 
 
 def by_plan_names(
-    model: PlanModule, named: Iterable[tuple[str, T]], known: Container[str]
+    model: PlanModule, items: Iterable[tuple[str, T]], names: Container[str]
 ) -> tuple[dict[str, T], list[str]]:
-    """Parameters or buffers by their names in the plan, and the names in the model of those that it does not have."""
+    """Parameters or buffers by their names in the plan, and the model's names of those that the plan does not have."""
     paths = _paths_of_wrapped_layers(model)
-    found, foreign = dict[str, T](), list[str]()
-    for name, value in named:
+    by_name, foreign = dict[str, T](), list[str]()
+    for name, value in items:
         layer = ".".join(name.split(".", 2)[:2])
         path = paths.get(layer)
-        if path is None and name in known:
-            found[name] = value
-        elif path is not None and name.startswith(f"{path}.") and (inner := layer + name.removeprefix(path)) in known:
-            found[inner] = value
+        if path is None and name in names:
+            by_name[name] = value
+        elif (
+            path is not None and name.startswith(f"{path}.") and (plan_name := layer + name.removeprefix(path)) in names
+        ):
+            by_name[plan_name] = value
         else:
             foreign.append(name)
-    return found, foreign
+    return by_name, foreign
 
 
 def _paths_of_wrapped_layers(model: PlanModule) -> dict[str, str]:
-    """Where a wrapper has the layer: `layers.3` → `layers.3.wrapped`."""
-    inside = {f"layers.{number}": layer_inside(module) for number, module in enumerate(model.layers)}
-    return {place: f"{place}.{found[0]}" for place, found in inside.items() if found is not None and found[0]}
+    """The paths of layers in wrappers: `layers.3` → `layers.3.wrapped`."""
+    paths = {}
+    for number, module in enumerate(model.layers):
+        inner_path = next((path for path, inner in module.named_modules() if isinstance(inner, Layer)), "")
+        if inner_path:
+            paths[f"layers.{number}"] = f"layers.{number}.{inner_path}"
+    return paths

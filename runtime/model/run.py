@@ -1,4 +1,4 @@
-"""Which training a model's checkpoints are of. Needs no torch."""
+"""The training run that a model's checkpoints belong to. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Saved(Protocol):
-    """What the head of a checkpoint says of its run: `Run` has the same fields."""
+    """The run's fields in the head of a checkpoint: `Run` has the same."""
 
     @property
     def run(self) -> str: ...
@@ -20,17 +20,17 @@ class Saved(Protocol):
 
 
 def new_id() -> str:
-    """The id of a new run, unlike all others."""
+    """A new run's unique id."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training, over all its restarts. `saved`: of its last checkpoint that was saved or loaded.
+    """One training run, over all its restarts. `saved`: the number of its last saved or loaded checkpoint.
 
-    `ancestors`: of each earlier run that it has branched from, the id, and `saved` of the checkpoint where it did.
-    `loaded`: of the checkpoint that this process has gone on from, 0 if it began the run; `own`: of those that it has
-    saved since.
+    `ancestors`: the earlier runs that it branched from, each as its id and the number of the checkpoint at the branch.
+    `loaded`: the number of the checkpoint that this process resumed from, 0 if it began the run. `own`: the numbers of
+    the checkpoints that this process has saved since.
     """
 
     id: str = field(default_factory=new_id)
@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def of(cls, head: Saved) -> Run:
-        """The run that goes on from a checkpoint. One of format 1 names no run: a new one branches from it."""
+        """The run that resumes from a checkpoint. Checkpoints of format 1 name no run: a new run branches from them."""
         if not head.run:
             return cls(ancestors=(("", head.saved),))
         return cls(head.run, head.ancestors, head.saved, head.saved)
@@ -51,16 +51,16 @@ class Run:
         saved = self.saved if saved is None else saved
         return Run(ancestors=(*self.ancestors, (self.id, saved)) if saved else self.ancestors)
 
-    def after(self, saved: int) -> Run:
-        """The run with one more checkpoint."""
+    def with_checkpoint(self, saved: int) -> Run:
+        """The run with one more checkpoint, saved by this process."""
         self.own.add(saved)
         return replace(self, saved=saved)
 
     def goes_on_in(self, heads: Iterable[Saved]) -> bool:
-        """Whether one of these is of the same run and later than what was loaded, and was not saved here."""
-        later = {head.saved for head in heads if head.run == self.id and head.saved > self.loaded}
-        return self.loaded > 0 and not later <= self.own
+        """Whether another process has saved a later checkpoint of this run than the loaded one."""
+        later_checkpoints = {head.saved for head in heads if head.run == self.id and head.saved > self.loaded}
+        return self.loaded > 0 and not later_checkpoints <= self.own
 
     def has(self, head: Saved) -> bool:
-        """Whether a checkpoint is of this run, or of an ancestor before it has branched."""
+        """Whether a checkpoint is of this run, or of an ancestor up to the branch."""
         return head.run == self.id or any(head.run == run and head.saved <= saved for run, saved in self.ancestors)

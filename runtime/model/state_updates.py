@@ -16,7 +16,7 @@ from moec.runtime.weights.home import Home
 
 
 class Updates:
-    """Gives states their new values, from the rows that experts got since the last update.
+    """Computes new values of states from the rows that experts got since the last update.
 
     `loads` maps a layer to int64 `[sources, experts]`, the rows of this rank's tokens.
     """
@@ -28,7 +28,7 @@ class Updates:
             for name in dict.fromkeys(updated_by.values())
         }
         updates = ((layer.number, program.body(layer).update) for layer in program.layers)
-        self._of_layer = {number: self._functions[name] for number, name in updates if name is not None}
+        self._function_of_layer = {number: self._functions[name] for number, name in updates if name is not None}
         self.loads: dict[int, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -38,12 +38,12 @@ class Updates:
     @property
     def any(self) -> bool:
         """Whether the model has states."""
-        return bool(self._of_layer)
+        return bool(self._function_of_layer)
 
     def states(self, layers: nn.ModuleList) -> dict[str, Tensor]:
         """The states by their full names."""
         named = {}
-        for number, function in self._of_layer.items():
+        for number, function in self._function_of_layer.items():
             states = _states_in(layers[number])
             names = [state.name for state in function.states if state.name in states]
             named.update({f"layers.{number}.{name}": states[name] for name in names})
@@ -56,25 +56,25 @@ class Updates:
     def add(self, results: Mapping[OutputKey, Any]) -> None:
         """Adds the `counts` of a forward pass to the loads."""
         for (role, layer, _), counts in results.items():
-            if role == "counts" and layer in self._of_layer:
-                seen = self.loads.get(layer)
-                self.loads[layer] = unwrapped(counts if seen is None else seen + counts)
+            if role == "counts" and layer in self._function_of_layer:
+                earlier = self.loads.get(layer)
+                self.loads[layer] = unwrapped(counts if earlier is None else earlier + counts)
 
     @torch.no_grad()
     def new_values(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Each state by its full name, and the new value that `loads` give it. A collective of all ranks."""
-        found = {}
+        new_values = {}
         for number, counts in sorted(loads.items()):
-            function, states = self._of_layer[number], _states_in(layers[number])
+            function, states = self._function_of_layer[number], _states_in(layers[number])
             values = [states[state.name] for state in function.states if state.name in states]
             if len(values) < len(function.states):
-                continue  # a module of the user's stands in the layer's place
+                continue  # a user's module in the layer's place
             results = function.module(counts, *values)
-            given = results if isinstance(results, tuple | list) else (results,)
-            for output, value in zip(function.results, given, strict=True):
+            outputs = results if isinstance(results, tuple | list) else (results,)
+            for output, value in zip(function.results, outputs, strict=True):
                 assert output.state is not None
-                found[f"layers.{number}.{output.state}"] = states[output.state], value
-        return found
+                new_values[f"layers.{number}.{output.state}"] = states[output.state], value
+        return new_values
 
     @torch.no_grad()
     def apply(self, layers: nn.ModuleList) -> None:
@@ -86,5 +86,5 @@ class Updates:
 
 def _states_in(module: nn.Module) -> dict[str, Tensor]:
     """The states of a layer, which may be inside a wrapper."""
-    found = layer_inside(module)
-    return {} if found is None else found[1].states()
+    layer = layer_inside(module)
+    return {} if layer is None else layer.states()

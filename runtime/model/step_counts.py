@@ -17,13 +17,13 @@ WITHOUT_LABELS = (
     "zero the gradients, and call `model(tokens, labels)` for every micro-batch of the block; with a loss of your own "
     "its `.loss` may stay unused. Or use `job.step(…, loss=…)`, or no `job.accumulate` and `job.update_states(model)`"
 )
-"""The way out for forward passes that lack labels, or are missing."""
+"""The help for forward passes that lack labels, or are missing."""
 
 OTHER_LABELS = (
     "zero the gradients, and pass it the labels of exactly the micro-batches of the block; evaluate in between after "
     "`model.eval()` and under torch.no_grad"
 )
-"""The way out for forward passes that had other labels, or too many."""
+"""The help for forward passes that had other labels, or too many."""
 
 
 @dataclass(slots=True)
@@ -31,23 +31,23 @@ class StepCounts:
     """Divisors of losses: counts over all ranks of a step, 0-d int64. None: each forward pass counts its batch.
 
     `sequences`: this rank's sequences in the whole step; None if each forward pass in training is a step. `numbered`:
-    those that earlier forward passes of the step had.
+    the sequences of the step's earlier forward passes.
     """
 
     labels: Tensor | None = None
     tokens: Tensor | None = None
     sequences: int | None = None
     numbered: int = 0
-    given: int = 0
+    num_labels: int = 0
     """Labels, ignored ones included, of the forward passes on this rank whose losses were divided by `labels`."""
-    given_of_all: int = 0
-    """`given` summed over all ranks."""
+    global_num_labels: int = 0
+    """`num_labels` summed over all ranks."""
     valid: int | Tensor = 0
     """Valid labels of those passes, on this rank."""
     loss: float | Tensor = 0.0
     """The sum of those passes' losses, a scalar."""
     skips: bool = False
-    """Whether a step whose loss is not finite is left out, and raises nothing."""
+    """Whether a step with a loss that is not finite is skipped, without an error."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
         return StepCounts()  # a copy of a model belongs to no open step
@@ -59,7 +59,7 @@ class StepCounts:
     def add(self, labels: Tensor) -> None:
         """Counts the labels of a forward pass on this rank, if its loss is divided by `self.labels`."""
         if self.labels is not None:
-            self.given += labels.numel()
+            self.num_labels += labels.numel()
             self.valid = self.valid + (labels != IGNORED_LABEL).sum()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -68,19 +68,19 @@ class StepCounts:
             self.loss = self.loss + loss.detach()
 
     def complaint(self, labels: Tensor, *, look: bool, numbered: bool) -> Complaint | None:
-        """What is wrong unless the forward passes had just the `labels` and, if `numbered`, all the sequences.
+        """None if the forward passes had exactly the `labels` and, if `numbered`, all the sequences.
 
         Without `look` it does not read which labels are ignored.
         """
-        differs = self._difference(labels, look=look, numbered=numbered)
-        if differs is None:
+        difference = self._difference(labels, look=look, numbered=numbered)
+        if difference is None:
             return None
-        help = WITHOUT_LABELS if self.given < labels.numel() else OTHER_LABELS
-        return Complaint("MOE0713", f"job.accumulate got {differs}", help)
+        help = WITHOUT_LABELS if self.num_labels < labels.numel() else OTHER_LABELS
+        return Complaint("MOE0713", f"job.accumulate got {difference}", help)
 
     def _difference(self, labels: Tensor, *, look: bool, numbered: bool) -> str | None:
-        if self.given != labels.numel():
-            return f"{labels.numel()} labels, its forward passes had {self.given}"
+        if self.num_labels != labels.numel():
+            return f"{labels.numel()} labels, its forward passes had {self.num_labels}"
         if numbered and self.numbered != self.sequences:
             return f"labels of {self.sequences} sequences, its forward passes had {self.numbered}"
         if look:
@@ -112,8 +112,8 @@ class StepCounts:
         return numbers
 
 
-def of_step(training: bool) -> bool:
-    """Whether the pass that runs now is one of a step: none in evaluation, and none computed again in backward."""
+def is_step_pass(training: bool) -> bool:
+    """Whether the running pass is part of a step: not in evaluation, and not when it is computed again in backward."""
     return not in_backward() and not _evaluates(training)
 
 

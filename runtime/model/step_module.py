@@ -1,4 +1,4 @@
-"""What a job asks of a model in a step: its counts, its states, its micro-batches and its weights."""
+"""The part of a model that a job uses in a step: its counts, states, micro-batches and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moec.passes.ir import STEP
 from moec.runtime.errors import JobError
 from moec.runtime.guards.leftover_gradients import STEP_RAISED
 from moec.runtime.inputs.batches import ImageLimits, Limits
-from moec.runtime.inputs.beside import Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs
 from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts
@@ -27,21 +27,17 @@ class StepModule(nn.Module):
 
     layers: nn.ModuleList
     limits: Limits | ImageLimits
-    takes: Takes
+    takes: AcceptedInputs
     settings: dict[str, int]
     seen: set[object]
-    _agreed: tuple[Tensor, bool] | None
+    draws: bool
+    """Whether its forward pass in training draws random numbers."""
+    _agreed_pass: tuple[Tensor, bool] | None
     _counts: StepCounts
-    _draws: bool
     _microbatches: Microbatches
     _scalars: dict[str, Function]
     _top: TopLevel
     _updates: Updates
-
-    @property
-    def draws(self) -> bool:
-        """Whether its forward pass in training draws random numbers."""
-        return self._draws
 
     @property
     def is_hooked(self) -> bool:
@@ -55,18 +51,18 @@ class StepModule(nn.Module):
         return (self.limits.padding is not None or self.takes.padding) and "num_tokens" in self._scalars
 
     def new_states(self, loads: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The new value that these loads (layer → int64 `[sources, experts]`) give each state, by its full name."""
+        """Each state's new value after these loads (layer → int64 `[sources, experts]`), by the state's full name."""
         return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
 
     def open_step_complaint(self) -> Complaint | None:
-        """Why nothing may be saved or loaded now, or None: a step has begun, and its gradients and states are parts."""
+        """The complaint about saving or loading inside a step, whose gradients and states are incomplete; else None."""
         if self._counts.sequences is None:
             return None
         words = "a checkpoint was asked for inside of job.accumulate or job.step, whose step has begun and not ended"
         return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
 
     def update_complaint(self) -> Complaint | None:
-        """Why `update_states` has nothing to update, or None."""
+        """The reason why `update_states` has nothing to update, or None."""
         in_step = self._counts.sequences is not None
         if not self._updates.any or (self._updates.loads and not in_step):
             return None
@@ -83,7 +79,7 @@ class StepModule(nn.Module):
         self._updates.apply(self.layers)
 
     def drop_loads(self) -> None:
-        """Drops the loads of earlier passes: they belong to states that were replaced by those of a file."""
+        """Drops the loads of earlier passes, after a file has replaced the states that they belong to."""
         self._updates.loads.clear()
 
     @contextmanager
@@ -102,20 +98,20 @@ class StepModule(nn.Module):
                 "job.step or job.accumulate was called inside job.accumulate of the same model: one step at a time",
                 "end the block of job.accumulate first",
             )
-        # A parameter's hook may step, and fused and foreach steps on DTensors leave no count of changes.
-        keeps = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        # A parameter's hook may call an optimizer, and fused and foreach optimizers on DTensors change no version.
+        keeps_weights = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
-        self._microbatches.keeps = keeps
+        self._microbatches.keeps_weights = keeps_weights
         try:
             yield self._counts
         except BaseException:
             self.seen.add(STEP_RAISED)
             raise
         finally:
-            self._microbatches.keeps = False
+            self._microbatches.keeps_weights = False
             for weights in self.all_weights(wrapped=True):
-                weights.drop_kept()
+                weights.drop_step_weights()
             self._counts = StepCounts()
             self._updates.loads.clear()
         self.next_step()
@@ -124,18 +120,18 @@ class StepModule(nn.Module):
         """Adds 1 to the setting `step`."""
         self.settings[STEP.name] += 1
 
-    def agreed(self, tokens: Tensor, look: bool) -> None:
-        """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""
-        self._agreed = tokens, look
+    def skip_agreement(self, tokens: Tensor, look: bool) -> None:
+        """Makes the next forward pass of these tokens skip its agreement: the step's agreement covers it."""
+        self._agreed_pass = tokens, look
 
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
-        """Collects gradients of micro-batches inside the block; drops those left at its end."""
+        """Collects gradients of micro-batches inside the block; drops unsummed ones at its end."""
         try:
             yield self._microbatches
         finally:
             self._microbatches.drop()
-            self._agreed = None
+            self._agreed_pass = None
 
     def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
         """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""
@@ -143,5 +139,5 @@ class StepModule(nn.Module):
         for layer in self.layers:
             if isinstance(layer, Layer):
                 yield layer._weights
-            elif wrapped and (found := layer_inside(layer)) is not None:
-                yield found[1]._weights
+            elif wrapped and (inner := layer_inside(layer)) is not None:
+                yield inner._weights

@@ -14,16 +14,16 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
-from moec.runtime.weights.gathered_again import Handles
-from moec.runtime.weights.home import Home, own_weights
+from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.regathering import Handles
 
 if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
 
 
 class Outline:
-    """The nodes of the graph, where to fetch parameters and where to drop values. Copies of a model use the same one.
+    """The nodes of the graph, and where parameters are fetched and values dropped. Copies of a model use the same one.
 
     `segments`: the parameters used between two calls of layers, fetched together before their first use.
     """
@@ -55,12 +55,12 @@ class TopLevel:
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [
-            own_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
+            make_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
             for _, segment in self._outline.segments
         ]
 
-    def run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
-        """The results of a forward pass by `Output.key`. `given` has the inputs by role."""
+    def run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
+        """The results of a forward pass by `Output.key`. `inputs`: those of the graph, by role."""
         if len(model.layers) != self._outline.num_layers:
             raise JobError(
                 "MOE0710",
@@ -71,32 +71,32 @@ class TopLevel:
             weights.begin()
         self._microbatches.last_use = None
         try:
-            return self._run(model, given)
+            return self._run(model, inputs)
         finally:
             self._microbatches.last_use = None
             for weights in model.all_weights(wrapped=True):
-                weights.drop_begun()
+                weights.drop_prepared()
 
-    def _run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
+    def _run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
         outline = self._outline
-        values: dict[fx.Node, Any] = {node: given[role] for role, node in outline.inputs.items()}
+        values: dict[fx.Node, Any] = {node: inputs[role] for role, node in outline.inputs.items()}
         settings = setting_values(list(outline.settings), model.settings, training=model.training)
         values.update(zip(outline.settings.values(), settings, strict=True))
-        handles, coming = Handles(), self._in_order(model)
-        next(coming, None)
+        handles, prefetches = Handles(), self._prefetches(model)
+        next(prefetches, None)
         for node in outline.nodes:
             if node in outline.index_of:
                 index = outline.index_of[node]
                 values.update(zip(outline.segments[index][1], self.weights[index](handles), strict=True))
-                next(coming, None)
+                next(prefetches, None)
             match node.op:
                 case "output":
                     (results,) = node.args
-                    found = results if isinstance(results, tuple | list) else (results,)
-                    return {output.key: values[value] for output, value in zip(outline.results, found, strict=True)}
+                    nodes = results if isinstance(results, tuple | list) else (results,)
+                    return {output.key: values[value] for output, value in zip(outline.results, nodes, strict=True)}
                 case "call_module":
                     layer = model.layers[_layer_number(node)]
-                    next(coming, None)
+                    next(prefetches, None)
                     note_action("forward", f"layers.{_layer_number(node)}")
                     values[node] = layer(*(values[arg] for arg in node.args))
                 case _:
@@ -104,23 +104,23 @@ class TopLevel:
                     args = [_value(arg, values) for arg in node.args]
                     with handles.in_place():
                         values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
-            for dead in outline.last_used_at.get(node, ()):
-                del values[dead]
+            for unused in outline.last_used_at.get(node, ()):
+                del values[unused]
         raise AssertionError("a graph without an output")
 
-    def _in_order(self, model: PlanModule) -> Iterator[None]:
-        """Starts the gather of one segment or layer after the other, in the order of their use: one at each `next`.
+    def _prefetches(self, model: PlanModule) -> Iterator[None]:
+        """Starts the gather of one segment's or layer's weights at each `next`, in the order of their use.
 
-        A module in a layer's place, which has no weights of the plan, takes a turn too.
+        A user's module in a layer's place has no weights of the plan: its `next` does nothing.
         """
         for node in self._outline.nodes:
             if node in self._outline.index_of:
-                self.weights[self._outline.index_of[node]].begin_gather()
+                self.weights[self._outline.index_of[node]].prefetch()
                 yield
             if node.op == "call_module":
-                found = layer_inside(model.layers[_layer_number(node)])
-                if found is not None:
-                    found[1]._weights.begin_gather()
+                layer = layer_inside(model.layers[_layer_number(node)])
+                if layer is not None:
+                    layer._weights.prefetch()
                 yield
 
 
@@ -130,7 +130,7 @@ def _layer_number(node: fx.Node) -> int:
 
 def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
     if isinstance(arg, list | tuple):
-        return [_value(each, values) for each in arg]
+        return [_value(item, values) for item in arg]
     return values[arg] if isinstance(arg, fx.Node) else arg
 
 
@@ -141,7 +141,7 @@ def _role(node: fx.Node) -> Role | None:
 
 
 def _setting(node: fx.Node) -> str | None:
-    """The name of a setting; None of all other nodes."""
+    """The name of a setting; None for other nodes."""
     value = info_of(node).value
     return value.name if node.op == "placeholder" and isinstance(value, Setting) else None
 
@@ -155,14 +155,14 @@ def _parameter(node: fx.Node) -> str:
 def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """The parameters used between two calls of layers, each tuple with the first node that uses one of them."""
     segments: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
-    first_use, segment, seen = None, list[fx.Node](), set[fx.Node]()
+    first_use, segment, in_segments = None, list[fx.Node](), set[fx.Node]()
     for node in nodes:
-        new = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
-        new = [used for used in new if used not in seen]
-        if new and not segment:
+        unassigned = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
+        unassigned = [used for used in unassigned if used not in in_segments]
+        if unassigned and not segment:
             first_use = node
-        segment += new
-        seen.update(new)
+        segment += unassigned
+        in_segments.update(unassigned)
         if node.op in ("call_module", "output") and first_use is not None:
             segments.append((first_use, tuple(segment)))
             first_use, segment = None, []
@@ -171,11 +171,11 @@ def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ..
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that no later node uses."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
+    last_uses: dict[fx.Node, list[fx.Node]] = {}
+    used_later: set[fx.Node] = set()
     for node in reversed(nodes):
         for used in node.all_input_nodes:
-            if used not in seen and node.op != "output":
-                found.setdefault(node, []).append(used)
-            seen.add(used)
-    return found
+            if used not in used_later and node.op != "output":
+                last_uses.setdefault(node, []).append(used)
+            used_later.add(used)
+    return last_uses

@@ -1,1 +1,1 @@
-"""Optimizers, and what is done to gradients before they step."""
+"""Optimizers, and the clipping of gradients before their steps."""

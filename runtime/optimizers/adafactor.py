@@ -79,9 +79,9 @@ class Adafactor(MatrixOptimizer):
         """The sums of every parameter, in one reduction per group. A missing gradient counts as zeros."""
         sums_of_masters, reduced = [], []
         for master, gradient in zip(masters, gradients, strict=True):
-            whole = master.rows + master.columns
+            matrix_dims = master.rows + master.columns
             sums = {"squares": _square_sum(master, gradient), "weights": _square_sum(master, master.local)}
-            groups = {"squares": master.groups(whole), "weights": master.groups(whole)}
+            groups = {"squares": master.groups(matrix_dims), "weights": master.groups(matrix_dims)}
             if master.rows:
                 square = torch.zeros_like(master.local) if gradient is None else gradient.square()
                 state = self._state(master)

@@ -1,7 +1,7 @@
 """Clips gradients inside of the optimizer's update: the optimizer divides them while it reads them.
 
-From the clipping until `step()` a placeholder is a parameter's `grad`. It keeps the gradient and the factor together:
-`grad = None` drops both, `step()` takes both, and reading or changing it is an error.
+Between the clipping and `step()` a parameter's `grad` is a placeholder with the gradient and its divisor: `grad = None`
+drops both, `step()` uses both, and reading or changing the placeholder is an error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class HandedOver(Tensor):
 
     @staticmethod
     def __new__(cls, gradient: Tensor, scale: Tensor) -> HandedOver:
-        made: HandedOver = torch.Tensor._make_wrapper_subclass(
+        placeholder: HandedOver = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
         )
-        made.gradient, made.scale, made.is_zero = gradient, scale, False
-        return made
+        placeholder.gradient, placeholder.scale, placeholder.is_zero = gradient, scale, False
+        return placeholder
 
     def __init__(self, gradient: Tensor, scale: Tensor) -> None:
         pass
@@ -44,7 +44,7 @@ class HandedOver(Tensor):
         return f"{type(self).__name__}({list(self.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied: Tensor = self.taken().clone()
+        copied: Tensor = self.unscaled().clone()
         if not self.is_zero:
             local_part(copied).div_(self.scale)
         return copied
@@ -67,13 +67,13 @@ class HandedOver(Tensor):
         raise _refused()
 
     def scaled(self) -> Tensor:
-        """The clipped gradient, in its own memory."""
-        gradient = self.taken()
+        """The clipped gradient, in place."""
+        gradient = self.unscaled()
         if not self.is_zero:  # the scale of a norm that is NaN would make zeros NaN
             local_part(gradient).div_(self.scale)
         return gradient
 
-    def taken(self) -> Tensor:
+    def unscaled(self) -> Tensor:
         """The gradient, not yet divided."""
         if self.is_zero:
             local_part(self.gradient).zero_()
@@ -89,11 +89,11 @@ def _refused() -> JobError:
 
 
 def watch_steps(optimizer: Optimizer) -> bool:
-    """Makes the optimizer's steps take gradients that are handed over. Returns whether they did so before."""
+    """Makes the optimizer's steps accept gradients that are handed over. Returns whether they already did."""
     if optimizer in _watched:
         return True
     _watched.add(optimizer)
-    optimizer.register_step_pre_hook(_take)
+    optimizer.register_step_pre_hook(_give_scale)
     optimizer.register_step_post_hook(_release)
     return False
 
@@ -102,14 +102,14 @@ def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> boo
     """Whether the optimizer's next step can divide the gradients of all these parameters itself.
 
     The fused kernels of Adam and AdamW can, on one device; so can Muon and Adafactor. False in the closure of a running
-    step; and in the first call, which begins to watch steps and does not know whether one is running.
+    step; and in the first call, which begins to watch steps: a step may be running then.
     """
     fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
     if not fused and not isinstance(optimizer, MatrixOptimizer):
         return False
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    graded = [parameter for parameter in parameters if parameter.grad is not None]
-    if not own.issuperset(graded) or len({parameter.device for parameter in graded}) != 1:
+    owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    if not owned.issuperset(with_gradient) or len({parameter.device for parameter in with_gradient}) != 1:
         return False
     return watch_steps(optimizer) and not getattr(optimizer, _IN_CLOSURE, False)
 
@@ -122,7 +122,7 @@ def hand_over(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
 
 
 def take_back(parameters: Iterable[nn.Parameter]) -> None:
-    """Clips gradients that were handed over for a step that did not come."""
+    """Clips gradients that were handed over for a step that was not called."""
     for parameter in parameters:
         if isinstance(parameter.grad, HandedOver):
             parameter.grad = parameter.grad.scaled()
@@ -132,26 +132,26 @@ _watched: WeakSet[Optimizer] = WeakSet()
 _HAD_SCALE = "_moec_had_grad_scale"
 """While a step uses our scale: whether the optimizer had an attribute `grad_scale`, which was None, before."""
 _IN_CLOSURE = "_moec_in_closure"
-"""Whether the step that runs has a closure; stays True after an exception, until the next step."""
+"""Whether the running step has a closure; stays True after an exception, until the next step."""
 
 
-def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Before a step: gives the optimizer its gradients and their scale, or clips them if it cannot take both."""
+def _give_scale(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Before a step: gives the optimizer its gradients and their scale, or clips them if it cannot use a scale."""
     _release(optimizer)
-    closure = has_closure(arguments, named)
+    closure = has_closure(arguments, keywords)
     setattr(optimizer, _IN_CLOSURE, closure)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    handed = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
-    scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed}
+    handed_over = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
+    scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed_over}
     # A closure computes new gradients, `GradScaler` sets its own scale, and some gradients may not be handed over.
-    foreign = getattr(optimizer, "grad_scale", None) is not None
-    partly = len(handed) < sum(parameter.grad is not None for parameter in owned)
-    zeroed = any(parameter.grad.is_zero for parameter in handed)
-    if not handed or closure or foreign or partly or zeroed or len(scales) > 1:
-        take_back(handed)
+    has_own_scale = getattr(optimizer, "grad_scale", None) is not None
+    is_partial = len(handed_over) < sum(parameter.grad is not None for parameter in owned)
+    is_zeroed = any(parameter.grad.is_zero for parameter in handed_over)
+    if not handed_over or closure or has_own_scale or is_partial or is_zeroed or len(scales) > 1:
+        take_back(handed_over)
         return
-    for parameter in handed:
-        parameter.grad = parameter.grad.taken()
+    for parameter in handed_over:
+        parameter.grad = parameter.grad.unscaled()
     (scale,) = scales.values()
     setattr(optimizer, _HAD_SCALE, "grad_scale" in vars(optimizer))
     setattr(optimizer, "grad_scale", scale)  # noqa: B010 - torch declares no such attribute
@@ -161,7 +161,7 @@ def _release(optimizer: Optimizer, *_: Any) -> None:
     """Removes the scale after its step; if that step raised, before the next one."""
     setattr(optimizer, _IN_CLOSURE, False)
     if _HAD_SCALE in vars(optimizer):
-        had = vars(optimizer).pop(_HAD_SCALE)
-        vars(optimizer).pop("grad_scale", None)  # `GradScaler` wants it absent, but deletes its own after the step
-        if had:
+        had_attribute = vars(optimizer).pop(_HAD_SCALE)
+        vars(optimizer).pop("grad_scale", None)  # `GradScaler` deletes its own scale after the step, and needs none
+        if had_attribute:
             setattr(optimizer, "grad_scale", None)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Optimizers that update every element by itself, a chunk of parameters at a time.
+"""Element-wise optimizers, a chunk of parameters at a time.
 
 States may be kept in bf16 between steps (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.3): a step widens those of a
 chunk to fp32, updates them and the masters, and rounds them to nearest.
@@ -29,20 +29,20 @@ from moec.runtime.weights.masters import Master, by_decay, chunks, local_part, l
 def widened(states: Sequence[dict[str, Any]], key: str, dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
     """This rank's parts of the state `key` of several parameters, in fp32; at the end they are rounded to `dtype`.
 
-    Without `dtype` they are the states themselves.
+    Without a `dtype`, yields the states themselves.
     """
     if dtype is None:
         yield [local_part(state[key]) for state in states]
         return
-    kept = [local_part(state[key]) for state in states]
-    wide = [part.float() for part in kept]
-    yield wide
-    for part, values in zip(kept, wide, strict=True):
-        part.copy_(values)
+    parts = [local_part(state[key]) for state in states]
+    wide_parts = [part.float() for part in parts]
+    yield wide_parts
+    for part, wide_part in zip(parts, wide_parts, strict=True):
+        part.copy_(wide_part)
 
 
-def narrow(optimizer: Optimizer) -> None:
-    """Gives every state the optimizer's `state_dtype`: `load_state_dict` gives it its parameter's."""
+def round_states(optimizer: Optimizer) -> None:
+    """Casts every state to the optimizer's `state_dtype`, after `load_state_dict` has cast it to its parameter's."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
@@ -51,15 +51,15 @@ def narrow(optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """This rank's parts of some parameters, of their gradients, and of each of their states.
+    """This rank's parts of some parameters, of their gradients, and of their states by name.
 
-    `kept` are the parameters' state dicts in the optimizer.
+    `state_dicts`: the optimizer's state of each parameter.
     """
 
     parts: list[Tensor]
     gradients: list[Tensor]
     states: list[list[Tensor]]
-    kept: list[dict[str, Any]]
+    state_dicts: list[dict[str, Any]]
 
 
 def widened_chunks(
@@ -68,20 +68,20 @@ def widened_chunks(
     names: Sequence[str],
     dtype: torch.dtype | None,
 ) -> Iterator[Chunk]:
-    """The parameters that have gradients, in chunks. Their states `names` are kept in `dtype`, or else the parameter's.
+    """The parameters with gradients, in chunks. Their states `names` are stored in `dtype`, or else the parameter's.
 
     States begin as zeros. The caller updates parts and states of a chunk before it takes the next.
     """
     for chunk in chunks(parameter for parameter in parameters if parameter.grad is not None):
-        kept = [states[parameter] for parameter in chunk]
-        for parameter, state in zip(chunk, kept, strict=True):
+        state_dicts = [states[parameter] for parameter in chunk]
+        for parameter, state in zip(chunk, state_dicts, strict=True):
             for name in names:
                 if name not in state:
                     state[name] = torch.zeros_like(parameter, dtype=dtype)
         gradients = [local_part(parameter.grad) for parameter in chunk if parameter.grad is not None]
         with ExitStack() as stack:
-            wide = [stack.enter_context(widened(kept, name, dtype)) for name in names]
-            yield Chunk([local_part(parameter) for parameter in chunk], gradients, wide, kept)
+            widened_states = [stack.enter_context(widened(state_dicts, name, dtype)) for name in names]
+            yield Chunk([local_part(parameter) for parameter in chunk], gradients, widened_states, state_dicts)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -89,10 +89,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def update_by_adamw(chunk: Chunk, options: Mapping[str, Any]) -> None:
     """Fused AdamW with the states `MOMENTS`. `options` are the numbers of `torch.optim.adamw.adamw`."""
-    for part, state in zip(chunk.parts, chunk.kept, strict=True):
+    for part, state in zip(chunk.parts, chunk.state_dicts, strict=True):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
-    steps = [state["step"] for state in chunk.kept]
+    steps = [state["step"] for state in chunk.state_dicts]
     first, second = chunk.states
     options = {"maximize": False, **options}
     adamw(chunk.parts, chunk.gradients, first, second, [], steps, fused=True, amsgrad=False, **options)

@@ -32,9 +32,9 @@ class Muon(MatrixOptimizer):
     def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
         self.state_dtype = state_dtype
         hidden = [master for master in masters if master.matrices.hidden]
-        others = [master for master in masters if not master.matrices.hidden]
-        second = spec.adamw
-        options = {"lr": second.lr, "momentum": second.beta1, "beta2": second.beta2, "eps": second.eps, "fused": True}
+        not_hidden = [master for master in masters if not master.matrices.hidden]
+        adamw = spec.adamw
+        options = {"lr": adamw.lr, "momentum": adamw.beta1, "beta2": adamw.beta2, "eps": adamw.eps, "fused": True}
         groups: list[dict[str, Any]] = [
             {
                 "params": [master.parameter for master in hidden],
@@ -45,16 +45,16 @@ class Muon(MatrixOptimizer):
                 "adamw_size": spec.scale == "rms",
                 "weight_decay": spec.weight_decay,
             },
-            *({**group, **options} for group in by_decay(others, second.weight_decay)),
+            *({**group, **options} for group in by_decay(not_hidden, adamw.weight_decay)),
         ]
         super().__init__(masters, groups, {"momentum": spec.momentum})  # schedulers that cycle momentum require it
 
     def update(self) -> None:
         """Updates hidden matrices by Muon, all others by AdamW."""
-        hidden, *others = self.param_groups
+        hidden, *adamw_groups = self.param_groups
         for masters in _chunks_by_shape(self.taking_part(hidden["params"])):
             self._update_hidden(masters, hidden)
-        for group in others:
+        for group in adamw_groups:
             self._update_others(group)
 
     def _update_hidden(self, masters: Sequence[Master], group: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.optimizers.adafactor import Adafactor
 from moec.runtime.optimizers.elementwise_optimizers import MAKERS as ELEMENTWISE
-from moec.runtime.optimizers.elementwise_optimizers import Maker, narrow
+from moec.runtime.optimizers.elementwise_optimizers import Maker, round_states
 from moec.runtime.optimizers.muon import Muon
 from moec.runtime.weights.home import home_of
 from moec.runtime.weights.masters import Master
@@ -38,21 +38,21 @@ def make_optimizer(update: Update, masters: Sequence[Master], model: nn.Module |
     optimizer = MAKERS[type(update.optimizer)](masters, update.optimizer, state_dtype)
     optimizer.register_step_post_hook(_count_change)
     if getattr(optimizer, "state_dtype", None) is not None:
-        optimizer.register_load_state_dict_post_hook(narrow)
+        optimizer.register_load_state_dict_post_hook(round_states)
     if model is not None:
         _sign(optimizer, model)
     return optimizer
 
 
 def _count_change(optimizer: Optimizer, *_: Any) -> None:
-    """Tells autograd of the step: it misses the changes of fused optimizers, and of foreach ones on DTensors."""
+    """Increments the versions of updated parameters: fused optimizers, and foreach ones on DTensors, do not."""
     note_action("update")
     updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     increment_version(updated)
 
 
 def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raises `JobError` for tensors of another shape than the parameter, or whole where the parameter is sharded."""
+    """Raises `JobError` for tensors of other shapes than their parameters', or unsharded where these are sharded."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
     if len(saved) != len(parameters):
@@ -63,7 +63,7 @@ def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             # A factor of Adafactor has size 1 in the dims that it sums over.
-            fits = all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=False))
+            fits = all(size in (1, full_size) for size, full_size in zip(value.shape, parameter.shape, strict=False))
             fits = fits and value.dim() == parameter.dim()
             if not fits or isinstance(value, DTensor) != isinstance(parameter, DTensor):
                 state_tensor = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"

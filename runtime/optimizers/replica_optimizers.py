@@ -23,7 +23,7 @@ OVERWRITTEN = "parameters over ranks, as if they were replicas: experts would be
 BESIDE = "give it the other parameters alone, and `moec.expert_parameters(model).values()` an optimizer of their own"
 ELEMENTWISE = f"{BESIDE} that works element by element, such as AdamW"
 SHARDED = f"{BESIDE}; a job's model has `zero = 1` in `parallel {{ … }}` and `job.optimizer`"
-"""Ways out; `SHARDED` is for those who want to divide an optimizer's state, or to send parameters."""
+"""Helps of MOE0711. `SHARDED` is for optimizers that shard their state or average parameters."""
 
 _sharded = WeakSet[nn.Module]()
 """Modules over several ranks: models of jobs, and the experts of layers."""
@@ -38,7 +38,7 @@ def refuse_replica_optimizers(module: nn.Module) -> None:
 @functools.cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_a_step)
-    utils.average_parameters = _guarded(utils.average_parameters)
+    utils.average_parameters = _checked_average(utils.average_parameters)
 
 
 def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
@@ -53,21 +53,21 @@ def _before_a_step(optimizer: Optimizer, *_: Any) -> None:
         _require_replicas(params, f"ZeroRedundancyOptimizer broadcasts {OVERWRITTEN}", SHARDED)
 
 
-def _guarded(average: Any) -> Any:
+def _checked_average(average: Any) -> Any:
     """A checked `average_parameters`. Torch's averagers call it, also in `PostLocalSGDOptimizer`, and have no hooks."""
 
     @functools.wraps(average)
-    def average_parameters(params: Iterator[nn.Parameter], *rest: Any, **named: Any) -> Any:
-        listed = list(params)
+    def average_parameters(params: Iterator[nn.Parameter], *arguments: Any, **keywords: Any) -> Any:
+        parameters = list(params)
         averager = "an averager of torch.distributed.algorithms.model_averaging"
-        _require_replicas(iter(listed), f"{averager} averages {OVERWRITTEN}", SHARDED)
-        return average(iter(listed), *rest, **named)
+        _require_replicas(iter(parameters), f"{averager} averages {OVERWRITTEN}", SHARDED)
+        return average(iter(parameters), *arguments, **keywords)
 
     return average_parameters
 
 
 def _require_replicas(params: Iterator[torch.Tensor], words: str, remedy: str) -> None:
     """Raises `JobError` MOE0711 if one of the parameters is a module's over several ranks."""
-    ours = {id(parameter) for module in _sharded for parameter in module.parameters()}
-    if any(id(parameter) in ours for parameter in params):
+    sharded_ids = {id(parameter) for module in _sharded for parameter in module.parameters()}
+    if any(id(parameter) in sharded_ids for parameter in params):
         raise JobError("MOE0711", words, remedy)

@@ -1,9 +1,9 @@
 """torch's own clipping of a model with layers of `moec.layer`: the norm counts the experts of every rank.
 
 `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`, which accelerate and the `Trainer` of
-transformers call too, see the gradients of this rank alone: each rank would scale by another factor, and replicas would
-drift apart. After the first layer over several ranks is made, they are right for its experts, and for DTensors beside
-them. Without experts they are torch's own.
+transformers call too, read the gradients of this rank alone: each rank would scale by a different factor, and replicas
+would diverge. The first layer that is made replaces them by functions that count the experts of all ranks, and that
+accept DTensors beside experts. For gradients without experts they are unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.nn.utils import clip_grad
 from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
 
 _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules of experts, and the group whose ranks have the others."""
+"""Modules of experts, and the name of the group whose ranks have different experts."""
 
 
 def count_experts(experts: nn.Module, group: str) -> None:
     """From now on torch's clipping counts the gradients of `experts` over the ranks of the group of this name.
 
-    An empty name means that every rank has all experts: then it only accepts them beside DTensors, which torch refuses.
+    With an empty name every rank has all experts, and clipping only accepts them beside DTensors, which torch refuses.
     """
     _install()
     _sharded[experts] = group
@@ -70,23 +70,23 @@ def _clip_with_norm(inner: Callable[..., None]) -> Callable[..., None]:
     def clip_grads_with_norm_(
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        graded = [parameter for parameter in listed if parameter.grad is not None]
-        if not _groups_of([parameter.grad for parameter in graded if parameter.grad is not None]):
-            inner(listed, max_norm, total_norm, foreach)
+        parameter_list = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        with_gradient = [parameter for parameter in parameter_list if parameter.grad is not None]
+        if not _groups_of([parameter.grad for parameter in with_gradient if parameter.grad is not None]):
+            inner(parameter_list, max_norm, total_norm, foreach)
             return
-        kinds: dict[object, list[Tensor]] = {}
-        for parameter in graded:  # an operator takes DTensors of one mesh, or none
+        by_mesh: dict[object, list[Tensor]] = {}
+        for parameter in with_gradient:  # an operator takes DTensors of one mesh, or none
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            kinds.setdefault(mesh, []).append(parameter)
-        for kind in kinds.values():
-            inner(kind, max_norm, total_norm, foreach)
+            by_mesh.setdefault(mesh, []).append(parameter)
+        for group in by_mesh.values():
+            inner(group, max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
 
 
 def _groups_of(gradients: Sequence[Tensor]) -> dict[int, str]:
-    """The group whose ranks have the other experts, by the id of each gradient of experts."""
+    """The name of the group whose ranks have different experts, by the id of each gradient of experts."""
     gradient_ids = set(map(id, gradients))
     all_groups = {
         id(parameter.grad): group

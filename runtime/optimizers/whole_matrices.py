@@ -1,7 +1,7 @@
-"""Gives each rank some whole matrices of sharded stacks, and takes the results apart again.
+"""Applies functions of whole matrices to sharded stacks of matrices: each rank gets some whole matrices.
 
-A rank of n along an axis gets 1/n of the matrices: one all_to_all brings it their parts, another one returns the parts
-of the results. Beside an all_gather this sends less, and no matrix is computed twice.
+Each of n ranks along an axis gets 1/n of the matrices: one all_to_all collects their parts, and another returns the
+parts of the results. This sends less than an all_gather, and no matrix is computed twice.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def apply_to_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], 
     """
     if not cuts:
         return function(x)
-    cut, *others = cuts
+    cut, *other_cuts = cuts
     with collective("all_to_all", cut.group, site) as peers:
         ranks, rank = peers.size(), peers.rank()
         counts = [part.numel() for part in torch.arange(len(x)).tensor_split(ranks)]
         local, (rows, columns) = counts[rank], x.shape[1:]
         received = x.new_empty(ranks * local, rows, columns)
         dist.all_to_all_single(received, x.contiguous(), [local] * ranks, counts, group=peers)
-    whole = torch.cat(received.view(ranks, local, rows, columns).unbind(), dim=cut.dim)
+    matrices = torch.cat(received.view(ranks, local, rows, columns).unbind(), dim=cut.dim)
     del received
-    results = apply_to_whole(whole, others, function, site)
+    results = apply_to_whole(matrices, other_cuts, function, site)
     with collective("all_to_all", cut.group, site) as peers:
         returned = torch.empty_like(x, memory_format=torch.contiguous_format)
         parts = torch.cat(results.tensor_split(ranks, dim=cut.dim))

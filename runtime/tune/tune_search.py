@@ -1,4 +1,4 @@
-"""The search for one shape's ways: times each product alone, keeps what fits and agrees, and is faster as a whole."""
+"""The search for one shape's ways: each product is timed alone; the result is kept if the whole layer is faster."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Tuned:
         return Entry.of(self.products.key, self.best, measured)
 
     def tried(self, kernel: Kernel) -> int:
-        """How many ways of a product ran and agreed."""
-        return sum(1 for other, _ in self.times if other == kernel)
+        """The number of ways of a product that ran and agreed."""
+        return sum(1 for measured, _ in self.times if measured == kernel)
 
 
-def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tuned:
-    """Measures each product in the `most` ways around the default, those of rows at each height of tiles."""
+def search(products: PlanProducts, bench: Bench, max_tiles: int, report: Say) -> Tuned:
+    """Measures each product in the `max_tiles` ways around the default, those of rows at each height of tiles."""
     layer = TunedLayer(products, bench.device)
-    trial = Trial(products, layer, bench, most)
+    trial = Trial(products, layer, bench, max_tiles)
     default = trial.default
     report(f"{products.key}: {layer.rows:,} rows; by default {default}")
     best = _with_fastest_rows(trial, report)
@@ -63,20 +63,21 @@ def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tune
         best_ms = layer.milliseconds(best)
     if best_ms >= default_ms * (1 - NOISE):
         best, best_ms = default, default_ms
-    return Tuned(products, layer.rows, default, default_ms, best, best_ms, trial.found(), trial.misfits, trial.wrong)
+    times = trial.measured_times()
+    return Tuned(products, layer.rows, default, default_ms, best, best_ms, times, trial.misfits, trial.wrong)
 
 
 def _with_fastest_rows(trial: Trial, report: Say) -> Ways:
     """The ways whose products of rows take the least time in all; their tiles have equal rows."""
-    best, least = trial.default, sum(trial.time(kernel, trial.default) for kernel in ROW_KERNELS)
+    best, best_time = trial.default, sum(trial.time(kernel, trial.default) for kernel in ROW_KERNELS)
     for rows in trial.heights():
         ways = trial.at_height(rows)
         if ways is None:
             continue
         for kernel in ROW_KERNELS:
             ways = ways.with_way(kernel, trial.fastest(kernel, ways, rows))
-        taken = sum(trial.time(kernel, ways) for kernel in ROW_KERNELS)
-        if taken < least:
-            best, least = ways, taken
-        report(f"  {rows} rows a tile: {taken:.3f} ms with {ways}")
+        milliseconds = sum(trial.time(kernel, ways) for kernel in ROW_KERNELS)
+        if milliseconds < best_time:
+            best, best_time = ways, milliseconds
+        report(f"  {rows} rows a tile: {milliseconds:.3f} ms with {ways}")
     return best

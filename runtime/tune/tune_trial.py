@@ -1,4 +1,4 @@
-"""Candidates of a layer's products on one device: which fit, which give the right numbers, and how long they take.
+"""Candidates of a layer's products on one device: whether they fit, whether they are right, and their times.
 
 A product's candidates are the libraries that can compute it here, and tiles around the default's, or the rule's where a
 library is the default.
@@ -37,10 +37,10 @@ class Bench:
 class Trial:
     """Times a layer's products alone, each way of a product once."""
 
-    def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, most: int) -> None:
-        self.default, self._near = layer.default(), layer.tiles()
+    def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, max_tiles: int) -> None:
+        self.default, self._tiles = layer.default(), layer.tiles()
         self.misfits = self.wrong = 0
-        self._products, self._layer, self._bench, self._most = products, layer, bench, most
+        self._products, self._layer, self._bench, self._max_tiles = products, layer, bench, max_tiles
         self._exact = layer.results(self.default)
         self._times: dict[tuple[Kernel, Way], float] = {}
         self._fitting: dict[tuple[Kernel, int | None], list[Tile]] = {}
@@ -48,10 +48,10 @@ class Trial:
 
     def heights(self) -> tuple[int, ...]:
         """Rows of a tile of row products to try, the default's first."""
-        return heights(_tile_of(self._near, "up"))
+        return heights(_tile_of(self._tiles, "up"))
 
     def at_height(self, rows: int) -> Ways | None:
-        """Row products in their nearest tiles of so many rows; None if one of them has none that fits."""
+        """The row products with their nearest tiles of `rows` rows; None if no such tile of one of them fits."""
         ways: dict[str, Way] = {}
         for kernel in ROW_KERNELS:
             tiles = self._candidates(kernel, rows)
@@ -62,40 +62,41 @@ class Trial:
 
     def fastest(self, kernel: Kernel, ways: Ways, rows: int | None) -> Way:
         """The fastest way of a product beside `ways`; of ties, that of `ways`, then the nearest to the default."""
-        tried = [ways.of(kernel), *self._candidates(kernel, rows), *self._libraries]
-        return min(tried, key=lambda way: self.time(kernel, ways.with_way(kernel, way)))
+        ways_to_try = [ways.of(kernel), *self._candidates(kernel, rows), *self._libraries]
+        return min(ways_to_try, key=lambda way: self.time(kernel, ways.with_way(kernel, way)))
 
     def time(self, kernel: Kernel, ways: Ways) -> float:
         """Milliseconds of a product; infinite for a way that does not run or gives other numbers than the default."""
-        tried = kernel, ways.of(kernel)
-        if tried not in self._times:
-            self._times[tried] = self._measured(kernel, ways)
-        return self._times[tried]
+        key = kernel, ways.of(kernel)
+        if key not in self._times:
+            self._times[key] = self._measure(kernel, ways)
+        return self._times[key]
 
-    def found(self) -> Mapping[tuple[Kernel, Way], float]:
-        """The milliseconds of all that ran and agreed."""
-        return {tried: taken for tried, taken in self._times.items() if taken < math.inf}
+    def measured_times(self) -> Mapping[tuple[Kernel, Way], float]:
+        """Milliseconds of every way that ran and agreed."""
+        return {key: milliseconds for key, milliseconds in self._times.items() if milliseconds < math.inf}
 
-    def _measured(self, kernel: Kernel, ways: Ways) -> float:
+    def _measure(self, kernel: Kernel, ways: Ways) -> float:
         from triton.errors import TritonError
 
         try:
-            taken, results = self._layer.product(ways, kernel)
+            milliseconds, results = self._layer.product(ways, kernel)
         except (TritonError, BackendError):  # a launch needs more shared memory than the device has
             self.misfits += 1
             return math.inf
         if not agree(results, self._exact, self._products.key.dtype):
             self.wrong += 1
             return math.inf
-        return taken
+        return milliseconds
 
     def _candidates(self, kernel: Kernel, rows: int | None) -> list[Tile]:
-        default = _tile_of(self._near, kernel)
+        default = _tile_of(self._tiles, kernel)
         if (kernel, rows) not in self._fitting:
-            near = list(islice(around(kernel, default, rows, self._products.key, self._bench.shared), self._most))
+            nearest = around(kernel, default, rows, self._products.key, self._bench.shared)
+            tiles = list(islice(nearest, self._max_tiles))
             shape = self._products.down if kernel.startswith("down") else self._products.up
-            fitting = [tile for tile in near if tile == default or fits(shape, kernel, default, tile, self._bench)]
-            self.misfits += len(near) - len(fitting)
+            fitting = [tile for tile in tiles if tile == default or fits(shape, kernel, default, tile, self._bench)]
+            self.misfits += len(tiles) - len(fitting)
             self._fitting[kernel, rows] = fitting
         return self._fitting[kernel, rows]
 
@@ -112,8 +113,8 @@ def libraries_of(products: PlanProducts, device: torch.device) -> list[Library]:
         return []
     key, up = products.key, products.up
     widths = (key.dim, key.hidden, 2 * key.hidden if key.gated else key.hidden)
-    known = (device, key.dtype, up.experts, widths)
-    return [library for library, module in MODULES.items() if module.complaint(*known) is None]
+    problem = (device, key.dtype, up.experts, widths)
+    return [library for library, module in MODULES.items() if module.complaint(*problem) is None]
 
 
 def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: Bench) -> bool:
@@ -124,7 +125,7 @@ def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: 
     if bench.target is None:
         return buffer_bytes(tile, shape.dtype) <= bench.shared
     usage, allowed = (
-        _spilled_and_shared(shape.with_tile(kernel, one), kernel, bench.target) for one in (tile, default)
+        _spilled_and_shared(shape.with_tile(kernel, candidate), kernel, bench.target) for candidate in (tile, default)
     )
     if usage is None or allowed is None:
         return allowed is None
@@ -133,13 +134,13 @@ def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: 
 
 @cache
 def _spilled_and_shared(shape: ProductShape, kernel: Kernel, target: str) -> tuple[int, int] | None:
-    """Bytes that a shape's kernel spills, and the shared memory that it takes; None if it does not compile."""
+    """Bytes that a shape's kernel spills, and its bytes of shared memory; None if it does not compile."""
     from triton.errors import TritonError
 
     from moec.runtime.backends.triton.triton_compile import compile_kernels
 
     try:
-        (made,) = compile_kernels(shape, target, (kernel,))
+        (compiled,) = compile_kernels(shape, target, (kernel,))
     except (TritonError, RuntimeError):  # the compiler's passes raise RuntimeError
         return None
-    return made.spilled, made.shared
+    return compiled.spilled, compiled.shared

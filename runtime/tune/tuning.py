@@ -37,8 +37,8 @@ class Tuning:
     results: tuple[Tuned, ...]
 
 
-def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tuning:
-    """Measures the plan's grouped products with at most `most` tiles of each height, and reports progress to `say`.
+def tune(plan: Plan, *, max_tiles: int = MOST, report: Say = lambda line: None) -> Tuning:
+    """Measures the plan's grouped products with at most `max_tiles` tiles of each height; `report` gets progress.
 
     Raises `JobError` if this machine has no device of the plan's kind.
     """
@@ -46,7 +46,7 @@ def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tu
     if not products:
         return Tuning(plan, plan.spec.cluster.device.name, ())
     bench = bench_for(plan)
-    results = tuple(search(one, bench, most, report) for one in products)
+    results = tuple(search(shape, bench, max_tiles, report) for shape in products)
     import triton
 
     entries = tuple(result.entry for result in results)
@@ -66,7 +66,7 @@ def bench_for(plan: Plan) -> Bench:
     require_known(forced_backend())
     interpreted = triton_support.interpreting()
     complaint = triton_support.complaint("cpu" if interpreted else "cuda")
-    if interpreted and complaint is None and any(one.key.dtype == "bf16" for one in products_of(plan)):
+    if interpreted and complaint is None and any(shape.key.dtype == "bf16" for shape in products_of(plan)):
         complaint = "Triton's interpreter computes bf16 wrongly"
     if forced_backend() in LIBRARIES:
         complaint = f"MOEC_BACKEND={forced_backend()} has every product computed by it; unset it to measure ways"
@@ -76,25 +76,25 @@ def bench_for(plan: Plan) -> Bench:
         return Bench(torch.device("cpu"), INTERPRETER, None, 1 << 40)
     if not torch.cuda.is_available():
         raise _unfit(device, "torch finds no GPU")
-    device_name = torch.device("cuda", torch.cuda.current_device())
-    name, known = torch.cuda.get_device_name(device_name), torch.cuda.get_device_properties(device_name)
+    cuda_device = torch.device("cuda", torch.cuda.current_device())
+    name, properties = torch.cuda.get_device_name(cuda_device), torch.cuda.get_device_properties(cuda_device)
     hip = torch.version.hip is not None
     require_fit(device, "hip" if hip else "cuda", name)
     from triton.runtime.driver import driver
 
     from moec.runtime.backends.triton.triton_compile import TARGETS
 
-    target = known.gcnArchName.split(":")[0] if hip else f"sm_{known.major}{known.minor}"
+    target = properties.gcnArchName.split(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
     # Triton refuses launches above this limit.
-    shared = driver.active.utils.get_device_properties(device_name.index)["max_shared_mem"]
-    return Bench(device_name, short_name(name), target if target in TARGETS else None, shared)
+    shared = driver.active.utils.get_device_properties(cuda_device.index)["max_shared_mem"]
+    return Bench(cuda_device, short_name(name), target if target in TARGETS else None, shared)
 
 
 def require_fit(device: Device, kind: str, name: str) -> None:
     """Raises `JobError` unless the device that torch calls `name` can be the plan's."""
     short = short_name(name)
-    other = device.name != short and device.name in KNOWN and short in KNOWN
-    if device.kind != kind or other:
+    differs = device.name != short and device.name in KNOWN and short in KNOWN
+    if device.kind != kind or differs:
         raise _unfit(device, f"this machine has {name}")
 
 

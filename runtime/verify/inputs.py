@@ -16,7 +16,7 @@ from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
 from moec.runtime.host.reference import reference_program
-from moec.runtime.inputs.beside import Takes
+from moec.runtime.inputs.extra_inputs import AcceptedInputs
 
 SEQUENCES_PER_RANK = 2
 """Sequences of a micro-batch on each rank."""
@@ -124,7 +124,7 @@ def _extra_inputs(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dic
     """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none. Random segments:
     a text begins at every fourth token. Random padding: a quarter of the tokens and the whole last sequence.
     """
-    takes, extra_inputs = Takes.of(plan.program), dict[Role, Tensor]()
+    takes, extra_inputs = AcceptedInputs.of(plan.program), dict[Role, Tensor]()
     if takes.k:
         routes = tokens.new_full((*tokens.shape, len(takes.k), max(takes.k)), -1)
         for mixture, (experts, k) in enumerate(zip(takes.experts, takes.k, strict=True)):

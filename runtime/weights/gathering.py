@@ -18,11 +18,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Of each parameter: the address of this rank's part, its version, and the parameter's.
+"""For each parameter: the address of this rank's part, the part's version, and the parameter's version.
 
-An in-place change gives another stamp. A change of a DTensor, as by `load_state_dict`, gives it alone a new version; a
-change of its part, as by `job.load`, the part alone. `.data` gives none, nor do fused optimizers, nor those with
-`foreach` on DTensors; optimizers of a job count their steps themselves (`optimizer.py`).
+An in-place change changes the stamp: that of a DTensor, as by `load_state_dict`, the DTensor's version alone; that of
+its part, as by `job.load`, the part's alone. Changes by `.data`, by fused optimizers and by `foreach` optimizers on
+DTensors change no version; the optimizers of a job count their steps themselves (`optimizer.py`).
 """
 
 

@@ -24,7 +24,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class SummedGradient:
     """A gradient to sum: its index among a layer's parameters, the shape of the sum, and the groups to sum over.
 
     With `zero` this rank keeps a part of the sum over `zero.group`, which has `shape`; `groups` then sum the parts.
@@ -40,18 +40,18 @@ class Summed:
 class Bucket:
     """The gradients of a layer that are summed over the same groups, in one flat tensor.
 
-    Its last elements count, for each parameter, the ranks with a gradient: one that no rank has stays None. Where ZeRO
-    cuts the members, the first sum is a reduce_scatter and the others are of this rank's parts.
+    Its last elements count, for each parameter, the ranks with a gradient: a gradient that no rank has stays None.
+    Where ZeRO cuts the members, the first sum is a reduce_scatter, and later sums are of this rank's parts.
     """
 
-    members: Sequence[Summed]
+    members: Sequence[SummedGradient]
     site: str
     dtype: torch.dtype
     device: torch.device
     flat: Tensor = field(init=False)
     _present: Sequence[bool] = field(init=False, default=())
     _work: dist.Work | None = field(init=False, default=None)
-    _whole: Tensor | None = field(init=False, default=None)
+    _scatter_input: Tensor | None = field(init=False, default=None)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Starts the sums of its members in `gradients` (by `index`); returns the tensors that will hold them.
@@ -77,10 +77,10 @@ class Bucket:
         return self.members[0].zero
 
     def _scatter(self, gradients: Sequence[Tensor | None], zero: ZeroPart) -> None:
-        """Starts the reduce_scatter of `[ranks, elements]`: a row is what one rank keeps, and the counts."""
+        """Starts the reduce_scatter of `[ranks, elements]`: a row has one rank's parts, and the counts."""
         sizes = [torch.Size(member.shape).numel() for member in self.members]
-        self._whole = torch.empty((zero.ranks, sum(sizes) + len(sizes)), dtype=self.dtype, device=self.device)
-        *rows, counts = torch.split(self._whole, [*sizes, len(sizes)], 1)
+        self._scatter_input = torch.empty((zero.ranks, sum(sizes) + len(sizes)), dtype=self.dtype, device=self.device)
+        *rows, counts = torch.split(self._scatter_input, [*sizes, len(sizes)], 1)
         for row, gradient, member in zip(rows, gradients, self.members, strict=True):
             if gradient is None or member.zero is None:
                 row.zero_()
@@ -89,9 +89,9 @@ class Bucket:
                 cut = torch.unflatten(gradient, dim, (zero.ranks, member.shape[dim])).movedim(dim, 0)
                 torch.unflatten(row, 1, member.shape).copy_(cut)
         counts.copy_(torch.tensor(self._present, dtype=self.dtype))
-        self.flat = self._whole.new_empty(self._whole.shape[1])
+        self.flat = self._scatter_input.new_empty(self._scatter_input.shape[1])
         with collective("reduce_scatter", zero.group, self.site) as peers:
-            self._work = reduce_scatter_single(self.flat, self._whole.view(-1), group=peers, async_op=True)
+            self._work = reduce_scatter_single(self.flat, self._scatter_input.view(-1), group=peers, async_op=True)
 
     @property
     def is_running(self) -> bool:
@@ -99,10 +99,10 @@ class Bucket:
         return self._work is not None
 
     def wait_scattered(self) -> None:
-        """Waits for the reduce_scatter and frees what it sent; does nothing to a bucket of whole gradients."""
+        """Waits for the reduce_scatter and frees its input; does nothing to a bucket of whole gradients."""
         if self._zero is not None and self._work is not None:
             self._wait(self._zero.group, "reduce_scatter")
-            self._whole = None
+            self._scatter_input = None
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the sums. Each has its own storage; None for a gradient that no rank has."""
@@ -138,9 +138,9 @@ class Bucket:
         self._work = None
 
 
-def by_groups(gradients: Iterable[Summed]) -> list[list[Summed]]:
-    """Gradients that the same groups sum, together; those that no group sums are left out."""
-    grouped: dict[tuple[str, ...], list[Summed]] = {}
+def by_groups(gradients: Iterable[SummedGradient]) -> list[list[SummedGradient]]:
+    """The gradients, grouped by the groups that sum them; without gradients that no group sums."""
+    grouped: dict[tuple[str, ...], list[SummedGradient]] = {}
     for gradient in gradients:
         scattered = (gradient.zero.group,) if gradient.zero is not None else ("",)
         grouped.setdefault((*scattered, *gradient.groups), []).append(gradient)
@@ -148,7 +148,7 @@ def by_groups(gradients: Iterable[Summed]) -> list[list[Summed]]:
 
 
 def require_max_norm(max_norm: float) -> None:
-    """Raises `CallError` for a negative norm, which would turn gradients around, for NaN, and for no number."""
+    """Raises `CallError` for NaN, for a negative norm, which would reverse gradients, and for other types."""
     is_number = isinstance(max_norm, SupportsFloat) and not isinstance(max_norm, str)
     if not is_number or not max_norm >= 0:
         help = "`job.clip_grad_norm_(model, 1.0)`; an optimizer goes by name: `optimizer=optimizer`"
@@ -173,7 +173,7 @@ def gradient_norm(
     """
     by_shards: dict[tuple[str, ...], list[Tensor]] = {}
     for name, groups in sharded_over.items():
-        # Every rank calls the collectives of all groups, even without a gradient: else the others would wait for it.
+        # Every rank calls the collectives of all groups, even without a gradient: other ranks wait for it.
         by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, parts in sorted(by_shards.items()):

@@ -1,4 +1,4 @@
-"""Where a module runs, in one process or as a rank of a job, and how it gets its parameters."""
+"""The home of a module, a single process or a rank of a job, which makes its parameters and states."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moec.runtime.weights.shards import initial_shard, initial_state
 from moec.runtime.weights.weight_spec import WeightSpec
 from moec.runtime.weights.weights import Weights
 
-ALONE = Mesh("dense", (("dp", 1),))
+SINGLE_RANK_MESH = Mesh("dense", (("dp", 1),))
 
 
 class Home(Protocol):
-    """What a module needs to know of the rank that runs it. Copies of the module use the same home."""
+    """The interface of a module to the rank that runs it. Copies of a module use the same home."""
 
     @property
     def groups(self) -> str:
@@ -33,7 +33,7 @@ class Home(Protocol):
 
     @property
     def checks(self) -> Checks:
-        """How its ranks check the module's inputs."""
+        """The checks of the module's inputs over its ranks."""
         ...
 
     @property
@@ -43,26 +43,26 @@ class Home(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch it is given."""
+        """The index of this rank's share of the global batch."""
         ...
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """The number of shares of the global batch."""
         ...
 
     @property
     def shares_batch(self) -> bool:
-        """Whether other ranks are given the same share: each then has a part of the vocabulary or of the sequence."""
+        """Whether several ranks compute the same share, each a part of its vocabulary or of its sequence."""
         ...
 
     @property
     def rank(self) -> int:
-        """The number of this process among those of the job."""
+        """This process's rank in the job."""
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
-        """A new parameter, by its full name."""
+        """Makes the parameter of this full name."""
         ...
 
     def state(self, state: State) -> Tensor:
@@ -70,11 +70,11 @@ class Home(Protocol):
         ...
 
     def weight(self, name: str, site: str) -> WeightSpec:
-        """The spec of the parameter of this full name; `site` says which part of the model uses it."""
+        """The spec of the parameter of this full name; `site` names the part of the model that uses it."""
         ...
 
     def ways(self, block: Block, op: Op) -> str | None:
-        """How an op of experts computes its products on this rank's device; None where it chooses at each call."""
+        """The ways in which an op of experts computes its products on this rank's device; None: chosen at each call."""
         ...
 
     def require_running(self) -> None:
@@ -82,23 +82,23 @@ class Home(Protocol):
         ...
 
     def count_from(self, step: int) -> None:
-        """The job's steps go on from `step`, which the script has set; at 0 its tokens are 0 again."""
+        """Sets the job's count of steps to the script's `step`; 0 also resets its count of tokens."""
         ...
 
-    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+    def count_pass(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
         """Counts the tokens of a training pass, and the keys that they attend to (`AttendedKeys.add`)."""
         ...
 
     def signature(self) -> dict[str, Any]:
-        """Says which rank's parts of the parameters a `state_dict` holds; stored beside it."""
+        """The rank and the sharding of this module's parameters, which a `state_dict` stores in its metadata."""
         ...
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
-        """Why a `state_dict` with this signature does not fit this rank, or None."""
+        """The reason why a `state_dict` with this signature does not fit this rank, or None."""
         ...
 
 
-class Alone:
+class SingleProcessHome:
     """The home of one process that has all parameters unsharded, in fp32, or in `dtype` if that is wider.
 
     `dtype` also replaces the dtype in which layers compute.
@@ -112,13 +112,13 @@ class Alone:
         self._parameters, self.seed, self._dtype = parameters, seed, dtype
         self._master = torch.promote_types(dtype or torch.float32, torch.float32)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SingleProcessHome:
         return self
 
     def parameter(self, name: str) -> nn.Parameter:
         data = self._parameters[name]
-        whole = initial_shard(name, data, ALONE, 0, seed=self.seed, dtype=self._master)
-        return nn.Parameter(whole, requires_grad=not data.frozen)
+        value = initial_shard(name, data, SINGLE_RANK_MESH, 0, seed=self.seed, dtype=self._master)
+        return nn.Parameter(value, requires_grad=not data.frozen)
 
     def state(self, state: State) -> Tensor:
         return initial_state(state, self._master)
@@ -135,10 +135,10 @@ class Alone:
         """Never raises: a single process needs no job."""
 
     def count_from(self, step: int) -> None:
-        """Nothing counts the steps of a single process."""
+        """Does nothing: only jobs count steps."""
 
-    def attend(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
-        """Nor their FLOPs."""
+    def count_pass(self, tokens: Tensor, segments: Tensor | None, real: Tensor | None) -> None:
+        """Does nothing: only jobs count attended keys."""
 
     def signature(self) -> dict[str, Any]:
         return {"ranks": 1, "rank": 0}
@@ -154,7 +154,7 @@ def home_of(module: nn.Module) -> Home:
     return home
 
 
-def own_weights(
+def make_weights(
     owner: nn.Module,
     path: str,
     names: Sequence[str],

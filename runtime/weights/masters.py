@@ -1,4 +1,4 @@
-"""The parameters that an optimizer updates: fp32 masters, of which a rank may have a part."""
+"""The parameters that an optimizer updates: fp32 masters, whole or a rank's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moec.runtime.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """A parameter, whether it decays, which matrices it has, and the cuts of a rank's part: (group, dim)."""
+    """A parameter, whether it decays, its matrices, and the cuts of a rank's part, each a (group, dim)."""
 
     parameter: nn.Parameter
     decays: bool = True
@@ -69,13 +69,13 @@ class Master:
 
 
 def master_of(parameter: nn.Parameter, data: PlanParameter, job: str) -> Master:
-    """The master that `data` describes; `job` is the prefix of the job's groups."""
+    """The master of `parameter`, which the plan describes by `data`; `job` is the prefix of the job's groups."""
     cuts = ((group_of(data, axis, job), p.dim) for axis, p in data.master.placements if isinstance(p, Sharded))
     return Master(parameter, data.decays, data.matrices, tuple(cuts))
 
 
 def by_decay(masters: Sequence[Master], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the masters that decay, and the others."""
+    """Groups for an optimizer: the masters that decay, and those that do not."""
     return [
         {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
         for decays, decay in ((True, weight_decay), (False, 0.0))
@@ -93,7 +93,7 @@ def groups_of_shards(data: PlanParameter, job: str) -> tuple[str, ...]:
 
 
 def placements_without(parameter: DTensor, dims: Container[int]) -> list[Placement]:
-    """The placements of a tensor that has size 1 in `dims`, and lies as `parameter` does in the others."""
+    """The placements of a tensor of size 1 in `dims` that is otherwise sharded as `parameter` is."""
     return [Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in parameter.placements]
 
 
@@ -104,12 +104,12 @@ def chunks(updated: Iterable[Updated]) -> Iterator[list[Updated]]:
     """Masters or parameters in their order, up to `UPDATE_CHUNK` elements of this rank's parts together."""
     chunk: list[Updated] = []
     elements = 0
-    for each in updated:
-        size = local_part(each.parameter if isinstance(each, Master) else each).numel()
+    for item in updated:
+        size = local_part(item.parameter if isinstance(item, Master) else item).numel()
         if chunk and elements + size > UPDATE_CHUNK:
             yield chunk
             chunk, elements = [], 0
-        chunk.append(each)
+        chunk.append(item)
         elements += size
     if chunk:
         yield chunk
@@ -121,7 +121,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's `step` returns, which computes gradients; None without one."""
+    """The loss that the closure of an optimizer's `step` computes, with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -133,9 +133,9 @@ def has_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
     return any(argument is not None for argument in (*arguments[1:], *named.values()))
 
 
-def require_known(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:
-    """Takes the newest group away and raises `JobError` if the optimizer was not made for one of its parameters."""
-    if not all(parameter in known for parameter in groups[-1]["params"]):
+def require_known(groups: list[dict[str, Any]], parameters: Container[nn.Parameter]) -> None:
+    """Removes the newest group and raises `JobError` if the optimizer was not made for one of its parameters."""
+    if not all(parameter in parameters for parameter in groups[-1]["params"]):
         groups.pop()
         raise JobError(
             "MOE0700",

@@ -1,4 +1,4 @@
-"""State of one step over several micro-batches, common to all layers of a model."""
+"""The state of one step over several micro-batches, shared by all layers of a model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moec.runtime.weights.gathered_again import Again
 from moec.runtime.weights.gradients import Bucket
+from moec.runtime.weights.regathering import RegatheredWeights
 
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
 
 
 class Microbatches:
-    """What the layers of a model share: the step's micro-batches, and the collectives that run ahead of their use."""
+    """One step's micro-batches, and the collectives of all layers that run ahead of their use."""
 
     def __init__(self) -> None:
         self.sums = True
-        """Whether backward sums gradients over ranks: all but the passes of a step before its last, which collect."""
-        self.keeps = False
+        """Whether backward sums gradients over ranks. Passes of a step before its last collect gradients instead."""
+        self.keeps_weights = False
         """Whether gathered weights serve all forward passes until the end of the step."""
         self.pending: dict[Weights, None] = {}
         """The layers with collected gradients, in the order of backward."""
         self.scattering: Sequence[Bucket] = ()
-        """The last reduce_scatters: the next ones wait for them, so that one layer's whole gradients are in flight."""
-        self.last_use: Again | None = None
+        """The last layer's reduce_scatters. The next layer waits for them: one layer's gradients are in flight."""
+        self.last_use: RegatheredWeights | None = None
         """The last use of a layer in this forward pass whose weights backward gathers again."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Microbatches:
@@ -36,52 +36,53 @@ class Microbatches:
 
     def finish(self) -> None:
         """Sums the remaining collected gradients: of layers that the last backward skipped, or frozen parameters."""
-        begun = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
-        for weights, results, buckets in begun:
+        sums = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
+        for weights, results, buckets in sums:
             weights.add_to_parameters(results, buckets)
 
     def drop(self) -> None:
         """Drops the collected gradients of a step."""
         self.sums, self.scattering = True, ()
         for weights in self.pending:
-            weights.forget()
+            weights.drop_collected()
         self.pending.clear()
 
     def drop_finished(self) -> None:
-        """Drops reduce_scatters that were waited for, whose results would stay in memory."""
+        """Drops finished reduce_scatters, to free their results."""
         self.scattering = [bucket for bucket in self.scattering if bucket.is_running]
 
     def wait_scattered(self) -> None:
         """Waits for the reduce_scatters of the layer before."""
-        before, self.scattering = self.scattering, ()
-        for bucket in before:
+        scattering, self.scattering = self.scattering, ()
+        for bucket in scattering:
             bucket.wait_scattered()
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """Summed gradients of earlier micro-batches, and which parameters needed one in any of them.
+class CollectedGradients:
+    """Sums of the gradients of earlier micro-batches.
 
-    `fresh`: of each gradient, whether nothing else refers to it, so that the next one is added in place. Autograd may
-    refer to a gradient that it gave, but not to the wide copy of a narrow one, nor to a sum.
+    `needed`: for each parameter, whether a micro-batch needed its gradient. `exclusive`: for each gradient, whether no
+    other code refers to it, so that the next one is added in place. Autograd may still refer to a gradient that it
+    passed to backward, but neither to an fp32 copy of a narrower gradient nor to a sum.
     """
 
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
     device: torch.device
-    fresh: Sequence[bool]
+    exclusive: Sequence[bool]
 
     def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds another micro-batch's gradients, in place where that is safe. Call it once."""
-        return [_added(*each) for each in zip(self.gradients, gradients, self.fresh, strict=True)]
+        return [_sum(*operands) for operands in zip(self.gradients, gradients, self.exclusive, strict=True)]
 
-    def fresh_sums(self, gradients: Sequence[Tensor | None], fresh: Sequence[bool]) -> list[bool]:
-        """Of each result of `plus`, whether nothing else refers to it; `fresh`: of each of `gradients`."""
-        pairs = zip(self.gradients, gradients, self.fresh, fresh, strict=True)
-        return [one if b is None else other if a is None else True for a, b, one, other in pairs]
+    def exclusive_sums(self, gradients: Sequence[Tensor | None], exclusive: Sequence[bool]) -> list[bool]:
+        """`exclusive` of each result of `plus`; `exclusive` is given for each of `gradients`."""
+        pairs = zip(self.gradients, gradients, self.exclusive, exclusive, strict=True)
+        return [first if b is None else second if a is None else True for a, b, first, second in pairs]
 
 
-def _added(one: Tensor | None, other: Tensor | None, in_place: bool) -> Tensor | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return one.add_(other) if in_place else one + other
+def _sum(a: Tensor | None, b: Tensor | None, in_place: bool) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a.add_(b) if in_place else a + b

@@ -1,16 +1,18 @@
-"""Parameters by their dotted names: `attention.q.weight` is the parameter `weight` of a module that is never called."""
+"""Parameters by dotted name: `attention.q.weight` is the parameter `weight` of a module that is never called."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
 from moec.runtime.script import warn
-from moec.runtime.weights.parameter_shapes import own_tensors
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
@@ -18,41 +20,46 @@ NEVER_CALLED = (
 )
 
 
+def _warning(register: Callable[..., Any]) -> Any:
+    """`register`, a method that registers a hook, with the warning that the hook never runs."""
+
+    @functools.wraps(register)
+    def register_with_warning(part: NamePart, *args: Any, **kwargs: Any) -> Any:
+        warn(NEVER_CALLED.format(path=part._path))
+        return register(part, *args, **kwargs)
+
+    return register_with_warning
+
+
 class NamePart(nn.Module):
     """A module on a parameter's dotted path. It is never called, so its hooks never run; registering one warns."""
+
+    register_forward_hook = _warning(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _warning(nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _warning(nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _warning(nn.Module.register_full_backward_pre_hook)
+    register_backward_hook = _warning(nn.Module.register_backward_hook)
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._warn()
-        return super().register_backward_hook(*args, **kwargs)
-
     def extra_repr(self) -> str:
-        return own_tensors(self)
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        return "\n".join(f"{name}: {_shapes(tensor)}" for name, tensor in tensors if tensor is not None)
 
     def _get_name(self) -> str:
         return "Parameters"
 
-    def _warn(self) -> None:
-        warn(NEVER_CALLED.format(path=self._path))
+
+def _shapes(tensor: Tensor) -> str:
+    """`[8, 128, 64] float32`, `[8, 128, 64] float32, here [4, 128, 64]`; communicates nothing, reads no value."""
+    text = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            part = tensor.to_local()
+        text += f", here {list(part.shape)}" * (part.shape != tensor.shape)
+    return text + ", frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
 
 
 def split_name(path: str) -> tuple[tuple[str, ...], str]:
@@ -64,12 +71,12 @@ def split_name(path: str) -> tuple[tuple[str, ...], str]:
 def add_parameter(root: nn.Module, path: str, make: Callable[[], nn.Parameter]) -> None:
     """Makes a parameter at a dotted path under `root`, with a `NamePart` for each missing module of the path."""
     steps, name = split_name(path)
-    part = _part(root, steps)
-    if name not in part._parameters:
-        part.register_parameter(name, make())
+    module = _made_module(root, steps)
+    if name not in module._parameters:
+        module.register_parameter(name, make())
 
 
-def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
+def _made_module(root: nn.Module, steps: Sequence[str]) -> nn.Module:
     """The module at this path, with a `NamePart` for each step that is not there yet."""
     for i, step in enumerate(steps):
         if step not in root._modules:
@@ -81,7 +88,7 @@ def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
 def add_buffer(root: nn.Module, path: str, buffer: Tensor) -> None:
     """Registers a buffer at a dotted path under `root`, as `add_parameter` does a parameter. `state_dict` has it."""
     steps, name = split_name(path)
-    _part(root, steps).register_buffer(name, buffer)
+    _made_module(root, steps).register_buffer(name, buffer)
 
 
 def read_buffer(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
@@ -120,10 +127,10 @@ def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Te
     return module._parameters.get(name)
 
 
-def _replaced(path: Sequence[str], how: str) -> JobError:
+def _replaced(path: Sequence[str], reason: str) -> JobError:
     return JobError(
         "MOE0710",
-        f"{'.'.join(path)} was replaced: {how}",
+        f"{'.'.join(path)} was replaced: {reason}",
         "put another `nn.Parameter` in its place, or parametrize it (`torch.nn.utils.parametrize`), rather than use "
         "`weight_norm`, `prune` or an adapter's module; a whole layer may be any module",
     )

@@ -34,7 +34,7 @@ from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 class RankHome:
     """The home of the modules of one `build`: on `device`, initialised from `seed`.
 
-    `count_from` is called when a script sets the step of its model, `attend` for each training pass.
+    A script that sets its model's step calls `count_from`; each training pass calls `count_pass` (`Home` has both).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RankHome:
         device: torch.device,
         seed: int,
         count_from: Callable[[int], None] = lambda step: None,
-        attend: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
+        count_pass: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
         require_one_stage(plan.program)
         require_executable(plan.parameters)
@@ -56,7 +56,7 @@ class RankHome:
         require_order(plan.program)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
-        self.count_from, self.attend = count_from, attend
+        self.count_from, self.count_pass = count_from, count_pass
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
         self.shares_batch = plan.data_size < plan.world_size
 
@@ -64,15 +64,15 @@ class RankHome:
         return self
 
     def parameter(self, name: str) -> nn.Parameter:
-        """This rank's part, newly drawn: a DTensor if there are several ranks."""
+        """This rank's part, with initial values: a DTensor if there are several ranks."""
         data = self.plan.parameters[name]
         mesh = self.plan.meshes[data.mesh]
         dtype = self.stored_dtype(data)
-        part = initial_shard(name, data, mesh, self.rank, seed=self.seed, dtype=dtype, device=self._device)
+        local = initial_shard(name, data, mesh, self.rank, seed=self.seed, dtype=dtype, device=self._device)
         if data.mesh not in self._meshes:
-            return nn.Parameter(part, requires_grad=not data.frozen)
-        whole = DTensor.from_local(part, *self._layout(data), run_check=False)
-        return nn.Parameter(whole, requires_grad=not data.frozen)
+            return nn.Parameter(local, requires_grad=not data.frozen)
+        parameter = DTensor.from_local(local, *self._layout(data), run_check=False)
+        return nn.Parameter(parameter, requires_grad=not data.frozen)
 
     def stored_dtype(self, data: PlanParameter) -> torch.dtype:
         """The dtype of a parameter between steps: fp32 for the optimizer, the compute dtype where it is frozen."""
@@ -145,7 +145,7 @@ class RankHome:
         if signature.get("parts", self._parts_digest) != self._parts_digest:
             return "its plan shards parameters differently"
         for name, data in self.plan.parameters.items():
-            theirs, ours = (data.cells(self.plan.meshes[data.mesh], each) for each in (rank, self.rank))
-            if theirs != ours:
+            mesh = self.plan.meshes[data.mesh]
+            if data.cells(mesh, rank) != data.cells(mesh, self.rank):
                 return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"
         return None

@@ -29,23 +29,23 @@ steps took 82 s by the CPU's chunks, and takes 17 s by these (H200)."""
 def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
     """Raises `JobError` where the layouts of a parameter are not those of a stage of ZeRO: jobs run no others.
 
-    The optimizer state is cut over at most one axis more than what ops use. The weight and the gradient either have
-    that cut too or have none.
+    The optimizer state is cut over at most one axis more than the layout that ops use. The weight has that cut too or
+    lacks it; so does the gradient.
     """
     for name, data in parameters.items():
         cut, state = data.zero_cut, data.optimizer_state
-        whole = state if cut is None else state.replace(cut.axis, None)
-        for what, layout, allowed in (
-            ("compute layout", data.layout, (whole,)),
-            ("weight", data.weight, (whole, state)),
-            ("gradient", data.gradient, (whole, state)),
+        uncut = state if cut is None else state.replace(cut.axis, None)
+        for role, layout, allowed in (
+            ("compute layout", data.layout, (uncut,)),
+            ("weight", data.weight, (uncut, state)),
+            ("gradient", data.gradient, (uncut, state)),
         ):
             if layout not in allowed:
-                raise _not_executable(f"the {what} of {name} is {layout} and its optimizer state {state}")
+                raise _not_executable(f"the {role} of {name} is {layout} and its optimizer state {state}")
 
 
 def require_order(program: Program) -> None:
-    """Raises `JobError` where an order of a step breaks a rule: of a Program that no plan folder gave."""
+    """Raises `JobError` where the order of a step breaks a rule. Plan folders are checked when they are read."""
     for order in program.orders:
         if complaint := order_complaint(program, order, order.count("forward")):
             raise _not_executable(complaint)
@@ -54,7 +54,7 @@ def require_order(program: Program) -> None:
 def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:
     """Raises `JobError` unless a job can gather weights and scatter gradients, layer by layer.
 
-    ZeRO's cut is the only one of its dim, and the gradient is summed over its axis.
+    ZeRO's cut must be the only cut of its dim, and the gradient must be summed over the cut's axis.
     """
     for name, data in parameters.items():
         if (cut := data.zero_cut) is None:
@@ -65,8 +65,8 @@ def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:
             raise _not_executable(f"{name} is cut over {cut.axis}, over which its gradient is not summed")
 
 
-def _not_executable(words: str) -> JobError:
-    return JobError("MOE0700", f"{words}; a later version of moec runs this", "compile the .moe file again")
+def _not_executable(reason: str) -> JobError:
+    return JobError("MOE0700", f"{reason}; a later version of moec runs this", "compile the .moe file again")
 
 
 def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...]:
@@ -78,8 +78,8 @@ def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...
             f"a parameter lies as {layout} on a mesh of {', '.join(axes)}; a later version of moec runs this",
             "compile the .moe file again with this moec",
         )
-    placed = (layout.get(axis) for axis in axes)
-    return tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placed)
+    placements = (layout.get(axis) for axis in axes)
+    return tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placements)
 
 
 def initial_state(state: State, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
@@ -116,12 +116,12 @@ def initial_shard(
     runs, key = shard.view(-1, run), philox.key_of(seed, name)
     starts = _starts(index[: cut + 1], data.shape, shard.device)
     chunk = CPU_CHUNK if shard.device.type == "cpu" else GPU_CHUNK
-    together = max(1, chunk // run)
-    for row in range(0, len(runs), together):
+    rows_per_draw = max(1, chunk // run)
+    for row in range(0, len(runs), rows_per_draw):
         for column in range(0, run, chunk):
             length = min(chunk, run - column)
-            drawn = _drawn(starts[row : row + together] + column, length, key)
-            runs[row : row + together, column : column + length] = drawn * data.init.std
+            normal = _draw(starts[row : row + rows_per_draw] + column, length, key)
+            runs[row : row + rows_per_draw, column : column + length] = normal * data.init.std
     return shard
 
 
@@ -134,7 +134,7 @@ def _starts(index: Sequence[slice], shape: Sequence[int], device: torch.device) 
     return starts
 
 
-def _drawn(starts: Tensor, length: int, key: tuple[int, int]) -> Tensor:
+def _draw(starts: Tensor, length: int, key: tuple[int, int]) -> Tensor:
     """`length` numbers from each of `starts` on: `[len(starts), length]`."""
     counters = torch.arange(length // philox.WORDS + 2, device=starts.device)
     drawn = philox.normal((starts // philox.WORDS)[:, None] + counters, key).flatten(1)

@@ -20,7 +20,7 @@ HOW_TO_LOAD = (
 
 
 def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Stores the rank, its parts and names of states in the metadata of a `state_dict`, which `torch.save` keeps."""
+    """Stores the home's signature and the names of states in the metadata of a `state_dict`: `torch.save` keeps it."""
     states = [name for name, _ in module.named_buffers()]
     local_metadata[KEY] = {**home_of(module).signature(), STATES: states}
 
@@ -28,40 +28,40 @@ def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def refuse_foreign_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Raises `JobError` for another rank's parts, and where a state stands for a parameter; replaces whole tensors by
-    this rank's parts."""
+    """Raises `JobError` for another rank's parts, and for a state in place of a parameter or the reverse; replaces
+    whole tensors by this rank's parts."""
     if KEY in local_metadata:
         require_own(module, local_metadata[KEY], "this state_dict")
         _require_same_states(module, {name.removeprefix(prefix) for name in state_dict}, local_metadata[KEY])
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor):
-            state_dict[prefix + name] = _own_part(name, parameter, tensor, signed=KEY in local_metadata)
+            state_dict[prefix + name] = _local_part(name, parameter, tensor, signed=KEY in local_metadata)
 
 
-def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None:
-    """Raises `JobError` unless `what` ("this state_dict"), with this signature, has the same parts as this rank."""
+def require_own(module: nn.Module, signature: dict[str, Any], subject: str) -> None:
+    """Raises `JobError` unless `subject` ("this state_dict"), with this signature, has the same parts as this rank."""
     complaint = home_of(module).complaint_of(signature)
     if complaint:
-        raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
+        raise JobError("MOE0712", f"{subject} is another rank's: {complaint}", HOW_TO_LOAD)
 
 
-def _require_same_states(module: nn.Module, given: set[str], signature: dict[str, Any]) -> None:
-    """Raises `JobError` if one of the tensors `given` is a state there and a parameter here, or the reverse: a bias of
-    `online` has the name and the shape of a learned one, and another meaning."""
+def _require_same_states(module: nn.Module, names: set[str], signature: dict[str, Any]) -> None:
+    """Raises `JobError` if a tensor of `names` is a state in the `state_dict` and a parameter of the module, or the
+    reverse: a bias of `online` has the name and the shape of a learned one, and another meaning."""
     if STATES not in signature:  # of an earlier moec
         return
-    there = given.intersection(signature[STATES])
-    here = given.intersection(name for name, _ in module.named_buffers())
-    for name in sorted(there ^ here):
-        known = name in here or any(name == other for other, _ in module.named_parameters(remove_duplicate=False))
-        if known:
-            kinds = ("a state", "learned") if name in there else ("learned", "a state")
+    saved_states = names.intersection(signature[STATES])
+    module_states = names.intersection(name for name, _ in module.named_buffers())
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in sorted(saved_states ^ module_states):
+        if name in module_states or name in parameters:
+            kinds = ("a state", "learned") if name in saved_states else ("learned", "a state")
             message = f"{name} is {kinds[0]} in this state_dict, and {kinds[1]} here"
             raise JobError("MOE0712", message, "give the gate the `bias` of the run that saved it")
 
 
-def _own_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> Tensor:
+def _local_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> Tensor:
     """This rank's part of `tensor`, on the device and in the dtype of `parameter`.
 
     Unsigned DTensors are accepted only from this process: a loaded DTensor has another mesh.
@@ -91,6 +91,6 @@ def _own_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> 
             HOW_TO_LOAD,
         )
     with torch.no_grad():
-        whole = tensor.detach().to(parameter.device, parameter.dtype)
-        local: Tensor = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        value = tensor.detach().to(parameter.device, parameter.dtype)
+        local: Tensor = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return local

@@ -13,7 +13,7 @@ from moec.runtime.weights.home import Home
 from moec.runtime.weights.names import add_buffer, read_buffer, split_name
 
 
-class OwnStates:
+class LayerStates:
     """The states of one layer: buffers in fp32, whatever dtype the layer computes in; float64 in a float64 model."""
 
     def __init__(self, owner: nn.Module, states: Sequence[State], home: Home) -> None:
@@ -22,8 +22,8 @@ class OwnStates:
             add_buffer(owner, state.name, home.state(state))
 
     def by_name(self, owner: nn.Module) -> dict[str, Tensor]:
-        """The states as they are now, in the order of the file. Raises `JobError` for one that was narrowed."""
-        found = {}
+        """The current states, in the order of the file. Raises `JobError` for one in a narrower dtype."""
+        states = {}
         for name, path in self._names.items():
             value = read_buffer(owner, *path)
             if value.dtype not in (torch.float32, torch.float64):
@@ -32,5 +32,5 @@ class OwnStates:
                     f"{name} is {value.dtype}, and a state is float32: its updates round away in a narrower dtype",
                     "layers compute in the file's `dtype`; leave states and parameters float32",
                 )
-            found[name] = value
-        return found
+            states[name] = value
+        return states

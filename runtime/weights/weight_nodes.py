@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from moec.runtime.action_log import note_action
 from moec.runtime.refused_derivatives import once_differentiable
-from moec.runtime.weights.gathered_again import Again, changed
 from moec.runtime.weights.gathering import version_of
 from moec.runtime.weights.gradients import Bucket
 from moec.runtime.weights.masters import local_part
+from moec.runtime.weights.regathering import RegatheredWeights, changed
 from moec.runtime.weights.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class UnwrappedParameters:
     """The parameters of a forward pass, and their local parts.
 
-    Without a `one_pass` no gradient is wanted; `is_ready`: the graphs take the parameters as they are.
+    Without a `forward_pass` no gradient is needed. `is_ready`: the graphs use the parameters themselves.
     """
 
     parameters: list[Tensor]
     local: Sequence[Tensor]
-    one_pass: Pass | None = None
+    forward_pass: ForwardPass | None = None
     is_ready: bool = False
 
 
-class Pass:
+class ForwardPass:
     """One forward pass: its parameters, and the sums that its backward has started.
 
-    `hooked`: whether a parameter has hooks, which need its gradient. `again`: the weights that backward gathers again.
-    `versions`: of the DTensors whose parts the graphs use as they are. Autograd sees changes of a part, but not those
-    of its DTensor.
+    `hooked`: whether a parameter has hooks, which need its gradient. `regathered`: the weights that backward gathers
+    again. `versions`: those of the DTensors whose parts the graphs use without a copy. Autograd notices changes of a
+    part, but not those of its DTensor.
     """
 
-    __slots__ = ("again", "buckets", "hooked", "needed", "parameters", "versions", "weights")
+    __slots__ = ("buckets", "hooked", "needed", "parameters", "regathered", "versions", "weights")
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
         self.weights = weights
@@ -53,7 +53,7 @@ class Pass:
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
-        self.again: Again | None = None
+        self.regathered: RegatheredWeights | None = None
         self.versions = [
             (ref(parameter), version_of(parameter))
             for parameter, spec in zip(parameters, weights.specs, strict=True)
@@ -61,9 +61,9 @@ class Pass:
         ]
 
     def require_unchanged(self) -> None:
-        """Raises `JobError` if such a DTensor has changed since forward: autograd's weights have changed with it."""
-        for each, version in self.versions:
-            if (parameter := each()) is not None and version_of(parameter) != version:
+        """Raises `JobError` if a DTensor in `versions` changed since forward: autograd's weights share its memory."""
+        for reference, version in self.versions:
+            if (parameter := reference()) is not None and version_of(parameter) != version:
                 raise changed(self.weights.specs[0].site)
 
 
@@ -71,48 +71,50 @@ class Unwrap(torch.autograd.Function):
     """DTensors to this rank's parts; backward waits for the gradients' sums and wraps them as DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, one_pass: Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.one_pass = one_pass
+    def forward(ctx: Any, forward_pass: ForwardPass, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.forward_pass = forward_pass
         ctx.set_materialize_grads(False)
         local = tuple(local_part(parameter) for parameter in parameters)
-        ctx.mark_non_differentiable(*(p for p, needed in zip(local, one_pass.needed, strict=True) if not needed))
+        ctx.mark_non_differentiable(*(p for p, needed in zip(local, forward_pass.needed, strict=True) if not needed))
         return local
 
     @staticmethod
     @once_differentiable("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        one_pass: Pass = ctx.one_pass
+        forward_pass: ForwardPass = ctx.forward_pass
         results = list(gradients)
-        buckets, one_pass.buckets = one_pass.buckets, []
-        one_pass.weights.finish_sums(results, buckets)
-        return (None, *map(wrapped, results, one_pass.weights.specs, one_pass.parameters))
+        buckets, forward_pass.buckets = forward_pass.buckets, []
+        forward_pass.weights.finish_sums(results, buckets)
+        return (None, *map(wrapped, results, forward_pass.weights.specs, forward_pass.parameters))
 
 
 class Narrow(torch.autograd.Function):
     """This rank's parts to weights in the compute dtype; backward widens gradients and starts their sums."""
 
     @staticmethod
-    def forward(ctx: Any, one_pass: Pass, taken: Taken, *local: Tensor) -> tuple[Tensor, ...]:
-        ctx.one_pass, ctx.device = one_pass, local[0].device
+    def forward(
+        ctx: Any, forward_pass: ForwardPass, unwrapped: UnwrappedParameters, *local: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.forward_pass, ctx.device = forward_pass, local[0].device
         ctx.dtypes = [torch.promote_types(part.dtype, torch.float32) for part in local]
         ctx.set_materialize_grads(False)
-        narrow = tuple(weight.detach() for weight in one_pass.weights.weights(taken))
-        ctx.mark_non_differentiable(*(p for p, needed in zip(narrow, one_pass.needed, strict=True) if not needed))
-        return narrow
+        weights = tuple(weight.detach() for weight in forward_pass.weights.weights(unwrapped))
+        ctx.mark_non_differentiable(*(p for p, needed in zip(weights, forward_pass.needed, strict=True) if not needed))
+        return weights
 
     @staticmethod
     @once_differentiable("the gradient of a parameter that is cast, or summed over ranks,")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        one_pass: Pass = ctx.one_pass
-        one_pass.require_unchanged()
-        note_action("backward", one_pass.weights.unit)
-        if one_pass.again is not None:
-            one_pass.again.drop()
-        wide = [
+        forward_pass: ForwardPass = ctx.forward_pass
+        forward_pass.require_unchanged()
+        note_action("backward", forward_pass.weights.unit)
+        if forward_pass.regathered is not None:
+            forward_pass.regathered.drop()
+        wide_gradients = [
             gradient.to(dtype) if gradient is not None and needed else None
-            for gradient, dtype, needed in zip(gradients, ctx.dtypes, one_pass.needed, strict=True)
+            for gradient, dtype, needed in zip(gradients, ctx.dtypes, forward_pass.needed, strict=True)
         ]
-        results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass, ctx.device)
+        results, forward_pass.buckets = forward_pass.weights.begin_sums(wide_gradients, forward_pass, ctx.device)
         return None, None, *results
 
 

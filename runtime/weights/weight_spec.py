@@ -1,4 +1,4 @@
-"""What a layer knows of each of its parameters: this rank's part, its dtype, and who sums and gathers it."""
+"""The spec of a layer's parameter: this rank's part, its dtype, and the groups that gather it and sum its gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class ZeroPart:
     """ZeRO's cut of a parameter: each of the `ranks` of `group` has a part along `dim`.
 
-    `per_use`: nothing gathered outlives a use of the layer (stage 3). `per_pass`: every backward pass scatters its
-    gradients (stages 2 and 3); otherwise they are collected whole until the last micro-batch.
+    `per_use`: every use of the layer gathers the weight and frees it afterwards (stage 3). `per_pass`: every backward
+    pass scatters the gradient (stages 2 and 3); otherwise whole gradients are collected until the last micro-batch.
     """
 
     group: str
@@ -28,9 +28,9 @@ class WeightSpec:
 
     `name` is relative to its module, `shape` is that of this rank's part, `groups` sum its gradient, `site` is the part
     of the model that uses it. `scale` multiplies the gradient's sum. `master` is the dtype that the parameter must
-    have; None if a host may convert it. A `frozen` parameter must not want a gradient, which no group would sum. With
-    `zero` the layer computes with more than this rank's part: it is gathered over `zero.group`, which also sums and
-    scatters its gradient, before `groups`.
+    have; None if a host may convert it. A `frozen` parameter must not require a gradient: no group would sum it. With
+    `zero` the weight is gathered over `zero.group`, and the gradient is summed and scattered over `zero.group` before
+    `groups` sum it.
     """
 
     name: str

@@ -25,19 +25,27 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.gathered_again import Again, Handles
 from moec.runtime.weights.gathering import Gathering, Stamp, stamp_of
-from moec.runtime.weights.gradients import Bucket, Summed, accumulate, by_groups
+from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.masters import local_part
-from moec.runtime.weights.microbatches import Collected, Microbatches
+from moec.runtime.weights.microbatches import CollectedGradients, Microbatches
 from moec.runtime.weights.names import read_parameter, registered_parameter, split_name
-from moec.runtime.weights.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, has_hooks, wrapped
+from moec.runtime.weights.regathering import Handles, RegatheredWeights
+from moec.runtime.weights.weight_nodes import (
+    ForwardPass,
+    Narrow,
+    Unwrap,
+    UnwrappedParameters,
+    finish,
+    has_hooks,
+    wrapped,
+)
 from moec.runtime.weights.weight_spec import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """The weights of a step, gathered once for all its micro-batches, and the stamp of what they were gathered from."""
+class _StepWeights:
+    """The weights that a step gathered once for all its micro-batches, and the stamp of their parameters then."""
 
     stamp: Stamp
     weights: list[Tensor]
@@ -50,25 +58,25 @@ class Weights:
         self.unit = unit
         """The name of these parameters in a schedule (`moec.passes.place.schedule.Unit`)."""
         self.specs = tuple(specs)
-        # Weak: autograd's nodes refer to this, the layer to its `aux_loss`, and Python sees no cycle through autograd.
+        # Weak: autograd's nodes refer to this object, and the layer to `aux_loss`: a cycle that Python cannot collect.
         self._owner = ref(owner)
         self._microbatches = microbatches
-        self.home: object = None
-        """What backward passes need of it, which refer to this."""
+        self.group_owner: object = None
+        """The owner of the process groups: groups stay open while a backward pass still refers to these weights."""
         self._paths = [split_name(spec.name) for spec in specs]
-        self._buckets = by_groups(Summed(i, spec.shape, spec.groups, spec.zero) for i, spec in enumerate(specs))
+        self._buckets = by_groups(SummedGradient(i, spec.shape, spec.groups, spec.zero) for i, spec in enumerate(specs))
         self.gathers = any(spec.zero is not None for spec in specs)
         """Whether ZeRO cuts one of the parameters."""
         self._per_use = [i for i, spec in enumerate(specs) if spec.zero is not None and spec.zero.per_use]
         self.gathers_per_use = bool(self._per_use)
         """Whether every use gathers the weights again (ZeRO 3)."""
-        self._collected: Collected | None = None
-        self._begun: Taken | None = None
-        self._ahead: Gathering | None = None
-        self._kept: _Kept | None = None
+        self._collected: CollectedGradients | None = None
+        self._unwrapped: UnwrappedParameters | None = None
+        self._prefetched: Gathering | None = None
+        self._step_weights: _StepWeights | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
-        """For the copy of the module, which belongs to no open step."""
+        """The weights of a copied module, which belongs to no open step."""
         copied = memo[id(self)] = Weights.__new__(Weights)
         copied.__dict__ |= self.__dict__ | {"_collected": None, "_begun": None, "_ahead": None, "_kept": None}
         copied._owner = ref(deepcopy(self._module(), memo))
@@ -97,96 +105,92 @@ class Weights:
         return ""
 
     @property
-    def is_kept(self) -> bool:
+    def has_step_weights(self) -> bool:
         """Whether the next forward pass uses weights that an earlier one has gathered."""
-        return self._kept is not None and self._kept.stamp == stamp_of(self._parameters())
+        return self._step_weights is not None and self._step_weights.stamp == stamp_of(self._parameters())
 
     def begin(self) -> None:
         """Makes the `Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
-        self._begun = self._take(self._parameters())
+        self._unwrapped = self._unwrap(self._parameters())
 
     @torch.no_grad()
-    def begin_gather(self) -> None:
+    def prefetch(self) -> None:
         """Starts the gather for the next call. A collective of all ranks, if ZeRO cuts one of the parameters."""
-        if self.gathers and self._ahead is None:
-            parameters = self._begun.parameters if self._begun is not None else self._parameters()
+        if self.gathers and self._prefetched is None:
+            parameters = self._unwrapped.parameters if self._unwrapped is not None else self._parameters()
             stamp = stamp_of(parameters)
-            if self._kept is None or self._kept.stamp != stamp:
-                self._ahead = self._gathering(list(map(local_part, parameters)), stamp)
+            if self._step_weights is None or self._step_weights.stamp != stamp:
+                self._prefetched = self._gathering(list(map(local_part, parameters)), stamp)
 
-    def drop_begun(self) -> None:
-        """Drops the node of `begin` and the gather, if an exception prevented the call that uses them."""
-        self._begun = self._ahead = None
+    def drop_prepared(self) -> None:
+        """Drops the node of `begin` and the prefetched gather, if an exception prevented the call that uses them."""
+        self._unwrapped = self._prefetched = None
 
-    def drop_kept(self) -> None:
-        """Drops the gathered weights at the end of a step."""
-        self._kept = None
+    def drop_step_weights(self) -> None:
+        """Drops the step's gathered weights, at its end."""
+        self._step_weights = None
 
-    def forget(self) -> None:
+    def drop_collected(self) -> None:
         """Drops the collected gradients of a step."""
         self._collected = None
 
     def __call__(self, handles: Handles | None = None) -> Sequence[Tensor]:
         """The parameters as plain, differentiable tensors of the compute dtype.
 
-        `handles` gets the weights that autograd must not save. Only in `handles.in_place()` graphs may use these.
+        Adds to `handles` the weights that autograd must not save. Graphs may use them only in `handles.in_place()`.
         """
-        begun, self._begun = self._begun, None
+        unwrapped, self._unwrapped = self._unwrapped, None
         # A hook may have replaced a parameter since `begin`.
-        if begun is None or not all(map(self._is_still, self._paths, begun.parameters)):
-            begun = self._take(self._parameters())
-        one_pass = begun.one_pass
-        if begun.is_ready:
-            return begun.local
-        if one_pass is None:
-            weights: Sequence[Tensor] = self.weights(begun)
+        if unwrapped is None or not all(map(self._is_still, self._paths, unwrapped.parameters)):
+            unwrapped = self._unwrap(self._parameters())
+        forward_pass = unwrapped.forward_pass
+        if unwrapped.is_ready:
+            return unwrapped.local
+        if forward_pass is None:
+            weights: Sequence[Tensor] = self.weights(unwrapped)
         else:
-            weights = Narrow.apply(one_pass, begun, *begun.local)  # type: ignore[no-untyped-call]
+            weights = Narrow.apply(forward_pass, unwrapped, *unwrapped.local)  # type: ignore[no-untyped-call]
         if self._per_use and handles is not None and torch.is_grad_enabled():
-            again = self._again(begun)
-            handles.add(again, weights, self._per_use)
-            if one_pass is not None:
-                one_pass.again = again
+            regathered = self._regathered_later(unwrapped)
+            handles.add(regathered, weights, self._per_use)
+            if forward_pass is not None:
+                forward_pass.regathered = regathered
         return weights
 
-    def weights(self, taken: Taken) -> list[Tensor]:
-        """The detached weights in the compute dtype: kept ones, those gathered ahead, or gathered now."""
+    def weights(self, unwrapped: UnwrappedParameters) -> list[Tensor]:
+        """The detached weights in the compute dtype: the step's gathered weights, prefetched ones, or gathered now."""
         if not self.gathers:
-            return self._narrow(taken.local)
-        stamp, kept = stamp_of(taken.parameters), self._kept
-        if kept is not None and kept.stamp == stamp:
-            return kept.weights
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.stamp != stamp:
-            ahead = self._gathering(taken.local, stamp)
-        weights = ahead.finish()
-        if self._microbatches.keeps and not self._per_use:
-            self._kept = _Kept(stamp, weights)
+            return self._cast(unwrapped.local)
+        stamp, step = stamp_of(unwrapped.parameters), self._step_weights
+        if step is not None and step.stamp == stamp:
+            return step.weights
+        gathering, self._prefetched = self._prefetched, None
+        if gathering is None or gathering.stamp != stamp:
+            gathering = self._gathering(unwrapped.local, stamp)
+        weights = gathering.finish()
+        if self._microbatches.keeps_weights and not self._per_use:
+            self._step_weights = _StepWeights(stamp, weights)
         return weights
 
-    def _narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts in the compute dtype; no copy where the dtype is the same."""
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     @torch.no_grad()
     def _gathering(self, local: Sequence[Tensor], stamp: Stamp) -> Gathering:
         note_action("gather", self.unit)
-        return Gathering(self.specs, self._narrow(local), stamp)
+        return Gathering(self.specs, self._cast(local), stamp)
 
-    def _again(self, taken: Taken) -> Again:
-        """What backward gathers again for this use."""
-        local = list(map(local_part, taken.parameters))
-        # In a recomputed pass the use before it is not the one that backward comes to next.
-        before = None if in_backward() else self._microbatches.last_use
-        again = Again(
-            lambda: self._gathering(local, ()),
-            partial(_stamp_now, [ref(parameter) for parameter in taken.parameters]),
-            self.specs[0].site,
-            before,
-        )
+    def _regathered_later(self, unwrapped: UnwrappedParameters) -> RegatheredWeights:
+        """The weights that backward gathers again for this use."""
+        local = list(map(local_part, unwrapped.parameters))
+        # In a recomputed pass, backward does not come next to the use before this one.
+        previous = None if in_backward() else self._microbatches.last_use
+        begin, site = partial(self._gathering, local, ()), self.specs[0].site
+        regathered = RegatheredWeights(begin, unwrapped.parameters, site, previous)
         if not in_backward():
-            self._microbatches.last_use = again
-        return again
+            self._microbatches.last_use = regathered
+        return regathered
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
         registered = registered_parameter(self._module(), *path)
@@ -195,19 +199,19 @@ class Weights:
     def _parameters(self) -> list[Tensor]:
         return [self._parameter(i) for i in range(len(self.specs))]
 
-    def _take(self, parameters: list[Tensor]) -> Taken:
+    def _unwrap(self, parameters: list[Tensor]) -> UnwrappedParameters:
         """The parameters of a forward pass, to be narrowed."""
         if all(map(_is_ready, parameters, self.specs)):
-            return Taken(parameters, parameters, is_ready=True)
+            return UnwrappedParameters(parameters, parameters, is_ready=True)
         if beyond_backward():
             self._require_no_derivative(parameters)
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
-            return Taken(parameters, [local_part(parameter) for parameter in parameters])
-        one_pass = Pass(self, parameters)
-        return Taken(parameters, Unwrap.apply(one_pass, *parameters), one_pass)  # type: ignore[no-untyped-call]
+            return UnwrappedParameters(parameters, [local_part(parameter) for parameter in parameters])
+        forward_pass = ForwardPass(self, parameters)
+        return UnwrappedParameters(parameters, Unwrap.apply(forward_pass, *parameters), forward_pass)  # type: ignore[no-untyped-call]
 
     def _require_no_derivative(self, parameters: Sequence[Tensor]) -> None:
-        """Raises `JobError` if a mode that the nodes do not have would differentiate a parameter."""
+        """Raises `JobError` if forward mode or `torch.func`, which the nodes lack, would differentiate a parameter."""
         for parameter, spec in zip(parameters, self.specs, strict=True):
             if has_tangent(parameter) or (in_transform() and is_tracked(parameter)):
                 raise no_derivative(
@@ -237,43 +241,45 @@ class Weights:
             )
         # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
         if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
-            kept = str(spec.master).removeprefix("torch.")
+            dtype = str(spec.master).removeprefix("torch.")
             use = "this frozen parameter stays" if spec.frozen else "an optimizer updates masters"
             raise JobError(
                 "MOE0710",
                 f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but {use} in {spec.master}",
-                f"layers compute in the file's `dtype`; leave the parameters {kept}; "
+                f"layers compute in the file's `dtype`; leave the parameters {dtype}; "
                 "`moec.reference(…, dtype=torch.float64)` makes the unsharded model in float64",
             )
         return parameter
 
     def begin_sums(
-        self, gradients: Sequence[Tensor | None], one_pass: Pass, device: torch.device
+        self, gradients: Sequence[Tensor | None], forward_pass: ForwardPass, device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
         """Starts the sums of a backward pass's gradients. Returns the tensors that will hold them, and the buckets.
 
-        Before the last micro-batch it only collects gradients, unless a parameter's hook needs them, or ZeRO scatters
-        them in every pass.
+        Before the last micro-batch it only collects gradients, except where a parameter's hook needs them or ZeRO
+        scatters them in every pass.
         """
-        later = [spec.collects and not self._microbatches.sums and not one_pass.hooked for spec in self.specs]
-        collects = tuple(n and spec.collects for n, spec in zip(one_pass.needed, self.specs, strict=True))
-        if any(later):
-            self._collect([g if wait else None for g, wait in zip(gradients, later, strict=True)], collects, device)
-        elif self._collected is not None and self._collected.needed == collects:
+        needed = forward_pass.needed
+        deferred = [spec.collects and not self._microbatches.sums and not forward_pass.hooked for spec in self.specs]
+        collected_parameters = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
+        if any(deferred):
+            collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]
+            self._collect(collected, collected_parameters, device)
+        elif self._collected is not None and self._collected.needed == collected_parameters:
             gradients, self._collected = self._collected.plus(gradients), None
-        now = [g if not wait else None for g, wait in zip(gradients, later, strict=True)]
-        return self._start(now, [n and not wait for n, wait in zip(one_pass.needed, later, strict=True)], device)
+        ready = [None if defer else g for g, defer in zip(gradients, deferred, strict=True)]
+        return self._start(ready, [n and not defer for n, defer in zip(needed, deferred, strict=True)], device)
 
     def _collect(self, gradients: list[Tensor | None], needed: tuple[bool, ...], device: torch.device) -> None:
         note_action("collect", self.unit)
-        fresh = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
+        exclusive = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
         earlier = self._collected
         if earlier is None:
-            self._collected = Collected(gradients, needed, device, fresh)
+            self._collected = CollectedGradients(gradients, needed, device, exclusive)
         else:
-            both = tuple(one or other for one, other in zip(earlier.needed, needed, strict=True))
-            fresh = earlier.fresh_sums(gradients, fresh)
-            self._collected = Collected(earlier.plus(gradients), both, device, fresh)
+            needed_in_any = tuple(a or b for a, b in zip(earlier.needed, needed, strict=True))
+            exclusive = earlier.exclusive_sums(gradients, exclusive)
+            self._collected = CollectedGradients(earlier.plus(gradients), needed_in_any, device, exclusive)
         self._microbatches.pending[self] = None
 
     @property
@@ -300,19 +306,19 @@ class Weights:
             with torch.enable_grad():
                 parameter = self._parameter(index)
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            added = wrapped(gradient, self.specs[index], layout)
-            if added is None:
+            summed = wrapped(gradient, self.specs[index], layout)
+            if summed is None:
                 continue
-            added = added.to(parameter.dtype)
+            summed = summed.to(parameter.dtype)
             if parameter.grad_fn is not None:  # a parametrization computes it
-                torch.autograd.backward(parameter, added)
+                torch.autograd.backward(parameter, summed)
             else:
-                accumulate(parameter, added)
+                accumulate(parameter, summed)
 
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Starts the sums of all parameters that need a gradient, also without one on this rank: ranks must match."""
+        """Starts the sums for every parameter in `needed`, even without a gradient on this rank: ranks must match."""
         results = list(gradients)
         buckets, scattered = [], list[Bucket]()
         for summed in self._buckets:
@@ -323,10 +329,10 @@ class Weights:
                 self._microbatches.wait_scattered()
             first = self.specs[members[0].index]
             more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-            wide = torch.promote_types(first.dtype, torch.float32)
-            bucket = Bucket(members, f"gradient of {first.name}{more}, {first.site}", wide, device)
-            for member, place in zip(members, bucket.begin(gradients), strict=True):
-                results[member.index] = place
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            bucket = Bucket(members, f"gradient of {first.name}{more}, {first.site}", dtype, device)
+            for member, result in zip(members, bucket.begin(gradients), strict=True):
+                results[member.index] = result
             buckets.append(bucket)
             if members[0].zero is not None:
                 scattered.append(bucket)
@@ -335,11 +341,6 @@ class Weights:
         if buckets:
             note_action("sum", self.unit)
         return results, buckets
-
-
-def _stamp_now(parameters: Sequence[ref[Tensor]]) -> Stamp:
-    """The stamp of those parameters that are still there: a strong reference would make a cycle."""
-    return stamp_of([parameter for each in parameters if (parameter := each()) is not None])
 
 
 def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:

@@ -18,7 +18,7 @@ import moec
 from moec.runtime.errors import JobError
 from moec.runtime.host.reference import reference
 from moec.runtime.weights import weights
-from moec.runtime.weights.gradients import Bucket, Summed
+from moec.runtime.weights.gradients import Bucket, SummedGradient
 
 FOUR = {"ranks": 4, "ep": 2}
 
@@ -245,7 +245,7 @@ def sums_of_narrow_gradients(zero: int) -> tuple[set[torch.dtype], list[Any]]:
         job.step(model, *contract.mine(job, *contract.batch()))
         specs = [spec for each in model.all_weights() for spec in each.specs]
         groups = next(spec.groups or (spec.zero.group,) for spec in specs if spec.groups or spec.zero)
-        members = [Summed(0, (2,), groups), Summed(1, (2,), groups)]
+        members = [SummedGradient(0, (2,), groups), SummedGradient(1, (2,), groups)]
         bucket = Bucket(members, "here", torch.float32, torch.device("cpu"))
         bucket.begin([torch.ones(2) if job.rank == 0 else None, None])
         return found, bucket.finish()

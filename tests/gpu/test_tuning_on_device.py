@@ -45,7 +45,7 @@ def plan(device: torch.device) -> Plan:
 
 def test_a_plan_is_tuned_on_the_device_that_is_here(plan: Plan, device: torch.device, tmp_path: Path) -> None:
     assert bench_for(plan).shared >= 48 * 1024
-    tuning = tune(plan, most=3)
+    tuning = tune(plan, max_tiles=3)
     (found,) = tuning.results
     assert all(found.tried(kernel) > 1 for kernel in KERNELS)
     assert found.wrong == 0
@@ -57,7 +57,7 @@ def test_a_plan_is_tuned_on_the_device_that_is_here(plan: Plan, device: torch.de
 
 
 def test_a_tuned_plan_trains(plan: Plan) -> None:
-    tuned = tune(plan, most=1).plan
+    tuned = tune(plan, max_tiles=1).plan
     with moec.launch(tuned, device="cuda") as job:
         model = job.build()
         tokens = torch.randint(64, (8, 512), device="cuda")

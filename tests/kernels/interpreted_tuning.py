@@ -131,7 +131,7 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     again = moec.load(folder).tiles
     assert again is not None
     # The default is the untuned tile, not the last tuning's.
-    (found,) = tune(with_tiles(plan), most=1).results
+    (found,) = tune(with_tiles(plan), max_tiles=1).results
     assert found.default.rows == 64
     assert again.entries[0].measured is not None
 
@@ -145,7 +145,7 @@ def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
     experts = 4 // ep
     assert [tuple(grad.shape) for grad in results[-2:]] == [(experts, 2, 8), (experts, 8)]
     assert all(grad.abs().min() > 0 for grad in results[-2:])
-    (found,) = tune(plan, most=2).results
+    (found,) = tune(plan, max_tiles=2).results
     assert found.tried("up") > 1
     assert found.wrong == 0
 
@@ -217,7 +217,7 @@ def test_a_way_that_gives_other_numbers_never_wins(plan: Plan, monkeypatch: pyte
         return taken / 10, (out + 0.01, *gradients)
 
     monkeypatch.setattr(TunedLayer, "product", other_numbers)
-    (found,) = tune(plan, most=2).results
+    (found,) = tune(plan, max_tiles=2).results
     assert found.best == found.default
     assert found.wrong == len(others) == 6
     assert [found.tried(kernel) for kernel in KERNELS] == [1] * 6
@@ -259,7 +259,7 @@ def test_each_product_gets_the_tile_that_is_fastest_for_it_alone(plan: Plan, mon
 
     monkeypatch.setattr(TunedLayer, "product", wide_or_narrow)
     monkeypatch.setattr(TunedLayer, "milliseconds", lambda self, ways: 2.0 if ways == self.default() else 1.0)
-    (found,) = tune(plan, most=2).results
+    (found,) = tune(plan, max_tiles=2).results
     tiles = {kernel: found.best.tile(kernel) for kernel in KERNELS}
     assert all(tile is not None for tile in tiles.values())
     assert {tile.rows for kernel, tile in tiles.items() if tile and kernel in ROW_KERNELS} == {32}
@@ -326,7 +326,7 @@ def test_libraries_are_tried_and_the_fastest_is_stored(plan: Plan, monkeypatch: 
 
     monkeypatch.setattr(TunedLayer, "product", by_library)
     monkeypatch.setattr(TunedLayer, "milliseconds", lambda self, ways: 2.0 if ways == self.default() else 1.0)
-    (found,) = tune(plan, most=1).results
+    (found,) = tune(plan, max_tiles=1).results
     assert found.wrong == 0
     assert all((kernel, library) in found.times for kernel in KERNELS for library in libraries)
     assert found.best == found.default.with_way("down", "grouped_mm")
@@ -334,7 +334,7 @@ def test_libraries_are_tried_and_the_fastest_is_stored(plan: Plan, monkeypatch: 
 
     # Around a library that is the default, tiles are tried too.
     monkeypatch.setattr(TunedLayer, "default", lambda _: found.best)
-    (again,) = tune(plan, most=1).results
+    (again,) = tune(plan, max_tiles=1).results
     assert again.tried("down") > len(libraries)
 
 

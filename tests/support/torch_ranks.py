@@ -38,7 +38,7 @@ from moec.runtime.verify.cluster.shuffles import SHUFFLES
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.inputs import GlobalBatch, global_batch
 from moec.runtime.verify.unsharded import training_loss
-from moec.runtime.weights.gradients import Bucket, Summed
+from moec.runtime.weights.gradients import Bucket, SummedGradient
 
 ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}
 """The operators that depend on a rank's place in a group and do not communicate."""
@@ -234,7 +234,7 @@ def _summed(parameter: nn.Parameter, over: tuple[str, ...]) -> LocalTensor:
     if not over:
         return gradient
     shape = tuple(gradient.shape)
-    bucket = Bucket([Summed(0, shape, over)], "", gradient.dtype, gradient.device)
+    bucket = Bucket([SummedGradient(0, shape, over)], "", gradient.dtype, gradient.device)
     bucket.begin([gradient])
     return bucket.finish()[0]
 

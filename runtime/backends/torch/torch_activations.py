@@ -63,9 +63,9 @@ def activate(out: Tensor, hidden: Tensor, activation: str, *parameters: float | 
         return
     for block in blocks(out):
         gate, up = hidden[block].unbind(1)
-        own = out[block]
-        function(gate, out=own)
-        own.mul_(up)
+        activated = out[block]
+        function(gate, out=activated)
+        activated.mul_(up)
 
 
 def activate_backward(

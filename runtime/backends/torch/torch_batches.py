@@ -16,7 +16,7 @@ from moec.runtime.backends.torch.torch_threads import ROWS_OF_WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Consecutive experts from `first` on, with so many rows each; `start`: the first of their rows."""
+    """Consecutive experts from `first` on, with `sizes` rows each; `start`: the first of their rows."""
 
     first: int
     start: int
@@ -28,7 +28,7 @@ class Batch:
 
     @property
     def cost(self) -> int:
-        """As a number of rows of one expert, for `each_expert`."""
+        """The cost as a number of rows of one expert, for `each_expert`."""
         return self.size + ROWS_OF_WEIGHTS * (sum(size > 0 for size in self.sizes) - 1) if self.size else 0
 
     @property
@@ -44,12 +44,12 @@ class Batch:
 
 
 def batches_of(sizes: Sequence[int], width: int) -> list[Batch]:
-    """All experts, in batches of at most half a `BLOCK` of elements in rows so wide, or of one expert."""
-    most = BLOCK // (2 * max(width, 1))
+    """All experts, in batches of one expert, or of at most half a `BLOCK` of elements in rows of `width`."""
+    max_rows = BLOCK // (2 * max(width, 1))
     batches: list[Batch] = []
     first = start = stop = 0
     for expert, size in enumerate(sizes):
-        if expert > first and stop - start + size > most:
+        if expert > first and stop - start + size > max_rows:
             batches.append(Batch(first, start, tuple(sizes[first:expert])))
             first, start = expert, stop
         stop += size
@@ -57,5 +57,5 @@ def batches_of(sizes: Sequence[int], width: int) -> list[Batch]:
 
 
 def largest(batches: Sequence[Batch]) -> int:
-    """The most rows of a batch."""
+    """The number of rows of the largest batch."""
     return max(batch.size for batch in batches)

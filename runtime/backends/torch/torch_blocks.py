@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 BLOCK = 2**18
-"""Elements of a block: what it reads and writes stays in cache. Half of it is slower, and so is all at once (measured
-on SwiGLU in place)."""
+"""Elements of a block, whose inputs and outputs stay in cache. Half as many are slower, and so are all rows at once
+(measured on SwiGLU in place)."""
 
 
 def blocks(x: Tensor) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from moec.runtime.backends.torch.torch_blocks import blocks
 
 Weigh = Callable[[slice, Tensor], None]
-"""Given a block of rows, and room [rows, F] for a product."""
+"""A function of a block of rows, and a buffer [rows, F] for a product."""
 
 
 def activate_bounded(out: Tensor, hidden: Tensor, clamp: float | None = None, alpha: float | None = None) -> None:
@@ -35,24 +35,24 @@ def activate_bounded_backward(
     The gradient at a clamp is 1, as in torch; beyond it 0.
     """
     for block in blocks(grad):
-        own = hidden[block]
-        gate, up = _bounded(own, clamp, alpha)
+        hidden_block = hidden[block]
+        gate, up = _bounded(hidden_block, clamp, alpha)
         grad_gate, grad_up = grad_hidden[block].unbind(1)
-        share = _scaled(gate, alpha).sigmoid_()
-        active = gate * share
+        sigmoid = _scaled(gate, alpha).sigmoid_()
+        active = gate * sigmoid
         if activated is not None:
             activated[block] = active * up
         if weigh is not None:
             weigh(block, grad_gate)
-        given = grad[block].to(gate.dtype)
-        of_up = active.mul_(given)
-        slope = _scaled(gate, alpha).mul_(1 - share).add_(1).mul_(share)
-        of_gate = slope.mul_(up).mul_(given)
+        grad_block = grad[block].to(gate.dtype)
+        grad_up_wide = active.mul_(grad_block)
+        slope = _scaled(gate, alpha).mul_(1 - sigmoid).add_(1).mul_(sigmoid)
+        grad_gate_wide = slope.mul_(up).mul_(grad_block)
         if clamp is not None:
-            of_gate.masked_fill_(own[:, 0] > clamp, 0)
-            of_up.masked_fill_(own[:, 1].abs() > clamp, 0)
-        grad_gate.copy_(of_gate)
-        grad_up.copy_(of_up)
+            grad_gate_wide.masked_fill_(hidden_block[:, 0] > clamp, 0)
+            grad_up_wide.masked_fill_(hidden_block[:, 1].abs() > clamp, 0)
+        grad_gate.copy_(grad_gate_wide)
+        grad_up.copy_(grad_up_wide)
 
 
 def _bounded(hidden: Tensor, clamp: float | None, alpha: float | None) -> tuple[Tensor, Tensor]:

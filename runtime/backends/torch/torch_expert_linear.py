@@ -21,11 +21,11 @@ def expert_linear(rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | N
     def compute(expert: int) -> None:
         group = groups[expert]
         if group.size:
-            own = group.room(out)
-            project(group.gather(rows), weight, bias, expert, own)
-            group.scatter(own, out)
+            expert_out = group.buffer_for(out)
+            project(group.gather(rows), weight, bias, expert, expert_out)
+            group.scatter(expert_out, out)
 
-    _each([group.size for group in groups], weight, rows, compute)
+    _run([group.size for group in groups], weight, rows, compute)
     return out
 
 
@@ -42,16 +42,16 @@ def expert_linear_backward(
         if not group.size:
             grad_weight[expert].zero_()
             return
-        own_grad, own = group.gather(grad), group.room(grad_rows)
-        torch.mm(own_grad.t(), group.gather(rows), out=grad_weight[expert])
+        expert_grad, expert_grad_rows = group.gather(grad), group.buffer_for(grad_rows)
+        torch.mm(expert_grad.t(), group.gather(rows), out=grad_weight[expert])
         if has_bias:
-            sum_rows(own_grad, grad_bias[expert])
-        torch.mm(own_grad, weight[expert], out=own)
-        group.scatter(own, grad_rows)
+            sum_rows(expert_grad, grad_bias[expert])
+        torch.mm(expert_grad, weight[expert], out=expert_grad_rows)
+        group.scatter(expert_grad_rows, grad_rows)
 
-    _each([group.size for group in groups], weight, rows, compute)
+    _run([group.size for group in groups], weight, rows, compute)
     return grad_rows, grad_weight, grad_bias
 
 
-def _each(sizes: list[int], weight: Tensor, rows: Tensor, compute: Callable[[int], None]) -> None:
+def _run(sizes: list[int], weight: Tensor, rows: Tensor, compute: Callable[[int], None]) -> None:
     each_expert(sizes, weight[0].numel() if len(weight) else 0, rows.device, lambda: compute)

@@ -40,14 +40,14 @@ def expert_mlp(
         def compute(expert: int) -> None:
             group = groups[expert]
             if group.size:
-                own_hidden, own_activated = hidden[group.where], activated[: group.size]
-                project(group.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
-                activate(own_activated, own_hidden, activation, clamp, alpha)
-                own_out = group.room(out)
-                project(own_activated, down, down_bias, expert, own_out)
+                expert_hidden, expert_activated = hidden[group.span], activated[: group.size]
+                project(group.gather(rows), up, up_bias, expert, expert_hidden.flatten(1))
+                activate(expert_activated, expert_hidden, activation, clamp, alpha)
+                expert_out = group.buffer_for(out)
+                project(expert_activated, down, down_bias, expert, expert_out)
                 if weights is not None:
-                    own_out.mul_(group.scale(weights, rows.dtype))
-                group.scatter(own_out, out)
+                    expert_out.mul_(group.scale(weights, rows.dtype))
+                group.scatter(expert_out, out)
 
         return compute
 
@@ -75,9 +75,9 @@ def expert_mlp_backward(
     factor, width = up.shape[1:3]
     groups = row_groups(counts, rows.shape[0])
     grad_rows = new_empty(rows, rows.shape)
-    grad_up, grad_down, of_up_bias, of_down_bias = new_gradients(up, down, up_bias, down_bias)
-    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
-    up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
+    grad_up, grad_down, grad_up_bias, grad_down_bias = new_gradients(up, down, up_bias, down_bias)
+    grad_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+    up, flat_grad_up = up.flatten(1, 2), grad_up.flatten(1, 2)
 
     def begin() -> Callable[[int], None]:
         # Buffers for one expert, reused by the next, so that they stay in cache.
@@ -90,36 +90,34 @@ def expert_mlp_backward(
                 grad_up[expert].zero_()
                 grad_down[expert].zero_()
                 return
-            own_activated, own_grad_activated = activated[: group.size], grad_activated[: group.size]
-            own_grad_hidden, flat = grad_hidden[: group.size], grad_hidden[: group.size].flatten(1)
-            own_grad = group.gather(grad)
-            torch.mm(own_grad, down[expert], out=own_grad_activated)
+            expert_activated, expert_grad_activated = activated[: group.size], grad_activated[: group.size]
+            expert_grad_hidden, flat = grad_hidden[: group.size], grad_hidden[: group.size].flatten(1)
+            expert_grad = group.gather(grad)
+            torch.mm(expert_grad, down[expert], out=expert_grad_activated)
             weigh = None
             if weights is not None:
-                scale, own_of_weights = group.scale(weights, rows.dtype), group.room(of_weights)
-                weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
-            own_hidden = hidden[group.where]
-            activate_backward(
-                own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, clamp, alpha, weigh=weigh
-            )
+                scale, expert_grad_weights = group.scale(weights, rows.dtype), group.buffer_for(grad_weights)
+                weigh = weighing(expert_grad_activated, expert_activated, scale, expert_grad_weights)
+            chain = (expert_grad_hidden, expert_activated, expert_grad_activated, hidden[group.span])
+            activate_backward(*chain, activation, clamp, alpha, weigh=weigh)
             if weights is not None:
                 if down_bias is not None:
-                    own_of_weights += (own_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
-                group.scatter(own_of_weights, of_weights)
-                own_activated.mul_(scale)
-            torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
-            torch.mm(flat.t(), group.gather(rows), out=by_expert[expert])
+                    expert_grad_weights += (expert_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
+                group.scatter(expert_grad_weights, grad_weights)
+                expert_activated.mul_(scale)
+            torch.mm(expert_grad.t(), expert_activated, out=grad_down[expert])
+            torch.mm(flat.t(), group.gather(rows), out=flat_grad_up[expert])
             if up_bias is not None:
-                sum_rows(own_grad_hidden, of_up_bias[expert])
-                sum_rows(own_grad if weights is None else own_grad * scale, of_down_bias[expert])
-            own_grad_rows = group.room(grad_rows)
-            torch.mm(flat, up[expert], out=own_grad_rows)
-            group.scatter(own_grad_rows, grad_rows)
+                sum_rows(expert_grad_hidden, grad_up_bias[expert])
+                sum_rows(expert_grad if weights is None else expert_grad * scale, grad_down_bias[expert])
+            expert_grad_rows = group.buffer_for(grad_rows)
+            torch.mm(flat, up[expert], out=expert_grad_rows)
+            group.scatter(expert_grad_rows, grad_rows)
 
         return compute
 
     each_expert([group.size for group in groups], 3 * rows.shape[1] * width, rows.device, begin)
-    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias, of_weights
+    return grad_rows, grad_up, grad_down, grad_up_bias, grad_down_bias, grad_weights
 
 
 def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor) -> None:
@@ -138,14 +136,14 @@ def unused_table(num_rows: int, counts: Tensor) -> Tensor:
 def new_gradients(
     up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the gradients of both weights, and `new_biases`."""
+    """Uninitialised gradients of both weights, and `new_biases`."""
     return new_empty(up, up.shape), new_empty(down, down.shape), *new_biases(up, up_bias, down_bias)
 
 
 def new_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Zeros for the biases' gradients; of shape [0] where there is no bias."""
-    of_up, of_down = (up.new_zeros(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
-    return of_up, of_down
+    grad_up_bias, grad_down_bias = (up.new_zeros(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return grad_up_bias, grad_down_bias
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
@@ -153,12 +151,12 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
     out.copy_(rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)))
 
 
-def weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
+def weighing(grad: Tensor, activated: Tensor, scale: Tensor, grad_weights: Tensor) -> Weigh:
     """Makes a `Weigh`: writes the weights' gradient [N], sum(grad · activated), then scales grad [N, F] by them."""
 
-    def weigh(block: slice, room: Tensor) -> None:
-        torch.mul(grad[block], activated[block], out=room)
-        of_weights[block] = room.sum(dim=-1, dtype=of_weights.dtype)
+    def weigh(block: slice, buffer: Tensor) -> None:
+        torch.mul(grad[block], activated[block], out=buffer)
+        grad_weights[block] = buffer.sum(dim=-1, dtype=grad_weights.dtype)
         grad[block].mul_(scale[block])
 
     return weigh

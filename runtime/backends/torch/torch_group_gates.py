@@ -11,27 +11,26 @@ def choose_tokens(scores: Tensor, real: Tensor | None, parts: int, whole: int, g
     experts = torch.arange(num_experts, device=scores.device)
     if not scores.numel():
         return experts.expand(scores.shape).clone()
-    together = tokens * (batch // groups if groups else 1)
-    capacity = min(together, -(-parts * together // (whole * num_experts)))
-    by_token = scores.detach().reshape(-1, together, num_experts)
-    allowed = None if real is None else (real != 0).view(-1, together, 1)
+    group_tokens = tokens * (batch // groups if groups else 1)
+    capacity = min(group_tokens, -(-parts * group_tokens // (whole * num_experts)))
+    by_token = scores.detach().reshape(-1, group_tokens, num_experts)
+    allowed = None if real is None else (real != 0).view(-1, group_tokens, 1)
     if allowed is not None:
         by_token = by_token.masked_fill(~allowed, -torch.inf)
     by_expert = by_token.transpose(1, 2).contiguous()
-    last = _kth_largest(by_expert.view(-1, together), capacity).view(-1, 1, num_experts)
-    taken = by_token >= last
+    threshold = _kth_largest(by_expert.view(-1, group_tokens), capacity).view(-1, 1, num_experts)
+    is_selected = by_token >= threshold
     if allowed is not None:
-        taken &= allowed
-    if scores.device.type != "cpu" or (taken.sum(dim=1) > capacity).any():  # on other devices asking would wait
-        taken = _first_of_equals(taken, by_token > last, capacity)
-    return experts.where(taken, -1).view(scores.shape)
+        is_selected &= allowed
+    if scores.device.type != "cpu" or (is_selected.sum(dim=1) > capacity).any():  # on other devices asking would wait
+        is_selected = _first_of_equals(is_selected, by_token > threshold, capacity)
+    return experts.where(is_selected, -1).view(scores.shape)
 
 
-def _first_of_equals(taken: Tensor, above: Tensor, capacity: int) -> Tensor:
-    """Of the tokens `[groups, tokens, E]` that are `taken` but not `above` the last score, the first ones that have a
-    place."""
-    equal, left = taken & ~above, capacity - above.sum(dim=1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=1) <= left))
+def _first_of_equals(is_selected: Tensor, above: Tensor, capacity: int) -> Tensor:
+    """The tokens `above` the last score, and the first of those tied with it, up to the capacity: bool `[G, T, E]`."""
+    is_tied, free_places = is_selected & ~above, capacity - above.sum(dim=1, keepdim=True)
+    return above | (is_tied & (is_tied.cumsum(dim=1) <= free_places))
 
 
 def _kth_largest(x: Tensor, k: int) -> Tensor:

@@ -26,20 +26,20 @@ SLACK = 1.25
 
 
 class Pool:
-    """Blocks in use, and free blocks to reuse: together never more bytes than the most that were in use at one time."""
+    """Blocks in use, and free blocks to reuse; together never more bytes than the maximum in use at one time."""
 
     def __init__(self) -> None:
         self.in_use = self.waiting = 0
         """Bytes."""
-        self._most = 0
+        self._max_in_use = 0
         self._free: list[Tensor] = []
         """Free blocks, the longest unused first."""
         self._returned: deque[Tensor] = deque()
-        """A tensor may end at any moment, even while a block is taken: appending here is atomic, and never waits."""
+        """Blocks of freed tensors. A tensor may be freed while a block is taken: `append` is atomic and never waits."""
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor, of undefined contents, whose memory is reused once no tensor refers to it."""
+        """An uninitialised tensor. Its memory is reused once no tensor refers to it."""
         numel = math.prod(shape)
         with self._lock:
             block = self._take(numel * dtype.itemsize)
@@ -53,21 +53,21 @@ class Pool:
         with self._lock:
             self._collect()
             self._free.clear()
-            self.waiting, self._most = 0, self.in_use
+            self.waiting, self._max_in_use = 0, self.in_use
 
     def _take(self, size: int) -> Tensor:
         self._collect()
         fitting = (block for block in self._free if size <= block.numel() <= SLACK * size)
         block = min(fitting, key=Tensor.numel, default=None)
         if block is None:
-            while self._free and self.in_use + self.waiting + size > self._most:
+            while self._free and self.in_use + self.waiting + size > self._max_in_use:
                 self.waiting -= self._free.pop(0).numel()
             block = torch.empty(size, dtype=torch.uint8)
         else:
-            self._free = [other for other in self._free if other is not block]
+            self._free = [free for free in self._free if free is not block]
             self.waiting -= block.numel()
         self.in_use += block.numel()
-        self._most = max(self._most, self.in_use)
+        self._max_in_use = max(self._max_in_use, self.in_use)
         return block
 
     def _collect(self) -> None:

@@ -11,7 +11,13 @@ from moec.runtime.backends.torch.torch_activations import activate, activate_bac
 from moec.runtime.backends.torch.torch_batches import batches_of, largest
 from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, unused_table, weighing
 from moec.runtime.backends.torch.torch_memory import new_empty
-from moec.runtime.backends.torch.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
+from moec.runtime.backends.torch.torch_rows import (
+    choices_of_rows,
+    inverse,
+    refuse_out_of_range,
+    stable_order,
+    token_sums,
+)
 from moec.runtime.backends.torch.torch_threads import each_expert
 
 
@@ -45,24 +51,24 @@ def mixture_mlp(
     batches = batches_of(sizes, width)
 
     def begin() -> Callable[[int], None]:
-        rows, room = x.new_empty((largest(batches), dim)), x.new_empty((largest(batches), width))
+        rows, activated_buffer = x.new_empty((largest(batches), dim)), x.new_empty((largest(batches), width))
 
         def compute(number: int) -> None:
             batch = batches[number]
-            own_rows = torch.index_select(flat, 0, tokens[batch.rows], out=rows[: batch.size])
-            own_hidden, activated, own_out = hidden[batch.rows], room[: batch.size], out[batch.rows]
-            projected = own_hidden.flatten(1)
-            for expert, own in batch.experts():
-                project(own_rows[own], up, up_bias, expert, projected[own])
-            activate(activated, own_hidden, activation, clamp, alpha)
-            for expert, own in batch.experts():
-                project(activated[own], down, down_bias, expert, own_out[own])
+            batch_rows = torch.index_select(flat, 0, tokens[batch.rows], out=rows[: batch.size])
+            batch_hidden, activated, batch_out = hidden[batch.rows], activated_buffer[: batch.size], out[batch.rows]
+            projected = batch_hidden.flatten(1)
+            for expert, expert_rows in batch.experts():
+                project(batch_rows[expert_rows], up, up_bias, expert, projected[expert_rows])
+            activate(activated, batch_hidden, activation, clamp, alpha)
+            for expert, expert_rows in batch.experts():
+                project(activated[expert_rows], down, down_bias, expert, batch_out[expert_rows])
 
         return compute
 
     each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
-    mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
+    mixed = token_sums(out, positions, weights, dropped > 0)
     return mixed, buckets[None, 1:].clone(), hidden, positions, unused_table(choices.numel(), buckets[1:])
 
 
@@ -88,50 +94,50 @@ def mixture_mlp_backward(
     tokens, scale = _tokens_of_rows(positions, weights, sum(sizes), x.dtype)
 
     grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
-    grad_up, grad_down, of_up_bias, of_down_bias = new_gradients(up, down, up_bias, down_bias)
-    up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
-    grad_rows, of_weights = new_empty(x, (sum(sizes), dim)), weights.new_zeros(sum(sizes) + 1)
+    grad_up, grad_down, grad_up_bias, grad_down_bias = new_gradients(up, down, up_bias, down_bias)
+    up, flat_grad_up = up.flatten(1, 2), grad_up.flatten(1, 2)
+    grad_rows, grad_weights = new_empty(x, (sum(sizes), dim)), weights.new_zeros(sum(sizes) + 1)
     batches = batches_of(sizes, width)
 
     def begin() -> Callable[[int], None]:
-        rooms = _buffers(x, largest(batches), dim, factor, width)
+        buffers = _buffers(x, largest(batches), dim, factor, width)
 
         def compute(number: int) -> None:
             batch = batches[number]
-            own_tokens, own_scale, own_of_weights = tokens[batch.rows], scale[batch.rows], of_weights[batch.rows]
-            rows, own_grad, activated, grad_activated, grad_hidden = (room[: batch.size] for room in rooms)
-            torch.index_select(grad, 0, own_tokens, out=own_grad)
-            for expert, own in batch.experts():
-                torch.mm(own_grad[own], down[expert], out=grad_activated[own])
-            weigh = weighing(grad_activated, activated, own_scale, own_of_weights)
-            of_chain = (grad_hidden, activated, grad_activated, hidden[batch.rows])
-            activate_backward(*of_chain, activation, clamp, alpha, weigh=weigh)
+            batch_tokens, batch_scale = tokens[batch.rows], scale[batch.rows]
+            batch_grad_weights = grad_weights[batch.rows]
+            rows, batch_grad, activated, grad_activated, grad_hidden = (buffer[: batch.size] for buffer in buffers)
+            torch.index_select(grad, 0, batch_tokens, out=batch_grad)
+            for expert, expert_rows in batch.experts():
+                torch.mm(batch_grad[expert_rows], down[expert], out=grad_activated[expert_rows])
+            weigh = weighing(grad_activated, activated, batch_scale, batch_grad_weights)
+            chain = (grad_hidden, activated, grad_activated, hidden[batch.rows])
+            activate_backward(*chain, activation, clamp, alpha, weigh=weigh)
             if down_bias is not None:
-                for expert, own in batch.experts():
-                    products = torch.mul(own_grad[own], down_bias[expert], out=rows[own])
-                    own_of_weights[own].add_(products.sum(-1, dtype=of_weights.dtype))
-            own_grad.mul_(own_scale)
-            torch.index_select(flat, 0, own_tokens, out=rows)
-            flat_grad, own_grad_rows = grad_hidden.flatten(1), grad_rows[batch.rows]
-            for expert, own in batch.experts():
-                torch.mm(own_grad[own].t(), activated[own], out=grad_down[expert])
-                torch.mm(flat_grad[own].t(), rows[own], out=by_expert[expert])
-                torch.mm(flat_grad[own], up[expert], out=own_grad_rows[own])
+                for expert, expert_rows in batch.experts():
+                    products = torch.mul(batch_grad[expert_rows], down_bias[expert], out=rows[expert_rows])
+                    batch_grad_weights[expert_rows].add_(products.sum(-1, dtype=grad_weights.dtype))
+            batch_grad.mul_(batch_scale)
+            torch.index_select(flat, 0, batch_tokens, out=rows)
+            flat_grad, batch_grad_rows = grad_hidden.flatten(1), grad_rows[batch.rows]
+            for expert, expert_rows in batch.experts():
+                torch.mm(batch_grad[expert_rows].t(), activated[expert_rows], out=grad_down[expert])
+                torch.mm(flat_grad[expert_rows].t(), rows[expert_rows], out=flat_grad_up[expert])
+                torch.mm(flat_grad[expert_rows], up[expert], out=batch_grad_rows[expert_rows])
                 if up_bias is not None:
-                    sum_rows(grad_hidden[own], of_up_bias[expert])
-                    sum_rows(own_grad[own], of_down_bias[expert])
+                    sum_rows(grad_hidden[expert_rows], grad_up_bias[expert])
+                    sum_rows(batch_grad[expert_rows], grad_down_bias[expert])
 
         return compute
 
     each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
-    chosen = positions.reshape(-1, positions.shape[2])
-    grad_x = sums_of(grad_rows, chosen, None, sum(sizes) < chosen.numel()).view(x.shape)
-    of_weights = of_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
-    return grad_x, of_weights, grad_up, grad_down, of_up_bias, of_down_bias
+    grad_x = token_sums(grad_rows, positions, None, sum(sizes) < positions.numel())
+    grad_weights = grad_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
+    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
 
 
 def _buffers(x: Tensor, rows: int, dim: int, factor: int, width: int) -> tuple[Tensor, ...]:
-    """Memory for one batch of so many rows, used again by the next, so that it stays in cache.
+    """Memory for one batch of `rows` rows, reused by the next batch, so that it stays in cache.
 
     Two `[rows, dim]`, two `[rows, width]`, and one `[rows, factor, width]`.
     """

@@ -11,96 +11,100 @@ from moec.runtime.backends.torch.torch_padded import places_of, rank_within
 
 
 def keep_first(experts: Tensor, priorities: Tensor, *how: int) -> Tensor:
-    """`how` is the number of experts, then as in `places_of`."""
+    """`how` is the number of experts, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone()
-    num_experts, *room = how
-    groups, (batch, tokens, k) = room[0] or experts.shape[0], experts.shape
-    capacity, _ = places_of(batch, tokens, k, num_experts, *room)
+    num_experts, *capacity_options = how
+    groups = capacity_options[0] or len(experts)
+    capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
     order = token_order(priorities, groups)
     queue = _in_queue(experts, order, groups)
     buckets = queue + num_experts * torch.arange(groups, device=queue.device)[:, None]
-    before = rank_within(buckets.where(queue >= 0, groups * num_experts).flatten()).view_as(queue)
-    return _by_token(queue.where(before < capacity, -1), order).view_as(experts)
+    queue_index = rank_within(buckets.where(queue >= 0, groups * num_experts).flatten()).view_as(queue)
+    return _by_token(queue.where(queue_index < capacity, -1), order).view_as(experts)
 
 
 def keep_best(experts: Tensor, priorities: Tensor | None, *how: int) -> Tensor:
-    """`how` is the number of experts, then as in `places_of`."""
+    """`how` is the number of experts, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone()
-    num_experts, *room = how
-    groups, (batch, tokens, k) = room[0] or experts.shape[0], experts.shape
-    capacity, _ = places_of(batch, tokens, k, num_experts, *room)
-    of_group = experts.reshape(groups, -1)
-    buckets = of_group + num_experts * torch.arange(groups, device=experts.device)[:, None]
-    buckets = buckets.where(of_group >= 0, groups * num_experts)
+    num_experts, *capacity_options = how
+    groups = capacity_options[0] or len(experts)
+    capacity, _ = places_of(*experts.shape, num_experts, *capacity_options)
+    by_group = experts.reshape(groups, -1)
+    buckets = by_group + num_experts * torch.arange(groups, device=experts.device)[:, None]
+    buckets = buckets.where(by_group >= 0, groups * num_experts)
     if priorities is None:
-        before = rank_within(buckets.flatten()).view_as(of_group)
+        queue_index = rank_within(buckets.flatten()).view_as(by_group)
     else:
         order = token_order(priorities.detach(), groups)
         ranks = rank_within(buckets.gather(1, order).flatten()).view_as(order)
-        before = torch.empty_like(ranks).scatter_(1, order, ranks)
-    return of_group.where(before < capacity, -1).view_as(experts)
+        queue_index = torch.empty_like(ranks).scatter_(1, order, ranks)
+    return by_group.where(queue_index < capacity, -1).view_as(experts)
 
 
 def reroute(
     logits: Tensor, experts: Tensor, priorities: Tensor | None, bias: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """`how` is the score, then as in `places_of`."""
+    """`how` is the score, and the options of `places_of`."""
     if not experts.numel():
         return experts.clone(), experts.clone()
-    score, *room = how
-    groups, (batch, tokens, k), num_experts = room[0] or experts.shape[0], experts.shape, logits.shape[2]
-    capacity, _ = places_of(batch, tokens, k, num_experts, *room)
+    score, *capacity_options = how
+    groups, (batch, tokens, k), num_experts = capacity_options[0] or experts.shape[0], experts.shape, logits.shape[2]
+    capacity, _ = places_of(batch, tokens, k, num_experts, *capacity_options)
     flat = logits.new_zeros(batch, tokens) if priorities is None else priorities
     order = token_order(flat, groups)
     queue = _in_queue(experts, order, groups)
-    first = torch.arange(groups, device=queue.device)[:, None]
-    buckets = (queue + num_experts * first).where(queue >= 0, groups * num_experts).flatten()
-    found = queue.flatten().where(rank_within(buckets) < capacity, -1)
-    taken = torch.bincount(buckets[found >= 0], minlength=groups * num_experts).clamp_max(capacity)
-    owners = (order + first * order.shape[1]).repeat(1, k).flatten()
-    chosen = torch.zeros(batch * tokens, num_experts + 1, dtype=torch.bool, device=queue.device)
-    chosen.scatter_(1, experts.reshape(-1, k).where(experts.reshape(-1, k) >= 0, num_experts), True)
+    group_index = torch.arange(groups, device=queue.device)[:, None]
+    buckets = (queue + num_experts * group_index).where(queue >= 0, groups * num_experts).flatten()
+    assigned = queue.flatten().where(rank_within(buckets) < capacity, -1)
+    loads = torch.bincount(buckets[assigned >= 0], minlength=groups * num_experts).clamp_max(capacity)
+    tokens_of_choices = (order + group_index * order.shape[1]).repeat(1, k).flatten()
+    is_chosen = torch.zeros(batch * tokens, num_experts + 1, dtype=torch.bool, device=queue.device)
+    is_chosen.scatter_(1, experts.reshape(-1, k).where(experts.reshape(-1, k) >= 0, num_experts), True)
     keys = _preferences(logits, bias, score).view(-1, num_experts)
-    waiting = ((found < 0) & (queue.flatten() >= 0)).nonzero()[:, 0]
-    _ask(waiting, found, owners, keys, chosen[:, :-1], capacity - taken.view(groups, num_experts))
-    scored = found.where(found >= 0, queue.flatten())
-    kept, weighed = (_by_token(each.view_as(queue), order).view_as(experts) for each in (found, scored))
-    return kept, weighed
+    waiting = ((assigned < 0) & (queue.flatten() >= 0)).nonzero()[:, 0]
+    free = capacity - loads.view(groups, num_experts)
+    _grant_requests(waiting, assigned, tokens_of_choices, keys, is_chosen[:, :-1], free)
+    scored = assigned.where(assigned >= 0, queue.flatten())
+    rerouted, weighed = (_by_token(values.view_as(queue), order).view_as(experts) for values in (assigned, scored))
+    return rerouted, weighed
 
 
 def _preferences(logits: Tensor, bias: Tensor | None, score: str) -> Tensor:
-    """What experts are ranked by; finite, so that a forbidden expert (−inf) is below every other."""
+    """The keys that rank experts; finite, so that a forbidden expert (−inf) is below every other."""
     keys = logits = logits.detach()
     if bias is not None:
         keys = (logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)) + bias
     return keys.clamp_min(torch.finfo(keys.dtype).min)
 
 
-def _ask(waiting: Tensor, found: Tensor, owners: Tensor, keys: Tensor, chosen: Tensor, room: Tensor) -> None:
-    """Rounds in which the choices `waiting`, in the order of the queue, ask for room; writes `found`.
+def _grant_requests(
+    waiting: Tensor, assigned: Tensor, tokens: Tensor, keys: Tensor, is_chosen: Tensor, free: Tensor
+) -> None:
+    """Assigns the choices `waiting` to experts with free places, in rounds, one request a token.
 
-    Each round grants every request or fills an expert, so there are at most E + k rounds. Writes `chosen` and `room`.
+    `tokens`: the token of each choice. Writes `assigned`, `is_chosen` and `free` [G, E]. Each round grants every
+    request or fills an expert, so there are at most E + k rounds.
     """
-    num_groups, num_experts = room.shape
+    num_groups, num_experts = free.shape
     per_group = keys.shape[0] // num_groups
     while waiting.numel():
-        tokens = owners[waiting]
+        requesting = tokens[waiting]
         places = torch.arange(len(waiting), device=waiting.device)
-        earliest = places.new_full((keys.shape[0],), len(waiting)).scatter_reduce_(0, tokens, places, "amin")
-        asking = earliest[tokens] == places
-        asks, by = waiting[asking], tokens[asking]
-        groups = by // per_group
-        open_ = (room[groups] > 0) & ~chosen[by]
-        wanted = keys[by].masked_fill(~open_, -torch.inf).max(dim=1)[1]
-        possible = open_.any(dim=1)
-        buckets = (groups * num_experts + wanted).where(possible, num_groups * num_experts)
-        granted = possible & (rank_within(buckets) < room.flatten()[buckets.clamp_max(room.numel() - 1)])
-        found[asks[granted]] = wanted[granted]
-        chosen[by[granted], wanted[granted]] = True
-        room -= torch.bincount(buckets[granted], minlength=room.numel()).view_as(room)
-        done = torch.zeros_like(asking).masked_scatter_(asking, granted | ~possible)
+        earliest = places.new_full((keys.shape[0],), len(waiting)).scatter_reduce_(0, requesting, places, "amin")
+        is_first = earliest[requesting] == places
+        requests, requesting_tokens = waiting[is_first], requesting[is_first]
+        groups = requesting_tokens // per_group
+        is_available = (free[groups] > 0) & ~is_chosen[requesting_tokens]
+        requested = keys[requesting_tokens].masked_fill(~is_available, -torch.inf).max(dim=1)[1]
+        can_ask = is_available.any(dim=1)
+        buckets = (groups * num_experts + requested).where(can_ask, num_groups * num_experts)
+        granted = can_ask & (rank_within(buckets) < free.flatten()[buckets.clamp_max(free.numel() - 1)])
+        assigned[requests[granted]] = requested[granted]
+        is_chosen[requesting_tokens[granted], requested[granted]] = True
+        free -= torch.bincount(buckets[granted], minlength=free.numel()).view_as(free)
+        done = torch.zeros_like(is_first).masked_scatter_(is_first, granted | ~can_ask)
         waiting = waiting[~done]
 
 

@@ -21,14 +21,14 @@ def token_keys(ids: Tensor, sequences: Tensor, seed: Tensor, step: Tensor) -> Te
 
 
 def jitter(x: Tensor, keys: Tensor, training: Tensor, layer: Tensor, amount: float, stream: int) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
     if not int(training) or not x.numel():
-        return wide
+        return out
     dim = x.shape[2]
-    rows, tokens, size = wide.view(-1, dim), keys.reshape(-1, 1), max(1, CHUNK // dim)
-    for part, own in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
-        part *= _uniform(_words(own, dim, layer, stream), part.dtype)[:, :dim].mul_(amount).add_(1)
-    return wide
+    rows, tokens, size = out.view(-1, dim), keys.reshape(-1, 1), max(1, CHUNK // dim)
+    for rows_part, keys_part in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
+        rows_part *= _uniform(_words(keys_part, dim, layer, stream), rows_part.dtype)[:, :dim].mul_(amount).add_(1)
+    return out
 
 
 def normal_noise(logits: Tensor, keys: Tensor, training: Tensor, layer: Tensor, stream: int) -> Tensor:
@@ -37,8 +37,8 @@ def normal_noise(logits: Tensor, keys: Tensor, training: Tensor, layer: Tensor, 
         return noise
     dim = noise.shape[2]
     rows, tokens, size = noise.view(-1, dim), keys.reshape(-1, 1), max(1, CHUNK // dim)
-    for part, own in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
-        part.copy_(box_muller(_words(own, dim, layer, stream), part.dtype).flatten(1)[:, :dim])
+    for rows_part, keys_part in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
+        rows_part.copy_(box_muller(_words(keys_part, dim, layer, stream), rows_part.dtype).flatten(1)[:, :dim])
     return noise
 
 
@@ -53,6 +53,6 @@ def _words(keys: Tensor, dim: int, layer: Tensor, stream: int) -> tuple[Tensor, 
 def _uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """32-bit words, four `[tokens, n]` → numbers in [−1, 1), multiples of 2⁻²³, `[tokens, 4 n]`."""
     numbers = words[0].new_empty((*words[0].shape, WORDS), dtype=dtype)
-    for place, word in enumerate(words):
-        numbers[..., place] = word >> 8
+    for index, word in enumerate(words):
+        numbers[..., index] = word >> 8
     return numbers.flatten(1).mul_(2.0**-23).sub_(1)

@@ -28,7 +28,7 @@ def route(
     scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
     probabilities = _over_their_sum(scores, logits) if sigmoid else scores
     keys = logits if order == "after" and bias is None else scores
-    remaining = _clamped(keys) if bias is None else _clamped(keys + bias, own=True)
+    remaining = _clamped(keys) if bias is None else _clamped(keys + bias, in_place=True)
     if groups > 1:
         _leave_out_groups(remaining, groups, keep_groups, group_score)
     best, experts = _largest(remaining, k)
@@ -79,7 +79,7 @@ def route_backward(
     if grad_probabilities is None:
         grad = torch.zeros_like(logits)
     else:
-        probabilities = _over_their_sum(logits.sigmoid(), logits, own=True) if sigmoid else logits.softmax(dim=-1)
+        probabilities = _over_their_sum(logits.sigmoid(), logits, in_place=True) if sigmoid else logits.softmax(dim=-1)
         grad = _softmax_backward(grad_probabilities, probabilities)
     if grad_chosen is not None:
         grad.scatter_add_(-1, experts, grad_chosen)
@@ -91,16 +91,16 @@ def _softmax_of_few(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).softmax(dim=-2).transpose(-1, -2).contiguous()
 
 
-def _over_their_sum(sigmoids: Tensor, logits: Tensor, own: bool = False) -> Tensor:
+def _over_their_sum(sigmoids: Tensor, logits: Tensor, in_place: bool = False) -> Tensor:
     """Sigmoids over their sum; where the sum underflows, the softmax of their logarithms, which cannot be 0 / 0.
 
-    On CPU the softmax is left out where no token needs it: logarithms take most of the time of a gate (measured).
-    Overwrites sigmoids that are the caller's `own`.
+    On CPU the softmax is skipped where no token needs it: logarithms take most of the time of a gate (measured).
+    `in_place` may overwrite the sigmoids.
     """
     sums = sigmoids.sum(-1, keepdim=True)
     small = sums <= torch.finfo(sums.dtype).tiny ** 0.5
     if sums.device.type == "cpu" and not small.any():
-        return sigmoids.div_(sums) if own else sigmoids / sums
+        return sigmoids.div_(sums) if in_place else sigmoids / sums
     return torch.where(small, F.logsigmoid(logits).softmax(-1), sigmoids / sums)
 
 
@@ -108,13 +108,10 @@ def _softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
     return torch._softmax_backward_data(grad, output, -1, output.dtype)
 
 
-def _clamped(keys: Tensor, own: bool = False) -> Tensor:
-    """Keys in which -inf is the lowest finite number, a copy unless they are the caller's `own`.
-
-    An expert that is taken or left out is below it.
-    """
+def _clamped(keys: Tensor, in_place: bool = False) -> Tensor:
+    """Keys with -inf raised to the lowest finite number: -inf then marks experts that are chosen or left out."""
     lowest = torch.finfo(keys.dtype).min
-    return keys.clamp_min_(lowest) if own else keys.clamp_min(lowest)
+    return keys.clamp_min_(lowest) if in_place else keys.clamp_min(lowest)
 
 
 def _leave_out_groups(keys: Tensor, groups: int, keep_groups: int, group_score: str) -> None:
@@ -130,7 +127,7 @@ def _leave_out_groups(keys: Tensor, groups: int, keep_groups: int, group_score: 
 
 
 def _numbers_of_better(scores: Tensor) -> Tensor:
-    """How many of a column's scores [N, T] are larger, or equal and before: [N, T], in the scores' dtype.
+    """For each score of a column of [N, T], the number of better ones: larger, or equal and before. In their dtype.
 
     NaN is the largest number, -inf the lowest finite one: it is the sum of two such keys.
     """
@@ -145,19 +142,21 @@ def _numbers_of_better(scores: Tensor) -> Tensor:
 
 
 def _sum_of_two_largest(x: Tensor) -> Tensor:
-    """Of x [N, n, T] over n: [N, T]; of one number the number. A tournament."""
-    first, second = x, None
+    """The sum of the two largest of x [N, n, T] over n, by a tournament: [N, T]; with n = 1, x itself."""
+    first: Tensor = x
+    second: Tensor | None = None
     while (size := first.shape[1]) > 1:
         half = size // 2
-        one, other = first.narrow(1, 0, half), first.narrow(1, half, half)
-        lost = torch.minimum(one, other)
+        a, b = first.narrow(1, 0, half), first.narrow(1, half, half)
+        smaller = torch.minimum(a, b)
         if second is not None:
-            lost = lost.maximum(second.narrow(1, 0, half)).maximum(second.narrow(1, half, half))
-        first, second, bye, bye_second = one.maximum(other), lost, first.narrow(1, 2 * half, size - 2 * half), second
-        if bye.shape[1]:
-            first = torch.cat((first, bye), 1)
-            rest = torch.full_like(bye, -torch.inf) if bye_second is None else bye_second.narrow(1, 2 * half, 1)
-            second = torch.cat((second, rest), 1)
+            smaller = smaller.maximum(second.narrow(1, 0, half)).maximum(second.narrow(1, half, half))
+        odd, odd_second = first.narrow(1, 2 * half, size - 2 * half), second
+        first, second = a.maximum(b), smaller
+        if odd.shape[1]:
+            first = torch.cat((first, odd), 1)
+            seconds = torch.full_like(odd, -torch.inf) if odd_second is None else odd_second.narrow(1, 2 * half, 1)
+            second = torch.cat((second, seconds), 1)
     return (first if second is None else first + second).squeeze(1)
 
 

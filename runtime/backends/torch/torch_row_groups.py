@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One expert's rows: `where` is their slice of `hidden`; `rows` selects them in x, with indices [N] if there are
+    """One expert's rows: `span` is their slice of `hidden`; `rows` selects them in x, with indices [N] if there are
     several sources and experts.
     """
 
-    where: slice
+    span: slice
     rows: slice | Tensor
 
     @property
     def size(self) -> int:
-        return int(self.where.stop - self.where.start)
+        return int(self.span.stop - self.span.start)
 
     def gather(self, x: Tensor) -> Tensor:
         """The expert's rows of x [R, …], side by side; a view where they are already."""
@@ -30,14 +30,14 @@ class RowGroup:
         """The weights [R] of the expert's rows, [N, 1], rounded: a product of two dtypes takes 15 times as long."""
         return self.gather(weights).to(dtype)[:, None]
 
-    def room(self, out: Tensor) -> Tensor:
+    def buffer_for(self, out: Tensor) -> Tensor:
         """A buffer for the expert's rows of out [R, …]: a view of out if they are contiguous there."""
         return out[self.rows] if isinstance(self.rows, slice) else out.new_empty((self.size, *out.shape[1:]))
 
-    def scatter(self, own: Tensor, out: Tensor) -> None:
-        """Copies the buffer of `room` to the expert's rows of out."""
+    def scatter(self, buffer: Tensor, out: Tensor) -> None:
+        """Copies the buffer of `buffer_for` to the expert's rows of out."""
         if not isinstance(self.rows, slice):
-            out.index_copy_(0, self.rows, own)
+            out.index_copy_(0, self.rows, buffer)
 
 
 def row_groups(counts: Tensor, num_rows: int) -> list[RowGroup]:

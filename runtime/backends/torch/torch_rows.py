@@ -39,38 +39,34 @@ def _permute_some(x: Tensor, experts: Tensor, choices: Tensor, num_experts: int)
 
 
 def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
-    *tokens, k = positions.shape
-    return sums_of(grad, positions.reshape(-1, k), some_are_none=_some_are_none(grad, positions)).view(
-        *tokens, grad.shape[1]
-    )
+    return token_sums(grad, positions, some_are_none=_some_are_none(grad, positions))
 
 
-def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_are_none: bool = False) -> Tensor:
-    """Each token's sum of its rows, weighted or not: rows [R, D], chosen and weights [T, k] -> [T, D].
+def token_sums(rows: Tensor, positions: Tensor, weights: Tensor | None = None, some_are_none: bool = False) -> Tensor:
+    """Each token's sum of its rows, weighted or not: rows [..., D], positions and weights [B, S, k] -> [B, S, D].
 
-    Sums in at least float32, choice by choice; weights are rounded to the rows' dtype. `some_are_none`: `chosen` has
-    −1. Each token is a bag of `embedding_bag`, which gathers, weighs and adds in one pass, 3 to 10 times as fast as
+    Sums in at least float32, choice by choice; weights are rounded to the rows' dtype. `some_are_none`: `positions`
+    has −1. Each token is a bag of `embedding_bag`, which gathers, weighs and adds in one pass, 3 to 10 times as fast as
     index_select and sums in blocks (measured, 256 to 2,048 tokens of 2 to 8 rows, on CPU).
     """
-    tokens, k = chosen.shape
-    indices, scale = chosen.reshape(-1), None if weights is None else weights.reshape(-1).to(rows.dtype)
-    starts = torch.arange(0, tokens * k, k, device=rows.device)
+    (*tokens, k), dim = positions.shape, rows.shape[-1]
+    indices, scale = positions.reshape(-1), None if weights is None else weights.reshape(-1).to(rows.dtype)
+    starts = torch.arange(0, indices.numel(), k, device=rows.device)
     if some_are_none:
-        kept = chosen >= 0
-        sizes = kept.sum(dim=1)
-        indices, starts = chosen[kept], sizes.cumsum(0) - sizes
-        scale = scale if scale is None else scale[kept.reshape(-1)]
+        is_row = indices >= 0
+        sizes = is_row.view(-1, k).sum(dim=1)
+        indices, starts = indices[is_row], sizes.cumsum(0) - sizes
+        scale = None if scale is None else scale[is_row]
     if not indices.numel():
-        return rows.new_zeros((tokens, rows.shape[1]))
-    summed: Tensor = torch.embedding_bag(rows, indices, starts, mode=0, per_sample_weights=scale)[0]
-    return summed
+        return rows.new_zeros((*tokens, dim))
+    flat = rows.reshape(-1, dim)
+    sums: Tensor = torch.embedding_bag(flat, indices, starts, mode=0, per_sample_weights=scale)[0]
+    return sums.view(*tokens, dim)
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     refuse_other_number("combine", rows, positions)
-    *tokens, k = positions.shape
-    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k)
-    return sums_of(rows, chosen, scale, _some_are_none(rows, positions)).view(*tokens, rows.shape[1])
+    return token_sums(rows, positions, weights, _some_are_none(rows, positions))
 
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,9 +91,7 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
 
 def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     refuse_other_number("sum_rows", rows, positions)
-    *tokens, k = positions.shape
-    flat, some_are_none = rows.reshape(-1, rows.shape[-1]), rows.dim() == 3 or _some_are_none(rows, positions)
-    return sums_of(flat, positions.reshape(-1, k), some_are_none=some_are_none).view(*tokens, flat.shape[1])
+    return token_sums(rows, positions, some_are_none=rows.dim() == 3 or _some_are_none(rows, positions))
 
 
 def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
@@ -105,8 +99,8 @@ def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Se
     if len(shape) == 1:
         return flat.index_select(0, choices_of_rows(places, shape[0]).div(k, rounding_mode="floor"))
     rows = flat.new_zeros((*shape, flat.shape[1]))
-    kept = (places >= 0).nonzero()[:, 0]
-    rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
+    choices = (places >= 0).nonzero()[:, 0]
+    rows.view(-1, flat.shape[1]).index_copy_(0, places[choices], flat.index_select(0, choices // k))
     return rows
 
 
@@ -118,20 +112,20 @@ def _some_are_none(rows: Tensor, positions: Tensor) -> bool:
 def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
     """Raises `RuntimeError` unless each row [R, D] has one position; counts −1 only on CPU, without synchronisation."""
     if rows.dim() == 2 and rows.shape[0] != positions.numel():
-        named = positions.numel()
+        num_positions = positions.numel()
         if rows.device.type == "cpu":
-            named = int((positions >= 0).sum())
-        if rows.shape[0] > named or (rows.device.type == "cpu" and rows.shape[0] < named):
-            message = f"moec::{operator}: {rows.shape[0]} rows for {named} positions"
+            num_positions = int((positions >= 0).sum())
+        if rows.shape[0] > num_positions or (rows.device.type == "cpu" and rows.shape[0] < num_positions):
+            message = f"moec::{operator}: {rows.shape[0]} rows for {num_positions} positions"
             raise RuntimeError(message)
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
     """Raises `RuntimeError` for an expert out of range; only on CPU, where the check costs no synchronisation."""
     if experts.device.type == "cpu" and experts.numel():
-        least, most = (int(bound) for bound in experts.aminmax())
-        if least < lowest or most >= num_experts:
-            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {least} to {most}"
+        low, high = (int(bound) for bound in experts.aminmax())
+        if low < lowest or high >= num_experts:
+            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {low} to {high}"
             raise RuntimeError(message)
 
 

@@ -39,17 +39,17 @@ def each_expert(
     Re-raises the exception of a thread; of several, that of the first thread in order.
     """
     waiting = deque(range(len(sizes)))
-    works = [begin() for _ in range(_threads(sizes, numbers) if device.type == "cpu" else 1)]
-    if len(works) == 1:
-        _work(works[0], waiting)
+    workers = [begin() for _ in range(_threads(sizes, numbers) if device.type == "cpu" else 1)]
+    if len(workers) == 1:
+        _compute_all(workers[0], waiting)
         return
-    done = [_THREADS.of(len(works)).submit(_work, work, waiting) for work in works]
-    wait(done)  # raise nothing while a thread still writes to the caller's tensors
-    for future in done:
+    futures = [_THREADS.pool(len(workers)).submit(_compute_all, worker, waiting) for worker in workers]
+    wait(futures)  # raise nothing while a thread still writes to the caller's tensors
+    for future in futures:
         future.result()
 
 
-def _work(compute: Callable[[int], None], waiting: deque[int]) -> None:
+def _compute_all(compute: Callable[[int], None], waiting: deque[int]) -> None:
     with torch.no_grad():  # operators run below autograd in the calling thread; other threads have grad enabled
         while True:
             try:
@@ -60,7 +60,7 @@ def _work(compute: Callable[[int], None], waiting: deque[int]) -> None:
 
 
 def _threads(sizes: Sequence[int], numbers: int) -> int:
-    """The number of threads that compute experts."""
+    """The number of threads to compute experts with: torch's number, or 1."""
     threads = torch.get_num_threads()
     costs = [size + ROWS_OF_WEIGHTS for size in sizes if size]
     total = sum(costs)
@@ -80,13 +80,13 @@ class _Threads:
     """Thread pools by number of threads, started at first use; a forked child starts new ones."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.drop_pools()
 
-    def forget(self) -> None:
+    def drop_pools(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[int, ThreadPoolExecutor] = {}
 
-    def of(self, number: int) -> ThreadPoolExecutor:
+    def pool(self, number: int) -> ThreadPoolExecutor:
         with self._lock:
             if number not in self._pools:
                 self._pools[number] = _start(number)
@@ -98,7 +98,7 @@ def _start(number: int) -> ThreadPoolExecutor:
 
     `torch.get_num_threads()` registers the calling thread; without it the setting is not inherited.
     """
-    here = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     all_started = threading.Barrier(number + 1)
     pool = ThreadPoolExecutor(number, thread_name_prefix="moec-experts")
 
@@ -110,10 +110,10 @@ def _start(number: int) -> ThreadPoolExecutor:
     for _ in range(number):
         pool.submit(start)
     all_started.wait()
-    torch.set_num_threads(here)
+    torch.set_num_threads(num_threads)
     return pool
 
 
 _THREADS = _Threads()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_THREADS.forget)
+    os.register_at_fork(after_in_child=_THREADS.drop_pools)

@@ -1,7 +1,6 @@
-"""The six products of a layer's experts, each in its own way: by a rendered kernel, or by a library.
+"""The six products of a layer's experts, each by a rendered kernel or by a library.
 
-Whatever computes a product, its operands and results lie in the same order, so that forward and backward, and both
-projections, may differ in their ways.
+Kernels and libraries use the same order of operands and results, so that each product may choose its own way.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from moec.runtime.backends.triton.triton_table import Table
 
 @dataclass(frozen=True, slots=True)
 class ExpertProducts:
-    """A layer's products over `table`. `order`: the table's, where kernels gather rows or choices.
+    """A layer's products over `table`. `order`: the table's, where kernels gather rows or choices; else empty.
 
-    up [E, G, F, D] and down [E, D, F] are the weights; results with one row for each row R lie in the experts' order
-    unless they say otherwise.
+    up [E, G, F, D] and down [E, D, F] are the weights. Results [R, …] are in the experts' order, or in arrival order:
+    the order in which rows came from several sources, which for one source and for choices is the experts' order.
     """
 
     ways: Ways
-    of_up: Projection
-    of_down: Projection
+    up_projection: Projection
+    down_projection: Projection
     library: LibraryProducts
     table: Table
     order: tuple[Tensor, ...]
 
-    def source(self, given: Tensor) -> Source:
-        """Tokens [..., D], or rows [R, D] as they lie, which products read."""
-        return Source(given, self.library.around)
+    def source(self, tensor: Tensor) -> Source:
+        """Tokens [..., D], or rows [R, D] in arrival order, as operands of products."""
+        return Source(tensor, self.library.around)
 
     def up(self, x: Source, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """hidden [R, G, F], which backward needs, and activated [R, F]."""
@@ -45,17 +44,18 @@ class ExpertProducts:
             return run_product("up", lambda: self.library.up(way, x, up, bias), x)
         (parts, width), rows = up.shape[1:3], self.table.num_rows
         hidden, activated = up.new_empty((rows, parts, width)), up.new_empty((rows, width))
-        self.of_up.product("up", width, x.given, *self.order, up, *present(bias), hidden, activated)
+        self.up_projection.product("up", width, x.tensor, *self.order, up, *present(bias), hidden, activated)
         return hidden, activated
 
     def down(self, activated: Tensor, down: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-        """out [R, D], where rows lie; weights are those of rows [R]."""
+        """out [R, D], in arrival order; weights are those of rows [R]."""
         way = self.ways.down
         if not isinstance(way, Tile):
             return run_product("down", lambda: self.library.down(way, activated, down, bias, weights))
         out = down.new_empty((self.table.num_rows, down.shape[1]))
-        order = self.order if self.of_down.shape.gathered else ()
-        self.of_down.product("down", down.shape[1], activated, down, *present(bias), *order, *present(weights), out)
+        order = self.order if self.down_projection.shape.gathered else ()
+        inputs = (activated, down, *present(bias), *order, *present(weights))
+        self.down_projection.product("down", down.shape[1], *inputs, out)
         return out
 
     def down_backward(
@@ -72,13 +72,14 @@ class ExpertProducts:
             )
         rows, width = self.table.num_rows, down.shape[2]
         grad_hidden, activated = torch.empty_like(hidden), hidden.new_empty((rows, width))
-        made = (hidden, grad_hidden, activated)
+        results = (hidden, grad_hidden, activated)
         if weights is None:
-            self.of_down.product("down_backward", width, grad.given, down, *self.order, *made)
+            self.down_projection.product("down_backward", width, grad.tensor, down, *self.order, *results)
             return grad_hidden, activated, None
-        parts = hidden.new_empty((self.of_down.parts, rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        given = (grad.given, down, *present(bias), *self.order, weights.contiguous(), parts)
-        self.of_down.product("down_backward", width, *given, *made, more=(rows,))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        parts = hidden.new_empty((self.down_projection.parts, rows), dtype=dtype)
+        inputs = (grad.tensor, down, *present(bias), *self.order, weights.contiguous(), parts)
+        self.down_projection.product("down_backward", width, *inputs, *results, numbers=(rows,))
         return grad_hidden, activated, parts
 
     def down_weights(self, grad: Source, activated: Tensor, down: Tensor) -> Tensor:
@@ -87,17 +88,17 @@ class ExpertProducts:
         if not isinstance(way, Tile):
             return run_product("down_weights", lambda: self.library.down_weights(way, grad, activated), grad)
         gradient = torch.empty_like(down)
-        self.of_down.weights("down_weights", down.shape[1:], grad.given, activated, *self.order, gradient)
+        self.down_projection.weights("down_weights", down.shape[1:], grad.tensor, activated, *self.order, gradient)
         return gradient
 
     def up_backward(self, grad_hidden: Tensor, up: Tensor) -> Tensor:
-        """grad_rows [R, D], where rows lie."""
+        """grad_rows [R, D], in arrival order."""
         way = self.ways.up_backward
         if not isinstance(way, Tile):
             return run_product("up_backward", lambda: self.library.up_backward(way, grad_hidden, up))
         grad_rows, dim = up.new_empty((self.table.num_rows, up.shape[3])), up.shape[3]
-        order = self.order if self.of_up.shape.gathered else ()
-        self.of_up.product("up_backward", dim, grad_hidden, up, *order, grad_rows)
+        order = self.order if self.up_projection.shape.gathered else ()
+        self.up_projection.product("up_backward", dim, grad_hidden, up, *order, grad_rows)
         return grad_rows
 
     def up_weights(self, grad_hidden: Tensor, x: Source, up: Tensor) -> Tensor:
@@ -106,10 +107,12 @@ class ExpertProducts:
         if not isinstance(way, Tile):
             return run_product("up_weights", lambda: self.library.up_weights(way, grad_hidden, x, up), x)
         gradient, shape = torch.empty_like(up), up.flatten(1, 2).shape[1:]
-        self.of_up.weights("up_weights", shape, grad_hidden, x.given, *self.order, gradient)
+        self.up_projection.weights("up_weights", shape, grad_hidden, x.tensor, *self.order, gradient)
         return gradient
 
-    def biases(self, grad_hidden: Tensor, grad: Tensor, weights: Tensor | None, of_up: Tensor, of_down: Tensor) -> None:
-        """Writes the gradients of both biases; grad [..., D] as it is given, weights as in `down_backward`."""
-        self.of_up.bias("up_bias", of_up[0].numel(), grad_hidden, of_up)
-        self.of_down.bias("down_bias", of_down.shape[1], grad, *self.order, *present(weights), of_down)
+    def biases(
+        self, grad_hidden: Tensor, grad: Tensor, weights: Tensor | None, grad_up: Tensor, grad_down: Tensor
+    ) -> None:
+        """Writes the biases' gradients grad_up and grad_down; grad [..., D] unordered."""
+        self.up_projection.bias("up_bias", grad_up[0].numel(), grad_hidden, grad_up)
+        self.down_projection.bias("down_bias", grad_down.shape[1], grad, *self.order, *present(weights), grad_down)

@@ -10,10 +10,10 @@ Result = TypeVar("Result")
 Call = Callable[[], object]
 
 
-class Copied(Protocol):
-    """An operand of which products share a copy."""
+class SharesCopy(Protocol):
+    """An operand whose copy products share."""
 
-    def forget(self) -> None:
+    def drop_copy(self) -> None:
         """Drops the copy: the next product makes it again."""
 
 
@@ -21,25 +21,25 @@ class Copied(Protocol):
 _timed: tuple[str, Callable[[Call], None]] | None = None
 
 
-def run_product(kernel: str, call: Callable[[], Result], *operands: Copied) -> Result:
-    """Runs one product, with all that its way launches around it.
+def run_product(kernel: str, call: Callable[[], Result], *operands: SharesCopy) -> Result:
+    """Runs one product, with the passes that its way launches around it.
 
-    When it is timed, `call` runs several times: it must not write what it reads. Copies of `operands` are part of it.
+    A timed product runs several times: `call` must not overwrite its inputs. Its time includes copies of `operands`.
     """
     if _timed is not None and _timed[0] == kernel:
 
-        def afresh() -> None:
+        def call_without_copies() -> None:
             for operand in operands:
-                operand.forget()
+                operand.drop_copy()
             call()
 
-        _timed[1](afresh)
+        _timed[1](call_without_copies)
     return call()
 
 
 @contextmanager
 def timed(kernel: str, clock: Callable[[Call], None]) -> Iterator[None]:
-    """Until the block ends, `clock` gets each call of this product, to make as often as it likes."""
+    """Inside the block, each call of this product is passed to `clock`, which may call it several times."""
     global _timed
     outer, _timed = _timed, (kernel, clock)
     try:

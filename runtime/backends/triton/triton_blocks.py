@@ -22,7 +22,7 @@ INTERPRETED = 3
 def described(x: Tensor, block: tuple[int, ...]) -> Any:
     """A contiguous tensor as a matrix [R, columns], or as matrices [E, rows, columns], read in blocks of this shape.
 
-    What a block has beyond an axis' end is zero.
+    Elements of a block beyond the end of an axis are zero.
     """
     if len(block) == 2:
         shape = [x.shape[0], prod(x.shape[1:])]
@@ -34,7 +34,7 @@ def described(x: Tensor, block: tuple[int, ...]) -> Any:
 
 
 def described_as(base: Any, block: tuple[int, ...]) -> Any:
-    """A descriptor of a stand-in for a tensor, to compile with: the kernel is the same for all shapes."""
+    """A descriptor of a mock tensor, for compiling: the kernel is the same for all shapes."""
     return _descriptor(base, [64] * len(block), block)
 
 

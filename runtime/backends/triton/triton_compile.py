@@ -60,19 +60,19 @@ def _compile(
         (index,): [["tt.divisibility", 16]] for index, name in enumerate(function.arg_names) if name.endswith("_ptr")
     }
     source = ASTSource(fn=function, signature=signature, constexprs=switches, attrs=aligned)
-    made = triton.compile(source, target=TARGETS[target], options={**options, "enable_fp_fusion": True})
-    ptx, cubin = made.asm.get("ptx", ""), made.asm.get("cubin")
-    registers, spilled = _of_amdgcn(made.asm["amdgcn"]) if cubin is None else _of_cubin(cubin)
+    compiled = triton.compile(source, target=TARGETS[target], options={**options, "enable_fp_fusion": True})
+    ptx, cubin = compiled.asm.get("ptx", ""), compiled.asm.get("cubin")
+    registers, spilled = _amdgcn_usage(compiled.asm["amdgcn"]) if cubin is None else _cubin_usage(cubin)
     return Resources(
         kernel=function.__name__,
         target=target,
         registers=registers,
         spilled=spilled,
-        shared=made.metadata.shared,
-        warps=made.metadata.num_warps,
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
         bulk_copies=bulk_copies(ptx),
-        loops=loops_of(made.asm["ttgir"], ptx),
-        serialized=serialized(_said_of(cubin, "-sass"), ptx) if disassemble and cubin is not None else None,
+        loops=loops_of(compiled.asm["ttgir"], ptx),
+        serialized=serialized(_cuobjdump(cubin, "-sass"), ptx) if disassemble and cubin is not None else None,
     )
 
 
@@ -86,14 +86,14 @@ def _block_type(shape: KernelShape, block: tuple[int, ...]) -> str:
     return f"tensordesc<{getattr(shape, 'dtype', 'fp32')}[{', '.join(map(str, block))}]>"
 
 
-def _of_cubin(cubin: bytes) -> tuple[int, int]:
+def _cubin_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and spilled bytes of a thread."""
-    said = _said_of(cubin, "--dump-resource-usage")
-    return _number(r"REG:([0-9]+)", said), _number(r"STACK:([0-9]+)", said)
+    usage = _cuobjdump(cubin, "--dump-resource-usage")
+    return _number(r"REG:([0-9]+)", usage), _number(r"STACK:([0-9]+)", usage)
 
 
-def _said_of(cubin: bytes, option: str) -> str:
-    """What `cuobjdump`, which comes with Triton, says of machine code."""
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    """The output of `cuobjdump`, which comes with Triton, for machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -101,12 +101,12 @@ def _said_of(cubin: bytes, option: str) -> str:
         return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _of_amdgcn(text: str) -> tuple[int, int]:
-    """From the metadata at the end of the assembly; a spilled register has 4 bytes."""
+def _amdgcn_usage(text: str) -> tuple[int, int]:
+    """Registers and spilled bytes, from the metadata at the end of the assembly; a spilled register has 4 bytes."""
     return _number(r"\.vgpr_count:\s+([0-9]+)", text), 4 * _number(r"\.vgpr_spill_count:\s+([0-9]+)", text)
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match is not None, text
+    return int(match[1])

@@ -81,30 +81,30 @@ def expert_mlp_backward(
         plain, biases = torch_experts.expert_mlp_backward, (up_bias, down_bias)
         return plain(grad, rows, hidden, table, counts, up, down, *biases, weights, activation, clamp, alpha)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
-    of_biases = torch_experts.new_biases(up, up_bias, down_bias)
-    of_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
+    grad_biases = torch_experts.new_biases(up, up_bias, down_bias)
+    grad_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     if not rows.numel():
-        return torch.empty_like(rows), torch.zeros_like(up), torch.zeros_like(down), *of_biases, of_weights
+        return torch.empty_like(rows), torch.zeros_like(up), torch.zeros_like(down), *grad_biases, grad_weights
     layer = ExpertsLayer.of(
         rows, up, up_bias, counts.shape[0], (activation, clamp, alpha), weighted=weights is not None
     )
     products = layer.backward(rows.shape[0], table, ways)
-    of_out = products.source(grad)
-    grad_hidden, activated, sums = products.down_backward(of_out, hidden, down, down_bias, weights)
-    if sums is not None:
-        of_weights = sums.sum(0).to(of_weights.dtype)
-    grad_down = products.down_weights(of_out, activated, down)
-    del of_out, activated
+    grad_source = products.source(grad)
+    grad_hidden, activated, parts = products.down_backward(grad_source, hidden, down, down_bias, weights)
+    if parts is not None:
+        grad_weights = parts.sum(0).to(grad_weights.dtype)
+    grad_down = products.down_weights(grad_source, activated, down)
+    del grad_source, activated
     grad_rows = products.up_backward(grad_hidden, up)
     grad_up = products.up_weights(grad_hidden, products.source(rows), up)
     if up_bias is not None:
-        products.biases(grad_hidden, grad, weights, *of_biases)
-    return grad_rows, grad_up, grad_down, *of_biases, of_weights
+        products.biases(grad_hidden, grad, weights, *grad_biases)
+    return grad_rows, grad_up, grad_down, *grad_biases, grad_weights
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLayer:
-    """A layer's experts on a device: what its kernels are rendered for, besides their tiles.
+    """A layer's experts on a device: the values that its kernels are rendered for, besides their tiles.
 
     With `k`, each row is a choice of a token, and the kernels gather tokens; else rows arrived from `sources` ranks.
     `weighted`: each row has a weight.
@@ -138,21 +138,21 @@ class ExpertsLayer:
         experts, _, hidden, dim = up.shape
         name, *parameters = activation
         bias = up_bias is not None
-        known = (x.device, dtype_name(x), experts, dim, hidden, name, tuple(parameters), bias)
-        return cls(*known, sources, k, weighted)
+        fields = (x.device, dtype_name(x), experts, dim, hidden, name, tuple(parameters), bias)
+        return cls(*fields, sources, k, weighted)
 
     def forward(self, num_rows: int, counts: Tensor, ways: str | None) -> ExpertProducts:
-        """Its kernels over a new table of these counts [sources, E]; its order is the caller's to fill with `k`."""
-        found = self._ways(num_rows, ways)
-        table = Table.empty(counts, num_rows, self.experts, found.rows)
+        """Its kernels over a new table of these counts [sources, E]. With `k` the caller fills the table's order."""
+        chosen = self._ways(num_rows, ways)
+        table = Table.empty(counts, num_rows, self.experts, chosen.rows)
         if num_rows:
             table.fill(counts)
-        return self._products(found, table)
+        return self._products(chosen, table)
 
     def backward(self, num_rows: int, saved: Tensor, ways: str | None) -> ExpertProducts:
         """Its kernels over the table that forward saved."""
-        found = self._ways(num_rows, ways)
-        return self._products(found, Table.of(saved, num_rows, self.experts, found.rows))
+        chosen = self._ways(num_rows, ways)
+        return self._products(chosen, Table.of(saved, num_rows, self.experts, chosen.rows))
 
     def _ways(self, num_rows: int, ways: str | None) -> Ways:
         widths = (self.dim, self.hidden)
@@ -160,21 +160,21 @@ class ExpertsLayer:
 
     def _products(self, ways: Ways, table: Table) -> ExpertProducts:
         up, down, around = _shapes(self, ways)
-        of_up, of_down = (Projection(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
+        up_kernels, down_kernels = (Projection(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
         library = LibraryProducts(Around(around, table.num_rows, table.offsets, table.order))
         order = (table.order,) if self.sources > 1 or self.k else ()
-        return ExpertProducts(ways, of_up, of_down, library, table, order)
+        return ExpertProducts(ways, up_kernels, down_kernels, library, table, order)
 
 
 @lru_cache(maxsize=1024)
 def _shapes(layer: ExpertsLayer, ways: Ways) -> tuple[UpShape, DownShape, AroundShape]:
-    """What a layer's kernels are rendered for: those of both projections, and those around a library's products."""
-    known = (layer.experts, layer.dim, layer.hidden, layer.activation, layer.dtype, layer.sources > 1, layer.k)
+    """The shapes of a layer's kernels: those of both projections, and those around a library's products."""
+    common = (layer.experts, layer.dim, layer.hidden, layer.activation, layer.dtype, layer.sources > 1, layer.k)
     numbers: dict[str, Any] = dict(zip(PARAMETERS, layer.parameters, strict=True))
-    on = target_at(layer.device)
-    numbers["bulk"] = in_bulk(layer.dtype, (layer.dim, layer.hidden), on.family, on.name)
-    up = UpShape.of(*known, layer.bias, ways, **numbers)
-    down = DownShape.of(*known, layer.bias, ways, weighted=layer.weighted, **numbers)
+    target = target_at(layer.device)
+    numbers["bulk"] = in_bulk(layer.dtype, (layer.dim, layer.hidden), target.family, target.name)
+    up = UpShape.of(*common, layer.bias, ways, **numbers)
+    down = DownShape.of(*common, layer.bias, ways, weighted=layer.weighted, **numbers)
     return up, down, AroundShape.of(down)
 
 

@@ -27,8 +27,8 @@ def gated_backward(grad: Tensor, x: Tensor, activation: str, *parameters: float 
 
 
 def _kernels(x: Tensor, activation: str, *parameters: float | None) -> Kernels:
-    known = dict(zip(PARAMETERS, parameters, strict=False))
-    return kernels_of(GatedShape(hidden=x.shape[-1], activation=activation, dtype=dtype_name(x), **known), x)
+    numbers = dict(zip(PARAMETERS, parameters, strict=False))
+    return kernels_of(GatedShape(hidden=x.shape[-1], activation=activation, dtype=dtype_name(x), **numbers), x)
 
 
 def _grid(kernels: Kernels, out: Tensor) -> tuple[int, int]:

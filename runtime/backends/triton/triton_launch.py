@@ -97,9 +97,9 @@ def aligned(argument: Any) -> Any:
     return argument
 
 
-def present(given: Tensor | None) -> tuple[Tensor, ...]:
+def present(tensor: Tensor | None) -> tuple[Tensor, ...]:
     """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
-    return () if given is None else (given.contiguous(),)
+    return () if tensor is None else (tensor.contiguous(),)
 
 
 @cache
@@ -123,7 +123,7 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, whatever device the tensors are on.
+    # Triton launches on the current device, not on the tensors' device.
     return torch.cuda.device(device) if device.type == "cuda" else _like_a_device()
 
 

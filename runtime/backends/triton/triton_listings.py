@@ -1,4 +1,4 @@
-"""Reads what a compiler wrote: loops of Triton's intermediate code (TTGIR), and instructions of PTX and SASS."""
+"""Reads a compiler's listings: loops of Triton's intermediate code (TTGIR), and instructions of PTX and SASS."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _Function:
             indent = len(line) - len(line.lstrip())
             while loops and indent <= loops[-1][1] and line.strip():
                 loops.pop()
-            found = _RESULT.match(line)
-            if found:
-                defined[found[1]] = line
+            result = _RESULT.match(line)
+            if result:
+                defined[result[1]] = line
             if "scf.for" in line:
                 loops.append((number, indent))
                 defined.update({name: f"{name} = carried {first}" for name, first in _CARRIED.findall(line)})
@@ -63,16 +63,16 @@ class _Function:
         return cls(defined, tuple(bodies.values()))
 
     def buffers(self, value: str) -> int:
-        """Steps that the shared memory behind an operand holds: its elements over the operand's."""
-        seen: set[str] = set()
+        """The number of steps in an operand's shared memory: its elements divided by the operand's."""
+        visited: set[str] = set()
         size: int | None = None
-        while value not in seen:
-            seen.add(value)
+        while value not in visited:
+            visited.add(value)
             line = self.defined.get(value.partition("#")[0], "")
             operation = line.partition(" = ")[2]
             if operation.startswith("ttg.local_alloc"):
-                held = _elements(operation)
-                return 1 if size is None or held is None else held // size
+                allocated = _elements(operation)
+                return 1 if size is None or allocated is None else allocated // size
             if operation.startswith("ttg.memdesc_index"):
                 size = _elements(operation.partition(" -> ")[2])
             values = _VALUE.findall(operation)
@@ -83,8 +83,8 @@ class _Function:
 
 
 def _elements(types: str) -> int | None:
-    found = _SHAPE.search(types)
-    return prod(map(int, found[1].split("x"))) if found else None
+    shape = _SHAPE.search(types)
+    return prod(map(int, shape[1].split("x"))) if shape else None
 
 
 _LABEL = re.compile(r"^(\$\w+):")
@@ -98,7 +98,7 @@ def loops_of(ttgir: str, ptx: str) -> tuple[Loop, ...]:
     """The loops with a product in them, in order: buffers from TTGIR, instructions and waits from PTX.
 
     Buffers are those of the operand that has fewest; one in registers, or in memory that one step fills, has one.
-    If LLVM removed or copied a loop, each loop gets what is found in all of them.
+    If LLVM removed or copied a loop, each loop gets the instructions and waits of all loops.
     """
     function, texts = _Function.of(ttgir), list(_innermost(ptx.splitlines()))
     if len(texts) != len(function.bodies):
@@ -115,10 +115,10 @@ def _loop(function: _Function, body: _Body, text: str) -> Loop:
     )
 
 
-def _least(found: list[str], of_each_step: list[int]) -> int | None:
+def _least(waits: list[str], waits_of_steps: list[int]) -> int | None:
     """The smallest wait of those that each step makes; PTX does not show which are in a branch."""
-    numbers = list(map(int, found))
-    return min((number for number in numbers if number in of_each_step), default=min(numbers, default=None))
+    numbers = list(map(int, waits))
+    return min((number for number in numbers if number in waits_of_steps), default=min(numbers, default=None))
 
 
 def bulk_copies(ptx: str) -> int:
@@ -127,9 +127,9 @@ def bulk_copies(ptx: str) -> int:
 
 
 def serialized(sass: str, ptx: str) -> bool:
-    """Whether the assembler made each wgmma wait for the one before, as it does if it sees sums read too early.
+    """Whether the assembler made each wgmma wait for the previous one, as it does if sums are read too early.
 
-    Its only sign are waits for all products in SASS that PTX does not have.
+    The only sign in SASS are waits for all products that PTX does not have.
     """
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b", sass))
     return waits > len(re.findall(r"wgmma\.wait_group\S*\s+0\b", ptx))
@@ -137,17 +137,17 @@ def serialized(sass: str, ptx: str) -> bool:
 
 def _innermost(lines: list[str]) -> Iterator[str]:
     """The innermost loops around matrix instructions: from a label to the last branch back to it."""
-    labels = {found[1]: number for number, line in enumerate(lines) if (found := _LABEL.match(line))}
+    labels = {label[1]: number for number, line in enumerate(lines) if (label := _LABEL.match(line))}
     ends: dict[int, int] = {}
     for number, line in enumerate(lines):
         for target in _BRANCH.findall(line):
             if labels[target] <= number:
                 ends[labels[target]] = number
-    around: dict[tuple[int, int], None] = {}
+    loops: dict[tuple[int, int], None] = {}
     for number, line in enumerate(lines):
         if _MATRIX.search(line):
-            inside = [(end - start, start) for start, end in ends.items() if start <= number <= end]
-            if inside:
-                around.setdefault(min(inside))
-    for length, start in around:
+            enclosing = [(end - start, start) for start, end in ends.items() if start <= number <= end]
+            if enclosing:
+                loops.setdefault(min(enclosing))
+    for length, start in loops:
         yield "\n".join(lines[start : start + length + 1])

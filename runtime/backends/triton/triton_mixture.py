@@ -37,7 +37,7 @@ def mixture_mlp(
         return plain(x, experts, weights, up, down, up_bias, down_bias, activation, clamp, alpha)
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
     x, weights, up, down = x.contiguous(), weights.contiguous(), up.contiguous(), down.contiguous()
-    queues = Queues.of_all(experts, num_experts)
+    queues = Queues.single(experts, num_experts)
     counts, positions = queues.totals.view(1, num_experts), queues.positions(experts.shape)
     num_rows = experts.numel()
     products = ExpertsLayer.of(x, up, up_bias, 1, (activation, clamp, alpha), k=k).forward(num_rows, counts, ways)
@@ -73,20 +73,20 @@ def mixture_mlp_backward(
         return plain(grad, x, hidden, counts, positions, table, weights, up, down, *biases, activation, clamp, alpha)
     grad, x, hidden, weights, up, down = (t.contiguous() for t in (grad, x, hidden, weights, up, down))
     grad_weights = torch.empty_like(weights)
-    num_rows, of_biases = positions.numel(), new_biases(up, up_bias, down_bias)
+    num_rows, grad_biases = positions.numel(), new_biases(up, up_bias, down_bias)
     if not num_rows:
-        return torch.empty_like(x), grad_weights, torch.zeros_like(up), torch.zeros_like(down), *of_biases
+        return torch.empty_like(x), grad_weights, torch.zeros_like(up), torch.zeros_like(down), *grad_biases
 
     places = Places.of(x, positions, weights)
     products = ExpertsLayer.of(x, up, up_bias, 1, (activation, clamp, alpha), k=k).backward(num_rows, table, ways)
-    of_mixed = products.source(grad)
-    grad_hidden, activated, parts = products.down_backward(of_mixed, hidden, down, down_bias, weights)
+    grad_source = products.source(grad)
+    grad_hidden, activated, parts = products.down_backward(grad_source, hidden, down, down_bias, weights)
     assert parts is not None
     places.add_parts(parts, grad_weights)
-    grad_down = products.down_weights(of_mixed, activated, down)
-    del of_mixed, activated, parts
+    grad_down = products.down_weights(grad_source, activated, down)
+    del grad_source, activated, parts
     grad_rows = products.up_backward(grad_hidden, up)
     grad_up = products.up_weights(grad_hidden, products.source(x), up)
     if up_bias is not None:
-        products.biases(grad_hidden, grad, weights, *of_biases)
-    return places.add_rows(grad_rows), grad_weights, grad_up, grad_down, *of_biases
+        products.biases(grad_hidden, grad, weights, *grad_biases)
+    return places.add_rows(grad_rows), grad_weights, grad_up, grad_down, *grad_biases

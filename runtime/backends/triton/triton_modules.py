@@ -1,7 +1,7 @@
 """Rendered kernels as Python modules.
 
 Only text that this moec's templates render for a shape is executed; no plan, file or cache on disk is read. Triton gets
-a kernel's source through `inspect`, which asks the module's loader.
+a kernel's source through `inspect`, which calls the module's loader.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from moec.codegen.kernels.kernel_shape import KernelShape, render
 
 PACKAGE = "moec.runtime.backends.rendered"
-"""What the modules are called in tracebacks and profiles: this and the shape's name."""
+"""The prefix of the modules' names in tracebacks and profiles, before the shape's name."""
 
 
 class _Rendered(InspectLoader):

@@ -36,13 +36,13 @@ def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
     if too_many(num_experts):
         return torch_padded.keep_choices(experts, starts, *how)
     capacity, _ = places_of(*experts.shape, num_experts, *how)
-    return Queues.of(experts, num_experts).kept(starts, capacity)
+    return Queues.of(experts, num_experts).keep(starts, capacity)
 
 
 def largest_load(experts: Tensor, num_experts: int) -> Tensor:
     if too_many(num_experts):
         return torch_padded.largest_load(experts, num_experts)
-    return Queues.of_all(experts, num_experts).totals.amax()
+    return Queues.single(experts, num_experts).totals.amax()
 
 
 def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,10 +59,10 @@ def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int
     return _placed(x, experts, num_experts, int(places))
 
 
-def _placed(x: Tensor, kept: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+def _placed(x: Tensor, experts: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copies the kept choices' rows to the places of their experts, in token order, by one queue of all choices."""
-    queues = Queues.of_all(kept, num_experts)
-    positions, counts = queues.positions(kept.shape, places), queues.totals.view(1, num_experts)
+    queues = Queues.single(experts, num_experts)
+    positions, counts = queues.positions(experts.shape, places), queues.totals.view(1, num_experts)
     rows = x.new_empty((num_experts, places, x.shape[2]))
     Places.of(x, positions).fill(x, rows, counts)
     return rows, counts, positions

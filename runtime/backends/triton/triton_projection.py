@@ -26,7 +26,7 @@ class Projection:
     kernels: Kernels
     table: Table
 
-    def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
+    def product(self, kernel: str, width: int, *arguments: Tensor, numbers: tuple[int, ...] = ()) -> None:
         """A product of all rows with a matrix of `width` columns."""
         table = self.table
         tile = self._tile(kernel)
@@ -36,7 +36,7 @@ class Projection:
         persistent = self.shape.persistent(kernel)
         grid = (min(tiles, programs_at(self.kernels.device, self.shape.resident(kernel))) if persistent else tiles,)
         tables = (table.offsets, table.experts, table.starts, table.total if persistent else table.num_tiles)
-        self._launch(kernel, grid, *self._in_blocks(kernel, arguments), *tables, *more)
+        self._launch(kernel, grid, *self._in_blocks(kernel, arguments), *tables, *numbers)
 
     def weights(self, kernel: str, shape: Sequence[int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""

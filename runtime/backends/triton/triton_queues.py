@@ -1,4 +1,4 @@
-"""Queues of experts by rendered kernels that count: nothing is sorted, and the host never waits for the device."""
+"""Queues of experts by rendered kernels, which count without sorting; the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Queues:
         return cls(kernels, experts, by_block, totals)
 
     @classmethod
-    def of_all(cls, experts: Tensor, num_experts: int) -> Queues:
+    def single(cls, experts: Tensor, num_experts: int) -> Queues:
         """One queue of all choices, in the order of their tokens."""
         return cls.of(experts.contiguous().view(1, -1, 1), num_experts)
 
-    def kept(self, starts: Tensor, capacity: int) -> Tensor:
+    def keep(self, starts: Tensor, capacity: int) -> Tensor:
         """Experts, −1 where the queue index reaches the capacity; a queue's indices begin at starts [B, 1, k, E]."""
-        kept = torch.empty_like(self.experts)
-        self._launch("keep", starts.contiguous(), kept, last=(capacity,))
-        return kept
+        out = torch.empty_like(self.experts)
+        self._launch("keep", starts.contiguous(), out, last=(capacity,))
+        return out
 
     def positions(self, shape: torch.Size, places: int | None = None) -> Tensor:
         """The row of each choice, as `shape`, for one queue of all choices; with `places`, that many per expert.

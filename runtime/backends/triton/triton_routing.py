@@ -50,17 +50,17 @@ def route(
     keep_groups: int = 1,
     group_score: str = "top2_sum",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    how = (score, order, normalize, scale, groups, keep_groups, group_score)
+    options = (score, order, normalize, scale, groups, keep_groups, group_score)
     if too_many(logits.shape[-1]):
-        return torch_routing.route(logits, bias, k, *how)
+        return torch_routing.route(logits, bias, k, *options)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)
     num_tokens = weights.numel() // k
     if num_tokens:
-        kernels = kernels_of(_shape(logits, k, *how, biased=bias is not None), logits)
-        given = (logits,) if bias is None else (logits, bias.to(logits.dtype).contiguous())
-        kernels.launch("route", kernels.blocks(num_tokens), *given, probabilities, weights, experts, num_tokens)
+        kernels = kernels_of(_shape(logits, k, *options, biased=bias is not None), logits)
+        inputs = (logits,) if bias is None else (logits, bias.to(logits.dtype).contiguous())
+        kernels.launch("route", kernels.blocks(num_tokens), *inputs, probabilities, weights, experts, num_tokens)
     note_or_refuse(probabilities, weights)
     return probabilities, weights, experts
 

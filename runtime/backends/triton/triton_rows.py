@@ -20,7 +20,7 @@ def permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = 
     if not x.dtype.is_floating_point or too_many(num_experts):
         return torch_rows.permute(x, experts, num_experts, some_are_none)
     refuse_out_of_range("permute", experts, num_experts, -1 if some_are_none else 0)
-    queues = Queues.of_all(experts, num_experts)
+    queues = Queues.single(experts, num_experts)
     positions = queues.positions(experts.shape)
     num_rows = int(queues.totals.sum()) if some_are_none else experts.numel()
     rows = x.new_empty((num_rows, x.shape[2]))
@@ -78,13 +78,13 @@ class Places:
 
     def add_rows(self, rows: Tensor) -> Tensor:
         """Each token's sum of its rows: [..., D] -> [B, S, D]."""
-        out = self._room(rows)
+        out = self._new_sums(rows)
         self.kernels.launch("add_rows", self._programs(rows), rows.contiguous(), self.positions, out)
         return out
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Each token's weighted sum of its rows: [..., D], weights [B, S, k] -> [B, S, D]."""
-        out = self._room(rows)
+        out = self._new_sums(rows)
         tensors = (rows.contiguous(), self.positions, weights.contiguous(), out)
         self.kernels.launch("combine", self._programs(rows), *tensors)
         return out
@@ -94,14 +94,14 @@ class Places:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of rows and weights; `spare`: some rows belong to no token, and get zeros."""
         grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-        num_rows, taken = 0, self.positions
+        num_rows, is_row_used = 0, self.positions
         if spare:
             num_rows = rows.numel() // max(1, rows.shape[-1])
-            taken = torch.zeros(num_rows, dtype=torch.int8, device=rows.device)
-            number = self.positions.numel()
-            self.kernels.launch("mark", self.kernels.blocks(number), self.positions, taken, number)
+            is_row_used = torch.zeros(num_rows, dtype=torch.int8, device=rows.device)
+            num_choices = self.positions.numel()
+            self.kernels.launch("mark", self.kernels.blocks(num_choices), self.positions, is_row_used, num_choices)
         grid = (self._tokens + self.kernels.blocks(num_rows, "ROWS")[0],)
-        tensors = (grad.contiguous(), rows.contiguous(), self.positions, weights.contiguous(), taken)
+        tensors = (grad.contiguous(), rows.contiguous(), self.positions, weights.contiguous(), is_row_used)
         self.kernels.launch("combine_backward", grid, *tensors, grad_rows, grad_weights, self._tokens, num_rows)
         return grad_rows, grad_weights
 
@@ -120,9 +120,9 @@ class Places:
     def _tokens(self) -> int:
         return self.positions.numel() // self.positions.shape[2]
 
-    def _room(self, rows: Tensor) -> Tensor:
+    def _new_sums(self, rows: Tensor) -> Tensor:
         return rows.new_empty((*self.positions.shape[:2], rows.shape[-1]))
 
-    def _programs(self, rows: Tensor, more: int = 0) -> tuple[int, ...]:
-        """The grid: one program for each block of columns of each token, and of `more` others."""
-        return self._tokens + more, *self.kernels.blocks(rows.shape[-1], "BLOCK_D")
+    def _programs(self, rows: Tensor, extra: int = 0) -> tuple[int, ...]:
+        """The grid: one program for each block of columns of each token, and of `extra` other rows."""
+        return self._tokens + extra, *self.kernels.blocks(rows.shape[-1], "BLOCK_D")

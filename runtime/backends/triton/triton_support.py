@@ -38,9 +38,9 @@ def triton_complaint() -> str | None:
 
 def complaint(device: str) -> str | None:
     """Why the kernels cannot run on a kind of device, in one line; None where they can."""
-    unfit = triton_complaint()
-    if unfit is not None:
-        return unfit
+    reason = triton_complaint()
+    if reason is not None:
+        return reason
     import triton
 
     if device == "cpu" and not interpreting():

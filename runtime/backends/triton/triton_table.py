@@ -1,4 +1,4 @@
-"""The table of rows of grouped products: where each expert's rows lie, and which rows each tile has.
+"""The table of rows of grouped products: the offsets of experts' rows, and the rows of each tile.
 
 Forward makes it by kernels, without a wait for the device, and the operator returns it; backward reads it. Its parts
 are those of `passes/ir/row_table.py`.
@@ -20,9 +20,9 @@ from moec.runtime.backends.triton.triton_launch import kernels_of
 class Table:
     """The parts of a table for tiles of `height` rows, all int32.
 
-    order [R]: the choice of each row, or where it lies among rows that arrived from several sources; undefined where
-    rows lie in the experts' order. offsets [E + 1] of the experts' rows. total [1]: the number of tiles. experts and
-    starts [num_tiles]: each tile's expert, −1 from the total on, and its first row.
+    order [R]: the choice of each row, or its index among rows that arrived from several sources; undefined where rows
+    are in the experts' order. offsets [E + 1] of the experts' rows. total [1]: the number of tiles. experts and starts
+    [num_tiles]: each tile's expert, −1 from the total on, and its first row.
     """
 
     saved: Tensor

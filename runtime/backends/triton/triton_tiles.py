@@ -1,4 +1,4 @@
-"""How grouped products are computed at a call: as the module was emitted, else by moec's own choice.
+"""The ways of grouped products at a call: those that the module was emitted with, else moec's own choice.
 
 Nothing is measured here; only `moec tune` measures.
 """
@@ -34,18 +34,18 @@ def ways_at(
     widths: tuple[int, int],
     activation: str,
 ) -> Ways:
-    """The ways that an operator was given as text; without a text, moec's for `rows` rows in all on this device.
+    """The ways of an operator's argument `text`; without it, moec's choice for `rows` rows in all on this device.
 
-    Libraries are those that run here, as `runnable` says. Raises `BackendError` as it does.
+    Libraries that cannot run here are replaced, or raise `BackendError` (`runnable`).
     """
-    gated, on = ACTIVATIONS[activation].gated, target_at(device)
-    how = (dtype, rows, experts, widths, gated)
+    gated, target = ACTIVATIONS[activation].gated, target_at(device)
+    problem = (dtype, rows, experts, widths, gated)
     if text is not None:
         chosen = _parsed(text)
     else:
-        chosen = choose(*how, device=on.name, family=on.family, tuned={}).ways
-    assert on.runnable is not None
-    return on.runnable(chosen, *how)
+        chosen = choose(*problem, device=target.name, family=target.family, tuned={}).ways
+    assert target.runnable is not None
+    return target.runnable(chosen, *problem)
 
 
 @cache
@@ -64,19 +64,19 @@ def target_at(device: torch.device) -> Target:
     return Target(device_name(device), family, partial(_runnable, device, family))
 
 
-def _runnable(device: torch.device, family: str, ways: Ways, dtype: str, *how: Any) -> Ways:
+def _runnable(device: torch.device, family: str, ways: Ways, dtype: str, *problem: Any) -> Ways:
     """The ways that run on a device: libraries that it has, and tiles that fit its shared memory."""
-    ways = runnable(device, family, ways, dtype, *how)
+    ways = runnable(device, family, ways, dtype, *problem)
     shared = shared_of(device)
     return ways if shared is None else _fitted(ways, dtype, shared, device_name(device))
 
 
 @cache
 def _fitted(ways: Ways, dtype: str, shared: int, name: str) -> Ways:
-    found = fitted(ways, dtype, shared)
-    if found != ways:
+    fitting = fitted(ways, dtype, shared)
+    if fitting != ways:
         _warn_of_shared_memory(name, shared)
-    return found
+    return fitting
 
 
 @cache
@@ -109,18 +109,18 @@ def runs_on(device: torch.device) -> torch.device:
 
 
 def ways_on(plan: Plan, block: Block, op: Op, device: torch.device) -> str | None:
-    """How an op of experts of the plan computes its products on `device`: the last argument of its operator.
+    """The ways in which an op of experts computes its products on `device`: the last argument of its operator.
 
-    None where plain torch computes them. A module on the meta device will move to this machine's. Tiles that were tuned
-    on another device are not taken; one warning says so.
+    None where plain torch computes them. A module on the meta device will move to this machine's device. Tiles that
+    were tuned on another device are not used, with one warning.
     """
     device = runs_on(device)
     if select(device.type) is torch_backend:
         return None
-    on = target_at(device)
-    if plan.tiles is not None and not takes_tuned(plan, on):
-        _warn_of_other_device(plan.tiles.device, on.name)
-    return ways_text(plan, block, op, on)
+    target = target_at(device)
+    if plan.tiles is not None and not takes_tuned(plan, target):
+        _warn_of_other_device(plan.tiles.device, target.name)
+    return ways_text(plan, block, op, target)
 
 
 @cache
@@ -134,7 +134,7 @@ def _warn_of_other_device(tuned_on: str, name: str) -> None:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """A device's name in moec's library, else what its driver calls it, in small letters and underscores."""
+    """A device's name in moec's library, else its driver's name for it, in small letters and underscores."""
     return INTERPRETER if device.type != "cuda" else short_name(torch.cuda.get_device_name(device))
 
 

@@ -1,8 +1,7 @@
 """Compiles, when a model is built, the kernels that its steps launch: no training step waits for a compiler.
 
 Triton compiles a kernel at its first launch for the dtypes, alignments and options that it finds there. Numbers are not
-specialised (`do_not_specialize`), and pointers are aligned (`triton_launch.py`), so what a plan lists is all that its
-steps need.
+specialised (`do_not_specialize`), and pointers are aligned (`triton_launch.py`), so a plan's list is complete.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
 
 
 def compile_one(shape: KernelShape, name: str, device: torch.device, switches: dict[str, bool]) -> None:
-    """Compiles one kernel as its launches will ask for it."""
+    """Compiles one kernel with the dtypes and options of its launches."""
     kernels = kernels_of_shape(shape, device)
     dtypes = shape.pointers()
     blocks = shape.blocks(name)
@@ -69,12 +68,12 @@ def _switches(plan: Plan, kernel: PlanKernel, name: str) -> Iterable[dict[str, b
     block, probabilities = plan.program.block(kernel.block), kernel.op.results[0].name
     used = any(probabilities in op.operands for op in block.ops if not isinstance(op, o.Route))
     used = used or probabilities in {output.name for output in block.outputs}
-    # A loop that leaves out the balance term asks for no gradient of the probabilities.
-    return tuple({"OF_PROBABILITIES": of_all, "OF_WEIGHTS": True} for of_all in ((False, True) if used else (False,)))
+    # A training loop without the balance term needs no gradient of the probabilities.
+    return tuple({"OF_PROBABILITIES": switch, "OF_WEIGHTS": True} for switch in ((False, True) if used else (False,)))
 
 
 class Progress:
-    """Says on stderr which kernel is compiled, once that takes longer than `SILENT`; on a terminal in one line."""
+    """Prints the compiled kernel on stderr, after `SILENT` seconds; on a terminal in one line."""
 
     def __init__(self, *, shows: bool = True) -> None:
         self._started, self._shown, self._shows = time.monotonic(), False, shows
@@ -89,7 +88,7 @@ class Progress:
         self._shown = True
 
     def done(self, count: int) -> None:
-        """Says how many kernels were compiled, if progress was shown."""
+        """Prints the number of compiled kernels, if progress was shown."""
         if self._shown:
             seconds = time.monotonic() - self._started
             print(f"moec: compiled {count} kernels in {seconds:.0f} s{'':20}", file=sys.stderr, flush=True)

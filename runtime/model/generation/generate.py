@@ -1,4 +1,4 @@
-"""`PlanModule.generate`: new tokens behind prompts, one after another; a cache has keys and values of earlier ones."""
+"""`PlanModule.generate`: new tokens behind prompts, one after another, with a cache of earlier keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moec.runtime.errors import JobError, is_whole
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import PassBegins, PassEnds, TokensChosen
 from moec.runtime.inputs.batches import Limits, device_of
-from moec.runtime.inputs.beside import NOTHING
+from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS
 from moec.runtime.model.generation.decoder import Decoder, NewTokens, layers_of
 from moec.runtime.model.generation.prompts import Prompts, prompts_of
 from moec.runtime.model.generation.sampling import MOST_SEQUENCES, Sampling
@@ -47,40 +47,40 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The runs of ids that end a sequence, and the id behind it."""
+    """The runs of ids that end a sequence, and the id that pads it."""
 
     stops: tuple[tuple[int, ...], ...]
     pad: int
 
     @classmethod
     def of(cls, eos: object, stop: object, pad: object, vocab: int) -> Ends:
-        """The ends that a user gives. Raises `JobError` for what is no id."""
+        """The ends of `generate`'s arguments. Raises `JobError` for values that are no ids."""
         if any(not isinstance(run, list | tuple) for run in _listed(stop)):
             help = "write `stop=[[32, 2]]` for the run 32, 2, and `eos=[32, 2]` for either of them"
             raise JobError("MOE0740", f"`stop` is {stop}, and must be a list of lists of ids", help)
-        stops = [(each,) for each in _listed(eos)] + [tuple(_listed(run)) for run in _listed(stop)]
+        stops = [(token,) for token in _listed(eos)] + [tuple(_listed(run)) for run in _listed(stop)]
         pads = [] if pad is None else [(pad,)]
-        if wrong := [run for run in (*stops, *pads) if not run or not all(_is_id(each, vocab) for each in run)]:
+        if wrong := [run for run in (*stops, *pads) if not run or not all(_is_id(token, vocab) for token in run)]:
             help = f"`eos` is an id or several, `stop` a list of lists of ids, `pad` an id: 0 to {vocab - 1}"
             raise JobError("MOE0740", f"`eos`, `stop` or `pad` has {list(wrong[0])} in place of ids", help)
-        ids = [tuple(each for each in run if is_whole(each)) for run in stops]
+        ids = [tuple(token for token in run if is_whole(token)) for run in stops]
         first = ids[0][0] if _listed(eos) else 0
         return cls(tuple(ids), pad if is_whole(pad) else first)
 
     def reached(self, tokens: Tensor, count: int) -> Tensor:
         """Whether each sequence ends with the last of its first `count` new tokens `[batch, …]`: bool `[batch]`."""
-        found = tokens.new_zeros(len(tokens), dtype=torch.bool)
+        ended = tokens.new_zeros(len(tokens), dtype=torch.bool)
         for run in self.stops:
             if len(run) == 1:
-                found |= tokens[:, count - 1] == run[0]
+                ended |= tokens[:, count - 1] == run[0]
             elif len(run) <= count:
-                found |= (tokens[:, count - len(run) : count] == torch.tensor(run, device=tokens.device)).all(1)
-        return found
+                ended |= (tokens[:, count - len(run) : count] == torch.tensor(run, device=tokens.device)).all(1)
+        return ended
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `generate` is asked for. `sequences` int64 `[batch]`: the numbers of the sequences."""
+    """The checked arguments of `generate`. `sequences` int64 `[batch]`: the numbers of the sequences."""
 
     prompts: Prompts
     ends: Ends
@@ -89,7 +89,7 @@ class Request:
 
 
 def _listed(value: object) -> list[object]:
-    """Nothing, one or several of what a user gives, as a list."""
+    """An argument as a list: None is empty, a single value a list of one."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -102,7 +102,7 @@ def generate(
     model: PlanModule, tokens: object, max_new_tokens: object, padding: object, ends: tuple[object, object, object],
     sampling: Sampling, sequences: object,
 ) -> Generated:  # fmt: skip
-    """`PlanModule.generate`, which says what it does. `ends`: its `eos`, `stop` and `pad`."""
+    """`PlanModule.generate`, whose docstring describes it. `ends`: its `eos`, `stop` and `pad`."""
     model._home.require_running()
     request, complaint = None, None
     first = tokens[0] if isinstance(tokens, list | tuple) and tokens else tokens
@@ -114,9 +114,9 @@ def generate(
         assert isinstance(model.limits, Limits)
         prompts = prompts_of(tokens, padding, model.limits, max_new_tokens)
         sampling.require_valid()
-        of_ends = Ends.of(*ends, model.limits.vocab)
+        request_ends = Ends.of(*ends, model.limits.vocab)
         numbers = _numbers(prompts, sequences, model._home.data_rank)
-        request = Request(prompts, of_ends, sampling, numbers)
+        request = Request(prompts, request_ends, sampling, numbers)
     except JobError as error:
         complaint = Complaint.of(error)
     look = model._home.checks.looks(model.seen, (SITE,), device_of(first))
@@ -125,15 +125,15 @@ def generate(
     decoder = Decoder(model, layers, request.prompts)
     try:
         with torch.inference_mode():  # operators take a third of the time less than under no_grad
-            found = _run(model, decoder, request, look=look)
+            generated = _run(model, decoder, request, look=look)
     finally:
         decoder.close()
     with torch.inference_mode(False):  # tensors of inference mode cannot be used in training
-        return Generated(found.tokens.clone(), found.lengths.clone())
+        return Generated(generated.tokens.clone(), generated.lengths.clone())
 
 
 def _numbers(prompts: Prompts, sequences: object, data_rank: int) -> Tensor:
-    """The numbers of the sequences: those given, or those that follow from equal batches on all ranks."""
+    """The numbers of the sequences: `sequences`, or consecutive ones if all ranks have equal batches."""
     batch = len(prompts.lengths)
     if sequences is None:
         return torch.arange(data_rank * batch, (data_rank + 1) * batch, device=prompts.ids.device)
@@ -169,47 +169,47 @@ def _agree(
 def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -> Generated:
     """The loop: prompts, then one token of each sequence at a time, until all sequences of all ranks have ended."""
     prompts, ends, device = request.prompts, request.ends, request.prompts.ids.device
-    found = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
+    tokens = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
     counts, done = torch.zeros_like(prompts.lengths), torch.zeros_like(prompts.lengths, dtype=torch.bool)
-    even, beside = prompts.even, {}
+    same_lengths, extra = prompts.even, {}
     if model.draws:  # an input of such a model's graphs, which in evaluation draw nothing by it
-        beside["sequences"] = request.sequences
+        extra["sequences"] = request.sequences
     places = torch.arange(prompts.ids.shape[1], device=device).expand(prompts.ids.shape)
     new = NewTokens(prompts.ids, places, prompts.lengths - 1, prompts.real(), 0, prompts.ids.shape[1])
     for count in range(1, prompts.new + 1):
-        with unscored.noting() as noted:
-            logits = decoder.step(new, {**beside, **_without_effect(model, new.ids)})
+        with unscored.noting() as unscored_masks:
+            logits = decoder.step(new, {**extra, **_without_effect(model, new.ids)})
         chosen = request.sampling.choose(logits, request.sequences, prompts.lengths + (count - 1))
         looks = look or bool(ends.stops) or count == prompts.new  # where a stop is looked for, the device is waited for
-        complaint = first_complaint(PassEnds(noted, decoder.routers, look=looks)) or first_complaint(
+        complaint = first_complaint(PassEnds(unscored_masks, decoder.routers, look=looks)) or first_complaint(
             TokensChosen((chosen < 0) & ~done, look=looks)
         )
         chosen = chosen.where(~done, ends.pad).clamp_min(0)
-        found[:, count - 1] = chosen
+        tokens[:, count - 1] = chosen
         counts += ~done
         if ends.stops:
-            done |= ends.reached(found, count)
-        left = int((~done).sum()) if ends.stops else 1
-        (left,) = model._home.checks.require(SITE, complaint, counts=(left,))
-        if not left or count == prompts.new:
+            done |= ends.reached(tokens, count)
+        unfinished = int((~done).sum()) if ends.stops else 1
+        (unfinished,) = model._home.checks.require(SITE, complaint, counts=(unfinished,))
+        if not unfinished or count == prompts.new:
             break
-        new = _next(chosen, done, prompts, count, even=even)
-    return Generated(found[:, :count], counts)
+        new = _next(chosen, done, prompts, count, same_lengths=same_lengths)
+    return Generated(tokens[:, :count], counts)
 
 
 def _without_effect(model: PlanModule, ids: Tensor) -> dict[str, Tensor]:
     """Routes that leave gates free, of a model with `replay`."""
-    return {"routes": model.takes.inputs(NOTHING, ids)["routes"]} if model.takes.k else {}
+    return {"routes": model.takes.inputs(NO_EXTRA_INPUTS, ids)["routes"]} if model.takes.k else {}
 
 
-def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, even: bool) -> NewTokens:
+def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, same_lengths: bool) -> NewTokens:
     """One more token of each sequence, which is padding behind its end, and padding up to `pieces`."""
     pieces = prompts.pieces
     ids = chosen.where(~done, prompts.fill)[:, None]
     real = (~done).to(torch.int64)[:, None]
-    place = (prompts.lengths + (count - 1))[:, None]
+    places = (prompts.lengths + (count - 1))[:, None]
     if pieces > 1:
         ids, real = F.pad(ids, (0, pieces - 1), value=prompts.fill), F.pad(real, (0, pieces - 1))
-        place = place + torch.arange(pieces, device=place.device)
+        places = places + torch.arange(pieces, device=places.device)
     first = prompts.longest + count - 1
-    return NewTokens(ids, place, torch.zeros_like(chosen), real, first if even else -1, first + pieces)
+    return NewTokens(ids, places, torch.zeros_like(chosen), real, first if same_lengths else -1, first + pieces)

@@ -42,32 +42,31 @@ class Prompts:
 
 
 def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: object) -> Prompts:
-    """The prompts that a user gives. Raises `JobError` for such as the model cannot take.
+    """A user's prompts. Raises `JobError` for prompts that the model does not accept.
 
     `tokens`: int64 `[batch, sequence]`, or a list of int64 `[length]`. `padding`: bool or int64 `[batch, sequence]`,
-    True or 1 at the beginning or the end of a prompt; without it, a model with a padding id has padding where ids are
-    it.
+    True or 1 at the beginning or the end of a prompt; the default is the positions of the model's padding id, if any.
     """
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
         raise JobError("MOE0740", f"`max_new_tokens` is {max_new_tokens!r}, and must be a whole number, at least 1")
     fill = limits.padding if limits.padding is not None else 0
-    ids, real = _from_list(tokens, fill) if isinstance(tokens, list | tuple) else (tokens, None)
+    ids, real = _padded_list(tokens, fill) if isinstance(tokens, list | tuple) else (tokens, None)
     if words := replace(limits, pieces=1).complaint(ids, None, look=True):  # type: ignore[arg-type]
         raise JobError("MOE0702", words, LISTS)
     assert isinstance(ids, Tensor)
     if padding is not None:
-        real = _given(padding, ids, in_list=real is not None)
+        real = _real_tokens(padding, ids, in_list=real is not None)
     elif real is None and limits.padding is not None:
         real = ids != limits.padding
     if real is not None:
-        ids, lengths = _from_zero(ids, real, fill)
+        ids, lengths = _left_aligned(ids, real, fill)
     else:
         lengths = ids.new_full(ids.shape[:1], ids.shape[1])
-    longest, new = int(lengths.amax()) if len(lengths) else 0, max_new_tokens
+    longest, num_new = int(lengths.amax()) if len(lengths) else 0, max_new_tokens
     if len(lengths) and int(lengths.amin()) == 0:
         raise JobError("MOE0740", f"prompt {int(lengths.argmin())} has no token", RUNS)
-    if longest + new > limits.context:
-        words = f"the longest prompt has {longest} tokens, and with {new} new ones more than the model's context"
+    if longest + num_new > limits.context:
+        words = f"the longest prompt has {longest} tokens, and with {num_new} new ones more than the model's context"
         raise JobError(
             "MOE0742",
             f"{words}, {limits.context} (`context` in the file, else `train.sequence`)",
@@ -78,11 +77,11 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
     pieces = limits.pieces
     width = -(-max(longest, 1) // pieces) * pieces
     ids = torch.nn.functional.pad(ids[:, :longest], (0, width - longest), value=fill)
-    return Prompts(ids, lengths, longest, new, width + new + pieces, fill, pieces)
+    return Prompts(ids, lengths, longest, num_new, width + num_new + pieces, fill, pieces)
 
 
-def _from_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Tensor, Tensor]:
-    """Prompts of a list with padding behind them, and which tokens are none."""
+def _padded_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Tensor, Tensor]:
+    """The prompts of a list with padding behind them, and a mask of real tokens."""
     rows = list[Tensor]()
     for index, row in enumerate(tokens):
         if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1:
@@ -95,8 +94,8 @@ def _from_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Te
     return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
 
 
-def _given(padding: object, ids: Tensor, *, in_list: bool) -> Tensor:
-    """Which tokens are real, by the marks of a user."""
+def _real_tokens(padding: object, ids: Tensor, *, in_list: bool) -> Tensor:
+    """The mask of real tokens, from a user's `padding`."""
     fits = isinstance(padding, Tensor) and padding.shape == ids.shape and padding.dtype in (torch.bool, torch.int64)
     if in_list or not fits or not isinstance(padding, Tensor) or padding.device != ids.device:
         words = "`padding` must be bool or int64 [batch, sequence], of the shape and on the device of tokens"
@@ -104,7 +103,7 @@ def _given(padding: object, ids: Tensor, *, in_list: bool) -> Tensor:
     return padding == 0
 
 
-def _from_zero(ids: Tensor, real: Tensor, fill: int) -> tuple[Tensor, Tensor]:
+def _left_aligned(ids: Tensor, real: Tensor, fill: int) -> tuple[Tensor, Tensor]:
     """Prompts moved to place 0, and their lengths."""
     places = torch.arange(ids.shape[1], device=ids.device)
     lengths = real.sum(1)
@@ -112,5 +111,5 @@ def _from_zero(ids: Tensor, real: Tensor, fill: int) -> tuple[Tensor, Tensor]:
     between = (places >= first[:, None]) & (places < (first + lengths)[:, None]) & ~real
     if bool(between.any()):
         raise JobError("MOE0740", f"prompt {int(between.any(1).nonzero()[0])} has padding between its tokens", RUNS)
-    moved = ids.gather(1, (first[:, None] + places).clamp_max(max(ids.shape[1] - 1, 0)))
-    return torch.where(places < lengths[:, None], moved, fill), lengths
+    aligned = ids.gather(1, (first[:, None] + places).clamp_max(max(ids.shape[1] - 1, 0)))
+    return torch.where(places < lengths[:, None], aligned, fill), lengths

@@ -72,7 +72,7 @@ def equal_groups(backend: Backend, numbers: Numbers, score: str) -> list[Tensor]
 
 
 def biased_route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
-    """Alone, far below 0, and with groups and a scale (DeepSeek-V3's whole gate)."""
+    """SingleProcessHome, far below 0, and with groups and a scale (DeepSeek-V3's whole gate)."""
     results = []
     for experts, level, options in ((13, 0, ()), (24, 0, GROUPS["max"]), (24, -1e3, GROUPS["top2_sum"])):
         logits = numbers.logits(65, experts)

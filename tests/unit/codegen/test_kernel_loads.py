@@ -72,7 +72,7 @@ def test_no_tokens_have_no_tiles() -> None:
 def test_a_rank_s_experts_get_as_many_rows_from_the_tokens_of_all_ranks() -> None:
     alone, of_rank = Load.uniform(2, 2, 2), Load.uniform_over_ranks(2, 2, 2, ranks=2)
     assert of_rank.rows == alone.rows == 4
-    # Alone both experts are always chosen; each of 4 tokens chooses 2 of the 4 experts of both ranks.
+    # SingleProcessHome both experts are always chosen; each of 4 tokens chooses 2 of the 4 experts of both ranks.
     assert (alone.used_experts(), of_rank.used_experts()) == (2, pytest.approx(2 * (1 - 0.5**4)))
 
 

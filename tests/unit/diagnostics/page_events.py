@@ -313,13 +313,13 @@ def other_layers() -> Sequence[Diagnostic]:
 def parameter_changed_before_backward() -> Sequence[Diagnostic]:
     import torch
 
-    from moec.runtime.weights.gathered_again import Again
-    from moec.runtime.weights.gathering import Gathering, stamp_of
+    from moec.runtime.weights.gathering import Gathering
+    from moec.runtime.weights.regathering import RegatheredWeights
 
     part = torch.zeros(2)
-    again = Again(lambda: Gathering((), ()), lambda: stamp_of([part]), "layer 1 (first.moe:8)", None)
+    regathered = RegatheredWeights(lambda: Gathering((), ()), [part], "layer 1 (first.moe:8)", None)
     part.add_(1)
-    return raised(lambda: again.weight(0))
+    return raised(lambda: regathered.weight(0))
 
 
 def launching_a_layer() -> Sequence[Diagnostic]:

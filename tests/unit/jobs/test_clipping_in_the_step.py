@@ -302,7 +302,7 @@ def test_a_copy_has_clipped_gradients_and_its_original_waits():
     gradient = torch.tensor([3.0, 4.0])
     waiting = HandedOver(gradient, torch.tensor(2.0))
     assert torch.equal(copy.deepcopy(waiting), torch.tensor([1.5, 2.0]))
-    assert torch.equal(waiting.taken(), torch.tensor([3.0, 4.0]))
+    assert torch.equal(waiting.unscaled(), torch.tensor([3.0, 4.0]))
 
 
 @pytest.mark.parametrize("steps_then", [True, False])

@@ -152,7 +152,7 @@ def test_only_every_nth_step_is_measured_and_counts_the_tokens_between(tmp_path:
 
 def test_without_outputs_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics() as metrics:
-        monkeypatch.setattr(metrics_module, "of_last_pass", None)
+        monkeypatch.setattr(metrics_module, "last_pass_loads", None)
         assert train(job, metrics, 2) == [None, None]
 
 

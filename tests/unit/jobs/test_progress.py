@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import moec
 from moec.runtime.job import progress_display
-from moec.runtime.job.progress_display import LiveDisplay, PlainDisplay, Shown
+from moec.runtime.job.progress_display import LiveDisplay, PlainDisplay, StepFigures
 
-SHOWN = Shown(
+SHOWN = StepFigures(
     step=3, total=4, done=0.5, figures={"loss": 1.25}, tokens_per_second=10.0, steps_per_second=1.0, mfu=0.4,
     seconds_left=125.0, loads={1: torch.tensor([1, 3])},
 )  # fmt: skip
@@ -196,7 +196,7 @@ def test_a_second_display_on_a_terminal_has_lines_and_a_dumb_terminal_too(monkey
 
 
 def test_a_display_that_cannot_be_written_is_named_once_and_training_goes_on(job, capsys, monkeypatch):
-    def write(display: PlainDisplay, shown: Shown) -> None:
+    def write(display: PlainDisplay, shown: StepFigures) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(PlainDisplay, "write", write)

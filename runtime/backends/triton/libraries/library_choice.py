@@ -1,4 +1,4 @@
-"""Which library computes a product here: as chosen, as `MOEC_BACKEND` forces, or the next best where it cannot."""
+"""The library for a product on this device: the chosen one, the one that `MOEC_BACKEND` forces, or the next best."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES: dict[Library, ModuleType] = {"grouped_mm": library_grouped_mm, "quack":
 """Each has `complaint`, `times_transposed`, `times` and `transposed_times`."""
 
 NEXT: dict[Library, Library | None] = {"quack": "grouped_mm", "grouped_mm": None}
-"""The next best of each; after the last, our own product."""
+"""The next best library; None: our own product."""
 
 
 def runnable(
@@ -56,47 +56,47 @@ def _runnable(
     gated: bool,
     family: str,
 ) -> Ways:
-    known = (device, dtype, experts, (*widths, 2 * widths[1] if gated else widths[1]))
+    problem = (device, dtype, experts, (*widths, 2 * widths[1] if gated else widths[1]))
     if forced in LIBRARIES:
-        unfit = _complaint(forced, *known)
-        if unfit is not None:
-            raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or set {VARIABLE}=triton")
+        reason = _complaint(forced, *problem)
+        if reason is not None:
+            raise BackendError(f"{VARIABLE}={forced}: {reason}", f"unset it, or set {VARIABLE}=triton")
         return Ways(*(forced for _ in KERNELS))
 
     rule = tiles_for(dtype, rows, experts, widths, gated, family)
 
     def way(kernel: Kernel) -> Way:
-        wanted = chosen.of(kernel)
-        if isinstance(wanted, Tile):
-            return wanted
-        found = None if forced == "triton" else _best(wanted, *known)
-        return found or tile_instead(rule, chosen, kernel)
+        choice = chosen.of(kernel)
+        if isinstance(choice, Tile):
+            return choice
+        library = None if forced == "triton" else _best(choice, *problem)
+        return library or tile_instead(rule, chosen, kernel)
 
     return Ways(*(way(kernel) for kernel in KERNELS))
 
 
-def _best(wanted: Library, *known: object) -> Library | None:
-    """The library, or the next one that can run; None where none can. Warns of one that cannot."""
-    for library in _from(wanted):
-        unfit = _complaint(library, *known)
-        if unfit is None:
+def _best(choice: Library, *problem: object) -> Library | None:
+    """`choice`, or the next library that can run; None if none can. Warns about libraries that cannot."""
+    for library in _library_and_next(choice):
+        reason = _complaint(library, *problem)
+        if reason is None:
             return library
-        _warn(library, unfit)
+        _warn(library, reason)
     return None
 
 
-def _from(library: Library | None) -> Iterator[Library]:
+def _library_and_next(library: Library | None) -> Iterator[Library]:
     while library is not None:
         yield library
         library = NEXT[library]
 
 
 @cache
-def _complaint(library: Library, *known: object) -> str | None:
-    unfit: str | None = MODULES[library].complaint(*known)
-    return unfit
+def _complaint(library: Library, *problem: object) -> str | None:
+    reason: str | None = MODULES[library].complaint(*problem)
+    return reason
 
 
 @cache
-def _warn(library: Library, unfit: str) -> None:
-    warn_first(f"{library} was chosen for experts' products and cannot compute them: {unfit}", "LOCAL_RANK")
+def _warn(library: Library, reason: str) -> None:
+    warn_first(f"{library} was chosen for experts' products and cannot compute them: {reason}", "LOCAL_RANK")

@@ -18,16 +18,16 @@ from moec.codegen.kernels.library_rule import MAX_EXPERTS
 from moec.passes.ir.value import DTYPE_BYTES
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities with a kernel of its own: Hopper, and Blackwell's data-centre devices."""
+"""Major compute capabilities with a CUTLASS kernel: Hopper, and Blackwell's data-centre devices."""
 
 
 def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int, ...]) -> str | None:
     """Why the products of matrices of these widths cannot be computed, in one line; None where they can."""
     if dtype == "fp64":
         return "torch's grouped_mm does not support fp64"
-    unfit = _device_complaint(device, dtype) if device.type == "cuda" else None
-    if unfit is not None:
-        return f"torch's grouped_mm is a loop that waits for the host {unfit}"
+    reason = _device_complaint(device, dtype) if device.type == "cuda" else None
+    if reason is not None:
+        return f"torch's grouped_mm is a loop that waits for the host {reason}"
     if experts > MAX_EXPERTS:
         return f"torch's grouped_mm takes at most {MAX_EXPERTS} experts, not {experts}"
     return odd_width(dtype, widths, "torch's grouped_mm")

@@ -1,7 +1,7 @@
-"""The six products of a layer's experts by libraries, each with the passes around it that our kernels do inside.
+"""The six products of a layer's experts by libraries, each with the passes around it that our kernels fuse.
 
-Rows are in the experts' order. A library rounds its result before the passes read it: in 16 bits `hidden` with a bias,
-and the gradient of what was activated, are rounded once more than by our kernels.
+Rows are in the experts' order. A library rounds its result before the passes read it: in 16 bits, `hidden` with a bias
+and the gradient of `activated` are rounded once more than by our kernels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moec.runtime.backends.triton.libraries.library_rows import Around
 
 
 class Source:
-    """A tensor that products read by rows: as it is given, and its rows in the experts' order, copied when needed."""
+    """An operand of products: `tensor`, unordered, and its `rows` in the experts' order, copied at their first use."""
 
-    def __init__(self, given: Tensor, around: Around) -> None:
-        self.given = given
+    def __init__(self, tensor: Tensor, around: Around) -> None:
+        self.tensor = tensor
         self._around = around
 
     @cached_property
     def rows(self) -> Tensor:
         """[R, D], in the experts' order."""
-        return self._around.gather(self.given)
+        return self._around.gather(self.tensor)
 
-    def forget(self) -> None:
+    def drop_copy(self) -> None:
         """Drops the copy of the rows."""
         self.__dict__.pop("rows", None)
 
@@ -40,7 +40,7 @@ class LibraryProducts:
     around: Around
 
     def up(self, library: Library, x: Source, up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """hidden [R, G, F], what backward needs, and activated [R, F]."""
+        """hidden [R, G, F], which backward needs, and activated [R, F]."""
         flat = MODULES[library].times_transposed(x.rows, up.flatten(1, 2), self._offsets)
         hidden = flat.view(-1, *up.shape[1:3])
         return hidden, self.around.activate(hidden, bias)
@@ -48,7 +48,7 @@ class LibraryProducts:
     def down(
         self, library: Library, activated: Tensor, down: Tensor, bias: Tensor | None, weights: Tensor | None
     ) -> Tensor:
-        """out [R, D], where rows lie; weights only of rows [R]."""
+        """out [R, D], in arrival order; weights only of rows [R]."""
         return self.around.place(MODULES[library].times_transposed(activated, down, self._offsets), bias, weights)
 
     def down_backward(
@@ -70,7 +70,7 @@ class LibraryProducts:
         return gradient
 
     def up_backward(self, library: Library, grad_hidden: Tensor, up: Tensor) -> Tensor:
-        """grad_rows [R, D], where rows lie."""
+        """grad_rows [R, D], in arrival order."""
         rows = MODULES[library].times(grad_hidden.flatten(1), up.flatten(1, 2), self._offsets)
         return self.around.scatter(rows)
 

@@ -22,16 +22,16 @@ from moec.runtime.backends.triton.libraries.library_grouped_mm import aligned, o
 PACKAGE = "quack-kernels"
 
 OLDEST = (0, 6, 5)
-"""The version whose arguments were read; older ones differ, and need older compilers."""
+"""The first version with these arguments; older ones need older compilers."""
 
 OLDEST_CAPABILITY = 9
 
 
 def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int, ...]) -> str | None:
     """Why the products of matrices of these widths cannot be computed, in one line; None where they can."""
-    unfit = installation_complaint()
-    if unfit is not None:
-        return unfit
+    reason = installation_complaint()
+    if reason is not None:
+        return reason
     if device.type != "cuda" or torch.version.hip is not None:
         return "quack needs an NVIDIA device"
     if torch.cuda.get_device_capability(device)[0] < OLDEST_CAPABILITY:
@@ -79,8 +79,8 @@ def times(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 def transposed_times(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Each expert's left^T @ right, of [R, M] and [R, N] -> [E, M, N]."""
     out = left.new_empty((offsets.shape[0] - 1, left.shape[1], right.shape[1]))
-    given = aligned(left).t(), aligned(right)
-    _gemm()(*given, out=out, cu_seqlens_k=aligned(offsets), tuned=False)
+    operands = aligned(left).t(), aligned(right)
+    _gemm()(*operands, out=out, cu_seqlens_k=aligned(offsets), tuned=False)
     return out
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a library's products, by rendered kernels: rows gathered, activated, sent backward, and placed."""
+"""The passes around a library's products, by rendered kernels: they gather, activate and scatter rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Around:
     order: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows [R, D] of tokens or unordered rows x [..., D]; x itself where it lies in the experts' order."""
-        if not self._moved:
+        """The rows [R, D] of tokens or unordered rows x [..., D]; x itself if it is in the experts' order."""
+        if not self._is_moved:
             return x
         rows = x.new_empty((self.num_rows, self.shape.dim))
         self._launch("gather", "BLOCK_D", x, self.order, rows)
@@ -39,7 +39,7 @@ class Around:
         return activated
 
     def place(self, rows: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-        """The output [R, D] of rows, which may be overwritten: plus the bias [E, D], weighted, where each row lies."""
+        """The output [R, D]: rows plus the bias [E, D], weighted, in arrival order. May overwrite `rows`."""
         order = self._order if self.shape.gathered else ()
         if bias is None and weights is None and not order:
             return rows
@@ -48,7 +48,7 @@ class Around:
         return out
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """Rows [R, D] where they lie."""
+        """Rows [R, D] in arrival order."""
         if not self.shape.gathered:
             return rows
         out = torch.empty_like(rows)
@@ -63,22 +63,22 @@ class Around:
         grad [R, D] are the output's gradients in the experts' order. `activated` takes the memory of grad_activated.
         """
         grad_hidden, parts = torch.empty_like(hidden), None
-        given: tuple[Tensor, ...] = ()
+        inputs: tuple[Tensor, ...] = ()
         if weights is not None:
             parts = hidden.new_empty((1, self.num_rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
-            of_bias = () if bias is None else (grad, bias.contiguous())
-            given = (*of_bias, *self._order, *present(weights), parts)
-        made = (grad_activated, hidden, grad_hidden, grad_activated, self.offsets)
-        self._kernels.launch("through", self._kernels.blocks(self.num_rows, "ROWS"), *given, *made)
+            bias_inputs = () if bias is None else (grad, bias.contiguous())
+            inputs = (*bias_inputs, *self._order, *present(weights), parts)
+        results = (grad_activated, hidden, grad_hidden, grad_activated, self.offsets)
+        self._kernels.launch("through", self._kernels.blocks(self.num_rows, "ROWS"), *inputs, *results)
         return grad_hidden, grad_activated, parts
 
     @property
-    def _moved(self) -> bool:
+    def _is_moved(self) -> bool:
         return self.shape.gathered or self.shape.k > 0
 
     @property
     def _order(self) -> tuple[Tensor, ...]:
-        return (self.order,) if self._moved else ()
+        return (self.order,) if self._is_moved else ()
 
     def _launch(self, kernel: str, block: str, *arguments: Any) -> None:
         width = self.shape.hidden if block == "BLOCK_F" else self.shape.dim
