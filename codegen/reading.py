@@ -82,7 +82,7 @@ def _require_consistent(root: Path, plan: Plan) -> None:
     try:
         spec = plan.spec
     except DiagnosticError as error:
-        raise refuse(root / SPEC, f"it does not compile: {str(error).splitlines()[0]}") from error
+        raise refuse(root / SPEC, f"it does not compile: {error.diagnostics[0].message}") from error
     if to_text(spec) != plan.spec_text:
         raise refuse(root / SPEC, "it is not the canonical text of a Spec")
     if spec.subject.name != plan.name:

@@ -17,6 +17,10 @@ from moec.runtime.ranks.checks import Complaint, MustMatch
 TRAINS = "rank {other} trains and rank {one} evaluates: call `train()` or `eval()` on every rank"
 COMPUTES = "rank {other} computes gradients and rank {one} does not: use `torch.no_grad` on every rank or on none"
 WANTS = "ranks {one} and {other} want gradients of different parameters: call `requires_grad_` on every rank or on none"
+GATHERS = (
+    "ranks {one} and {other} changed different parameters between the micro-batches of a step: change them on every "
+    "rank or on none"
+)
 LABELS = "rank {other} has labels and rank {one} none: give them on every rank or on none"
 GIVEN = {
     "routes": "rank {other} has routes and rank {one} none: give them on every rank or on none",
@@ -24,8 +28,8 @@ GIVEN = {
     "padding": "rank {other} has padding and rank {one} none: give it on every rank; zeros where no token is padding",
 }
 HOOKS = (
-    "ranks differ in which parameters have hooks, which make a layer's gradients be summed in every micro-batch: "
-    "register them on every rank or on none"
+    "ranks differ in which parameters have hooks or are parametrized: a layer's gradients are then summed in every "
+    "micro-batch; register them on every rank or on none"
 )
 
 
@@ -42,14 +46,19 @@ def batch_complaint(words: str) -> Complaint:
     return Complaint("MOE0702", fault, help)
 
 
-def same_mode(training: bool, needed: Sequence[bool]) -> tuple[MustMatch, ...]:
+def same_mode(training: bool, needed: Sequence[bool], gathered: Sequence[bool] = ()) -> tuple[MustMatch, ...]:
     """Modes that must match: whether ranks train, whether they compute gradients, and of which parameters.
 
-    Ranks with different frozen parameters would start different sums of gradients. Ranks whose parameters changed
-    between micro-batches would gather weights that other ranks reuse.
+    Ranks with different frozen parameters would start different sums of gradients. `gathered`: for each layer, whether
+    the step has its weights already; ranks whose parameters changed between micro-batches would gather others.
     """
-    modes = ((TRAINS, int(training)), (COMPUTES, int(torch.is_grad_enabled())), (WANTS, hash(tuple(needed))))
-    return tuple(MustMatch("MOE0702", words, (number,)) for words, number in modes)
+    modes = {
+        TRAINS: int(training),
+        COMPUTES: int(torch.is_grad_enabled()),
+        WANTS: hash(tuple(needed)),
+        GATHERS: hash(tuple(gathered)),
+    }
+    return tuple(MustMatch("MOE0702", words, (number,)) for words, number in modes.items())
 
 
 def same_inputs(labels: Tensor | None, extra: ExtraInputs) -> tuple[MustMatch, ...]:

@@ -47,16 +47,16 @@ def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: Extr
     words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
     complaint = batch_complaint(words) if words else model.takes.complaint(extra, tokens, look=look)
     complaint = complaint or first_complaint(StatesRead(lambda: model._updates.states(model.layers), look=look))
-    needed: list[bool] = []
+    needed, gathered = list[bool](), list[bool]()
     try:
         if model._home.checks.compares:
             needed = [requires_grad for weights in model.all_weights() for requires_grad in weights.needed()]
-            needed += [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
+            gathered = [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
     except JobError as error:
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model.draws and model.training)
     shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-    modes = *same_inputs(labels, extra), *same_mode(model.training, needed)
+    modes = *same_inputs(labels, extra), *same_mode(model.training, needed, gathered)
     settings = same_on_ranks(model.settings if model.draws else {})
     return Claims(complaint, (MustMatch("MOE0702", model._one_shape, shape), *modes, settings))
 
@@ -70,6 +70,6 @@ def _device_complaint(model: PlanModule, tokens: object) -> str | None:
 
 
 def hooks_of_parameters(model: PlanModule) -> MustMatch:
-    """The layers whose parameters have hooks; if ranks differ, they sum gradients in different micro-batches."""
-    hooked = tuple(weights.is_hooked for weights in model.all_weights(wrapped=True))
+    """The layers that sum gradients in every micro-batch, for hooks or parametrizations: the same on every rank."""
+    hooked = tuple(weights.sums_every_pass for weights in model.all_weights(wrapped=True))
     return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))

@@ -89,8 +89,8 @@ class StepModule(nn.Module):
         """Inside the block, losses are divided by these counts instead of each forward pass's counts.
 
         The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
-        ZeRO 1 and 2 gather weights once if no parameter has hooks; it adds 1 to `step` unless it raises. `skips`:
-        router logits that are not finite make the loss NaN, and raise nothing.
+        ZeRO 1 and 2 gather weights once if no parameter has hooks or is parametrized; it adds 1 to `step` unless it
+        raises. `skips`: router logits that are not finite make the loss NaN, and raise nothing.
         """
         if self._counts.sequences is not None:
             raise JobError(
@@ -99,7 +99,7 @@ class StepModule(nn.Module):
                 "end the block of job.accumulate first",
             )
         # A parameter's hook may call an optimizer, and fused and foreach optimizers on DTensors change no version.
-        keeps_weights = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        keeps_weights = passes > 1 and not any(weights.sums_every_pass for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
         self._microbatches.keeps_weights = keeps_weights

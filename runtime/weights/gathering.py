@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,21 +18,37 @@ from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Stamp = tuple[tuple[int, int, int], ...]
-"""For each parameter: the address of this rank's part, the part's version, and the parameter's version.
 
-An in-place change changes the stamp: that of a DTensor, as by `load_state_dict`, the DTensor's version alone; that of
-its part, as by `job.load`, the part's alone. Changes by `.data`, by fused optimizers and by `foreach` optimizers on
-DTensors change no version; the optimizers of a job count their steps themselves (`optimizer.py`).
-"""
+class Snapshot:
+    """Parameters at one time. It tells later whether they are the same tensors with the same values.
+
+    It keeps no parameter alive: a new tensor at the address of one that is gone is another one. An in-place change
+    changes a version: that of a DTensor, as by `load_state_dict`, the DTensor's alone; that of this rank's part, as by
+    `job.load`, the part's alone. Changes by `.data`, by fused optimizers and by `foreach` optimizers on DTensors change
+    no version; the optimizers of a job count their steps themselves (`optimizer.py`).
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._states = [(ref(parameter), _state_of(parameter)) for parameter in parameters]
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether `parameters` are these, unchanged."""
+        pairs = zip(self._states, parameters, strict=True)
+        return all(reference() is p and state == _state_of(p) for (reference, state), p in pairs)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of the parameters that still exist has changed."""
+        present = ((reference(), state) for reference, state in self._states)
+        return any(parameter is not None and state != _state_of(parameter) for parameter, state in present)
 
 
-def stamp_of(parameters: Sequence[Tensor]) -> Stamp:
-    """The stamp of parameters."""
-    return tuple(
-        (local.data_ptr(), version_of(local), version_of(parameter))
-        for parameter, local in ((p, local_part(p)) for p in parameters)
-    )
+def _state_of(parameter: Tensor) -> tuple[int, int, int]:
+    """The address and the version of this rank's part, and the parameter's version."""
+    local = local_part(parameter)
+    return local.data_ptr(), version_of(local), version_of(parameter)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -51,10 +68,10 @@ class _Bucket:
 
 
 class Gathering:
-    """The weights of a layer while their all_gathers run. `parts` are in the compute dtype, one per spec."""
+    """The weights of a layer while their all_gathers run. `parts` of `parameters` are in the compute dtype."""
 
-    def __init__(self, specs: Sequence[WeightSpec], parts: Sequence[Tensor], stamp: Stamp = ()) -> None:
-        self.stamp = stamp
+    def __init__(self, specs: Sequence[WeightSpec], parts: Sequence[Tensor], parameters: Snapshot) -> None:
+        self.parameters = parameters
         self._specs, self._parts = specs, parts
         members: dict[tuple[str, torch.dtype], list[int]] = {}
         for index, spec in enumerate(specs):

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moec.runtime.errors import JobError
-from moec.runtime.weights.gathering import Gathering, Stamp, stamp_of
+from moec.runtime.weights.gathering import Gathering, Snapshot
 
 
 class RegatheredWeights:
@@ -36,8 +36,7 @@ class RegatheredWeights:
         previous: RegatheredWeights | None,
     ) -> None:
         self._begin, self._site = begin, site
-        self._parameters = [ref(parameter) for parameter in parameters]  # weak: strong ones would make a cycle
-        self._stamp_in_forward = self._current_stamp()
+        self._in_forward = Snapshot(parameters)
         self.is_saved = False
         while previous is not None and not previous.is_saved:
             previous = previous._previous  # backward needs none of its weights
@@ -49,14 +48,10 @@ class RegatheredWeights:
         self._weights: list[Tensor] | None = None
         self._has_prefetched = False
 
-    def _current_stamp(self) -> Stamp:
-        """The stamp of the parameters that still exist."""
-        return stamp_of([parameter for reference in self._parameters if (parameter := reference()) is not None])
-
     def weight(self, index: int) -> Tensor:
         """The gathered weight. Raises `JobError` if a parameter has changed since forward."""
         if self._weights is None:
-            if self._current_stamp() != self._stamp_in_forward:
+            if self._in_forward.has_changed:
                 raise changed(self._site)
             gathering, self._prefetched = self._prefetched or self._begin(), None
             self._weights = gathering.finish()

@@ -39,17 +39,17 @@ class UnwrappedParameters:
 class ForwardPass:
     """One forward pass: its parameters, and the sums that its backward has started.
 
-    `hooked`: whether a parameter has hooks, which need its gradient. `regathered`: the weights that backward gathers
+    `sums_at_once`: whether a parameter needs the gradient of this pass. `regathered`: the weights that backward gathers
     again. `versions`: those of the DTensors whose parts the graphs use without a copy. Autograd notices changes of a
     part, but not those of its DTensor.
     """
 
-    __slots__ = ("buckets", "hooked", "needed", "parameters", "regathered", "versions", "weights")
+    __slots__ = ("buckets", "needed", "parameters", "regathered", "sums_at_once", "versions", "weights")
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
-        self.hooked = any(map(has_hooks, parameters))
+        self.sums_at_once = any(map(needs_gradient_at_once, parameters))
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
@@ -118,9 +118,11 @@ class Narrow(torch.autograd.Function):
         return None, None, *results
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether backward calls a user's function with the parameter's gradient."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+def needs_gradient_at_once(parameter: Tensor) -> bool:
+    """Whether the gradient of each pass goes elsewhere than into one sum of a step: to a hook, or into the graph of a
+    tensor that a parametrization or `functional_call` has made for this pass."""
+    hooked = bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return hooked or (parameter.requires_grad and not isinstance(parameter, torch.nn.Parameter))
 
 
 def wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | None) -> Tensor | None:

@@ -25,7 +25,7 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.gathering import Gathering, Stamp, stamp_of
+from moec.runtime.weights.gathering import Gathering, Snapshot
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.microbatches import CollectedGradients, Microbatches
@@ -37,7 +37,7 @@ from moec.runtime.weights.weight_nodes import (
     Unwrap,
     UnwrappedParameters,
     finish,
-    has_hooks,
+    needs_gradient_at_once,
     wrapped,
 )
 from moec.runtime.weights.weight_spec import WeightSpec
@@ -45,9 +45,9 @@ from moec.runtime.weights.weight_spec import WeightSpec
 
 @dataclass(frozen=True, slots=True)
 class _StepWeights:
-    """The weights that a step gathered once for all its micro-batches, and the stamp of their parameters then."""
+    """The weights that a step gathered once for all its micro-batches, and their parameters then."""
 
-    stamp: Stamp
+    parameters: Snapshot
     weights: list[Tensor]
 
 
@@ -78,7 +78,8 @@ class Weights:
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """The weights of a copied module, which belongs to no open step."""
         copied = memo[id(self)] = Weights.__new__(Weights)
-        copied.__dict__ |= self.__dict__ | {"_collected": None, "_begun": None, "_ahead": None, "_kept": None}
+        copied.__dict__ |= self.__dict__
+        copied._collected = copied._unwrapped = copied._prefetched = copied._step_weights = None
         copied._owner = ref(deepcopy(self._module(), memo))
         copied._microbatches = deepcopy(self._microbatches, memo)
         return copied
@@ -89,9 +90,10 @@ class Weights:
         return module
 
     @property
-    def is_hooked(self) -> bool:
-        """Whether a parameter has hooks: then every backward pass sums all gradients of the layer."""
-        return any(map(has_hooks, self._parameters()))
+    def sums_every_pass(self) -> bool:
+        """Whether every backward pass sums all gradients of the layer: a parameter has hooks, or is computed anew."""
+        registered = (registered_parameter(self._module(), *path) for path in self._paths)
+        return any(parameter is None or needs_gradient_at_once(parameter) for parameter in registered)
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""
@@ -107,7 +109,7 @@ class Weights:
     @property
     def has_step_weights(self) -> bool:
         """Whether the next forward pass uses weights that an earlier one has gathered."""
-        return self._step_weights is not None and self._step_weights.stamp == stamp_of(self._parameters())
+        return self._step_weights is not None and self._step_weights.parameters.is_of(self._parameters())
 
     def begin(self) -> None:
         """Makes the `Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
@@ -118,9 +120,8 @@ class Weights:
         """Starts the gather for the next call. A collective of all ranks, if ZeRO cuts one of the parameters."""
         if self.gathers and self._prefetched is None:
             parameters = self._unwrapped.parameters if self._unwrapped is not None else self._parameters()
-            stamp = stamp_of(parameters)
-            if self._step_weights is None or self._step_weights.stamp != stamp:
-                self._prefetched = self._gathering(list(map(local_part, parameters)), stamp)
+            if self._step_weights is None or not self._step_weights.parameters.is_of(parameters):
+                self._prefetched = self._gathering(list(map(local_part, parameters)), parameters)
 
     def drop_prepared(self) -> None:
         """Drops the node of `begin` and the prefetched gather, if an exception prevented the call that uses them."""
@@ -161,15 +162,15 @@ class Weights:
         """The detached weights in the compute dtype: the step's gathered weights, prefetched ones, or gathered now."""
         if not self.gathers:
             return self._cast(unwrapped.local)
-        stamp, step = stamp_of(unwrapped.parameters), self._step_weights
-        if step is not None and step.stamp == stamp:
+        parameters, step = unwrapped.parameters, self._step_weights
+        if step is not None and step.parameters.is_of(parameters):
             return step.weights
         gathering, self._prefetched = self._prefetched, None
-        if gathering is None or gathering.stamp != stamp:
-            gathering = self._gathering(unwrapped.local, stamp)
+        if gathering is None or not gathering.parameters.is_of(parameters):
+            gathering = self._gathering(unwrapped.local, parameters)
         weights = gathering.finish()
         if self._microbatches.keeps_weights and not self._per_use:
-            self._step_weights = _StepWeights(stamp, weights)
+            self._step_weights = _StepWeights(gathering.parameters, weights)
         return weights
 
     def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:
@@ -177,9 +178,9 @@ class Weights:
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     @torch.no_grad()
-    def _gathering(self, local: Sequence[Tensor], stamp: Stamp) -> Gathering:
+    def _gathering(self, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> Gathering:
         note_action("gather", self.unit)
-        return Gathering(self.specs, self._cast(local), stamp)
+        return Gathering(self.specs, self._cast(local), Snapshot(parameters))
 
     def _regathered_later(self, unwrapped: UnwrappedParameters) -> RegatheredWeights:
         """The weights that backward gathers again for this use."""
@@ -256,11 +257,11 @@ class Weights:
     ) -> tuple[list[Tensor | None], list[Bucket]]:
         """Starts the sums of a backward pass's gradients. Returns the tensors that will hold them, and the buckets.
 
-        Before the last micro-batch it only collects gradients, except where a parameter's hook needs them or ZeRO
-        scatters them in every pass.
+        Before the last micro-batch it only collects gradients, except where a hook or the graph of a computed
+        parameter needs those of this pass, or ZeRO scatters them in every pass.
         """
-        needed = forward_pass.needed
-        deferred = [spec.collects and not self._microbatches.sums and not forward_pass.hooked for spec in self.specs]
+        needed, defers = forward_pass.needed, not (self._microbatches.sums or forward_pass.sums_at_once)
+        deferred = [spec.collects and defers for spec in self.specs]
         collected_parameters = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
         if any(deferred):
             collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]

@@ -1,0 +1,87 @@
+"""Parameters that a script computes anew for each pass, as by a parametrization whose factor changes."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrize
+
+import moec
+from moec.codegen.plan import Plan
+from moec.runtime.host.reference import reference
+from moec.runtime.weights.gathering import Snapshot
+
+FACTORS = (1.0, 3.0)
+WEIGHT = "layers.0.attention.q.parametrizations.weight.original"
+
+
+class Scaled(nn.Module):
+    """A parametrization by a factor, which is set before each pass."""
+
+    factor = 1.0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.factor
+
+
+def scaled(model: nn.Module) -> Scaled:
+    scale = Scaled()
+    parametrize.register_parametrization(model.get_submodule("layers.0.attention.q"), "weight", scale)
+    return scale
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def sharded_gradient(plan: Plan) -> Tensor:
+    """The gradient of a step of two micro-batches, each with another factor."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        scale, factors = scaled(model), cycle(FACTORS)
+        model.register_forward_pre_hook(lambda *_: setattr(scale, "factor", next(factors)))
+        tokens, labels = (part.chunk(plan.data_size)[job.data_rank] for part in batch())
+        job.step(model, tokens, labels, loss=summed_loss, microbatches=2)
+        gradient = dict(model.named_parameters())[WEIGHT].grad
+        assert gradient is not None
+        return gradient.full_tensor()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_each_micro_batch_has_the_gradient_of_its_own_parametrization(gloo: GlooPool, zero: int):
+    plan = moe_plan(ranks=2, ep=2, zero=zero, batch=8, balance="[]")
+    model = reference(plan.spec, seed=1)
+    scale = scaled(model)
+    for index, scale.factor in enumerate(FACTORS):
+        tokens, labels = (
+            torch.cat([rank.tensor_split(2)[index] for rank in part.chunk(plan.data_size)]) for part in batch()
+        )
+        (summed_loss(model(tokens).logits, labels) / batch()[1].numel()).backward()
+    expected = dict(model.named_parameters())[WEIGHT].grad
+    assert expected is not None
+    for gradient in gloo.run(2, sharded_gradient, plan):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_another_tensor_at_the_same_address_is_another_parameter():
+    """A step may keep weights of tensors that are gone, whose memory new ones have."""
+    weight = torch.zeros(3)
+    taken = Snapshot([weight])
+    assert taken.is_of([weight])
+    assert not taken.is_of([weight.detach()])
+    weight.add_(1)
+    assert taken.has_changed
+    assert not taken.is_of([weight])
+    del weight
+    assert not taken.has_changed, "nobody can have changed what is gone"
