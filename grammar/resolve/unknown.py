@@ -210,7 +210,7 @@ def _owner(block: type[Node], word: str, value: str, stated: Collection[str]) ->
     for known in fields(block).values():
         classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
         if owners := [cls.word for cls in classes if word in fields(cls)]:
-            others = f" (or {', '.join(f'`{owner}(…)`' for owner in owners[1:3])})" if owners[1:] else ""
+            others = f" (or {', '.join(f'`{owner}(…)`' for owner in owners[1:5])})" if owners[1:] else ""
             return f"`{known.word} = {owners[0]}({word} = {value})`{others}{_already(known, stated)}"
         if known.block and (inner := _owner(known.block.cls, word, value, ())):
             return inner

@@ -22,11 +22,11 @@ from moec.runtime.guards.layer_weights import NARROWED, UNTOLD
 from moec.runtime.guards.leftover_gradients import AFTER_ERROR, LEFTOVER
 from moec.runtime.guards.recomputations import ACCUMULATED, DRAWS, REENTRANT
 from moec.runtime.guards.untrained import EVALUATION, NO_GRADIENT, NO_LABEL
-from moec.runtime.guards.wrappers import ASKING, AUTOCAST, WRAPPED
+from moec.runtime.guards.wrappers import ANOMALY, ASKING, AUTOCAST, WRAPPED
 from moec.runtime.ranks.checks import Checks, Complaint
 
 GUARDS: tuple[Guard[Any], ...] = (
-    ASKING, AUTOCAST, WRAPPED, DRAWS, ACCUMULATED, REENTRANT, layer_hosts.GUARD, UNTOLD, NARROWED, STATES,
+    ASKING, AUTOCAST, ANOMALY, WRAPPED, DRAWS, ACCUMULATED, REENTRANT, layer_hosts.GUARD, UNTOLD, NARROWED, STATES,
     AFTER_ERROR, equal_batches.GUARD, EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL,
     ROUTERS, TOKENS, rank_means.GUARD, tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM,
     GRADIENTS,

@@ -1,4 +1,4 @@
-"""Refuses autocast, DistributedDataParallel and `fully_shard` around a model."""
+"""Refuses autocast, anomaly detection, DistributedDataParallel and `fully_shard` around a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from moec.runtime.guards.guard import Guard, PassBegins, WrapperAsks
 from moec.runtime.ranks.checks import Complaint
@@ -20,6 +21,15 @@ def autocast(call: PassBegins) -> Complaint:
         f"torch.autocast({device_type!r}, {dtype}) is on, which would change the dtypes that the plan computes in",
         "set `dtype = bf16` in the file (parameters stay fp32) and drop autocast, or call the model in "
         f"`with torch.autocast({device_type!r}, enabled=False)`",
+    )
+
+
+def anomaly(_: PassBegins) -> Complaint:
+    """The complaint about torch's search for NaN in backward: it reads sums over ranks before they have ended."""
+    return Complaint(
+        "MOE0711",
+        "torch.autograd.set_detect_anomaly(True) reads gradients of several ranks before their sums have ended",
+        "with `check_nan=False` it works; moec itself refuses a step whose loss or gradients are not finite",
     )
 
 
@@ -47,6 +57,16 @@ def wrapped(call: PassBegins) -> Complaint | None:
 
 AUTOCAST = Guard(
     event=PassBegins, look=autocast, when=lambda call: torch.is_autocast_enabled(call.device_type), code="MOE0711"
+)
+ANOMALY = Guard(
+    event=PassBegins,
+    look=anomaly,
+    when=lambda call: (
+        torch.is_anomaly_enabled()
+        and torch.is_anomaly_check_nan_enabled()
+        and any(isinstance(parameter, DTensor) for parameter in call.module.parameters())
+    ),
+    code="MOE0711",
 )
 WRAPPED = Guard(event=PassBegins, look=wrapped, code="MOE0711")
 ASKING = Guard(event=WrapperAsks, look=replicas, code="MOE0711")

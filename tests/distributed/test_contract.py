@@ -211,6 +211,7 @@ ERRORS = {
     "ids of one loss": "MOE0702 .*labels contain the id",
     "autocast": r"MOE0711 torch.autocast\('cpu', torch.bfloat16\) is on",
     "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
+    "anomaly": r"MOE0711 torch.autograd.set_detect_anomaly\(True\) reads gradients",
     "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
     "other tokens": OTHER_INPUTS,
     "modes": r"MOE0702 rank 1 trains and rank 0 evaluates: call `train\(\)` or `eval\(\)` on every rank",

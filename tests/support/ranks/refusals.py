@@ -105,6 +105,8 @@ def refusals_of_several_ranks(job: Job, model: PlanModule, tokens: Tensor, label
     found["frozen between"] = said(lambda: changed_between(job, freeze, tokens, labels))
     evaluate = lambda model: model.train(job.rank != 1)  # noqa: E731
     found["evaluating between"] = said(lambda: changed_between(job, evaluate, tokens, labels))
+    with torch.autograd.set_detect_anomaly(True):
+        found["anomaly"] = said(step())
     found["names"] = said(step(loss=lambda logits, labels, **_: logits.sum(), inputs={f"r{job.rank}": labels.float()}))
     found["an adapter"] = said(lambda: with_an_adapter_on_one_rank(job, tokens))
     found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
