@@ -95,7 +95,7 @@ class OtherRoute(Op):
 
 def _other_route(e: Emitter, op: Op) -> None:
     aten = torch.ops.aten
-    probabilities = e.call(op, aten.softmax.int, e.scored(op, *e.refs(op)), -1)
+    probabilities = e.call(op, aten.softmax.int, e.note_scores(op, *e.refs(op)), -1)
     found = e.call(op, aten.topk.default, probabilities, K)
     largest, experts = (e.item(op, found, index) for index in range(2))
     weights = e.call(op, aten.div.Tensor, largest, e.call(op, aten.sum.dim_IntList, largest, [-1], True))
