@@ -14,7 +14,7 @@ from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
-from moec.passes.ir.schedule_rules import scheduled
+from moec.passes.ir.order_rules import scheduled
 from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
 from moec.passes.lower.lower_model import lower
 from moec.passes.place.communicate import Communicate

@@ -1,6 +1,6 @@
 """`MOEC_LOG_ACTIONS=FOLDER`: each rank writes what it does in its steps to `FOLDER/rankN.actions`, a line for each.
 
-The lines are actions of a step (`moec.passes.ir.schedule`) and the events inside of them (`events_inside` of
+The lines are actions of a step (`moec.passes.ir.order`) and the events inside of them (`events_inside` of
 `moec.passes.place.schedule`), so that a log can be compared with a plan's schedule.
 """
 

@@ -2,7 +2,7 @@
 
 from moec.codegen.emit.dtypes import DTYPES
 from moec.codegen.emit.emitter import LAYER, NodeInfo, WaysOf, info_of, site_of, target_name
-from moec.codegen.emit.functions import Function, emit_function, emit_graph, weight_users
+from moec.codegen.emit.functions import Function, emit_function, emit_graph, last_uses, weight_users
 from moec.codegen.emit.gating.emit_gates import WEIGHTS
 from moec.codegen.emit.recompute import recomputed
 
@@ -16,6 +16,7 @@ __all__ = [
     "emit_function",
     "emit_graph",
     "info_of",
+    "last_uses",
     "recomputed",
     "site_of",
     "target_name",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,18 @@ def emit_graph(
 def _routers(graph: fx.Graph) -> tuple[Op, ...]:
     calls = (info_of(node).op for node in graph.nodes if target_name(node) in NOTING)
     return tuple(op for op in calls if op is not None)
+
+
+def last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that no later node uses; not for outputs."""
+    uses: dict[fx.Node, list[fx.Node]] = {}
+    used_later: set[fx.Node] = set()
+    for node in reversed(list(nodes)):
+        for used in node.all_input_nodes:
+            if used not in used_later and node.op != "output":
+                uses.setdefault(node, []).append(used)
+            used_later.add(used)
+    return uses
 
 
 def weight_users(block: Block) -> dict[str, Op]:

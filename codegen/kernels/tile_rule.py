@@ -120,7 +120,8 @@ def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int |
 
 
 def _narrowed(kernel: Kernel, tile: Tile, widths: tuple[int, int], gated: bool) -> Tile:
-    """A tile no larger than its matrix, and half as wide if that covers the columns with an eighth less padding."""
+    """A tile no larger than its matrix, halved while that covers the columns with over an eighth fewer columns in all,
+    padding included."""
     rows, columns, depth = (
         size if extent is None else min(size, max(16, 1 << (extent - 1).bit_length()))
         for size, extent in zip((tile.rows, tile.columns, tile.depth), extents(kernel, widths, gated), strict=True)

@@ -72,19 +72,12 @@ def _overrides(
         yield name, value or BROKEN
 
 
-def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: Label) -> Constant:
-    depth, size = 1, 1
-    for level, part in _parts(value):
-        if not isinstance(part, Name) or part.text not in lets:
-            depth, size = max(depth, level), size + 1
-            continue
-        constant = scope.lets.get(part.text)
-        if constant is None:
-            label = Label(span=lets[part.text].name.span, message="declared here")
-            scope.error("MOE0214", part.span, f"`{part.text}` is not known yet", label)
-            return Constant(BROKEN, place)
-        if constant.number is None:  # a number is computed already
-            depth, size = max(depth, level + constant.depth), size + constant.size
+def _constant(scope: Scope, value: Expression, first: Mapping[str, Let], place: Label) -> Constant:
+    """The constant of a `let` with this value; `BROKEN` after an error. `first`: the first `let` of each name."""
+    nesting = _nesting(scope, value, first)
+    if nesting is None:
+        return Constant(BROKEN, place)
+    depth, size = nesting
     if depth > 2 * MAX_NESTING or size > MAX_SIZE:
         message = f"more than {MAX_SIZE:_} parts, or more than {2 * MAX_NESTING} inside one another"
         scope.error("MOE0403", place.span, message)
@@ -99,6 +92,26 @@ def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: L
     if isinstance(number, Broken):
         return Constant(BROKEN, place)
     return Constant(value, place, number)
+
+
+def _nesting(scope: Scope, value: Expression, first: Mapping[str, Let]) -> tuple[int, int] | None:
+    """The depth of `value` and the number of its parts after its `let` names are replaced.
+
+    None after an error: a name that a later `let` declares.
+    """
+    depth, size = 1, 1
+    for level, part in _parts(value):
+        if not isinstance(part, Name) or part.text not in first:
+            depth, size = max(depth, level), size + 1
+            continue
+        constant = scope.lets.get(part.text)
+        if constant is None:
+            label = Label(span=first[part.text].name.span, message="declared here")
+            scope.error("MOE0214", part.span, f"`{part.text}` is not known yet", label)
+            return None
+        if constant.number is None:  # a number is computed already
+            depth, size = max(depth, level + constant.depth), size + constant.size
+    return depth, size
 
 
 def _parts(value: Expression, level: int = 1) -> Iterator[tuple[int, Expression]]:

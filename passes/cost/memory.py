@@ -23,7 +23,7 @@ DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 
 
 ALWAYS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "device")
-"""Tenants that take the same bytes at every moment of a step."""
+"""Kinds of memory that take the same bytes at every moment of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class LayerMemory:
     """A distinct layer: its run, the bytes of its parameters, the names of its inputs, and the numbers of its layers.
 
     `largest_state`: the most bytes that the optimizer keeps for one parameter. `kept` are the bytes that one such layer
-    keeps for backward: `run.kept`, and its residual input if that is saved. Its other inputs are those of the batch,
-    which all layers share.
+    keeps for backward: `run.kept`, and its residual input if that is saved. The layer's other inputs are those of
+    the batch, which all layers share.
     """
 
     run: Run
@@ -116,8 +116,8 @@ class _Timeline:
         self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
         self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
         called = [self._layer(op).weights for op in self.block.ops if isinstance(op, Call)]
-        self.units = [*self.top_level.values(), *called]
-        totals = sum(self.units, WeightBytes())
+        self.weights_of_units = [*self.top_level.values(), *called]
+        totals = sum(self.weights_of_units, WeightBytes())
         largest = max(
             [weights.optimizer_states for weights in self.top_level.values()]
             + [layer.largest_state for layer in layers.values()]
@@ -174,7 +174,7 @@ class _Timeline:
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
             self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved_copies}))
-        # A step refers to its logits until the next ones.
+        # A micro-batch's logits live until the next one's loss is computed.
         self.alive.save(self.block.output_values()[0].name, self._result_bytes, "logits and loss")
 
     @property
@@ -182,7 +182,7 @@ class _Timeline:
         return self.steps[-1].results.get(self.block.output_values()[0].name, 0.0)
 
     def _copies(self, step: Step, index: int) -> Bytes:
-        """The bytes of the compute copies that an op makes; leaves only those that last."""
+        """The bytes of the compute copies that an op makes. Adds the copies that later ops use to `alive`."""
         more = 0.0
         for name in self._parameters(step):
             weights = self.top_level[name]
@@ -267,15 +267,18 @@ class _Timeline:
     def _sums_begin(self, name: str, weights: WeightBytes, microbatch: _Microbatch) -> Bytes:
         """The bytes while the gradients of a layer are widened and their sums begin. Leaves only what sums need."""
         # Where each pass scatters (ZeRO 2, 3), gradients of earlier micro-batches are the parameters' already.
-        scattered = weights.reduce_scatter_buffers and weights.collected_gradients == weights.pass_gradients
+        scattered = weights.scatters_per_pass
         sends = microbatch.is_last or scattered
-        # Wide copies of narrow gradients take the next ones in place.
+        # Earlier gradients of a narrow dtype are fp32 copies already: the next are added in place.
         added = weights.collected_gradients if not (microbatch.is_first or scattered or weights.wide_gradients) else 0.0
         self.alive.drop("sent")  # ZeRO waits for the layer before
-        # The sum with earlier micro-batches is new memory, and frees these before it is sent.
+        # The sum with earlier micro-batches needs new memory; both addends are freed before the sum is sent.
         buffers = weights.all_reduce_buffers + weights.reduce_scatter_buffers if sends else 0.0
         more: dict[MemoryKind, float] = {"gradients": weights.wide_gradients}
-        more |= {"gradients": weights.wide_gradients + added} if added > buffers else {"communication": buffers}
+        if added > buffers:
+            more["gradients"] += added
+        else:
+            more["communication"] = buffers
         moment = self.alive.bytes() + Bytes(more)
         self.alive.drop(f"d {name}")
         earlier = weights.collected_gradients if scattered and not microbatch.is_first else 0.0
@@ -289,7 +292,7 @@ class _Timeline:
     def _sums_end(self) -> Moment:
         """Sums end layer by layer, each with a copy of its part."""
         self.alive.drop("sent")
-        most = max(weights.sum_copies for weights in self.units)
+        most = max(weights.sum_copies for weights in self.weights_of_units)
         moment = Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
         for name in (*self.top_level, *(f"layer {op.layer}" for op in self.block.ops if isinstance(op, Call))):
             self.alive.drop(f"sum {name}")
@@ -298,8 +301,8 @@ class _Timeline:
         return moment
 
     def _update(self) -> Moment:
-        """The optimizer reads the sums."""
-        reduced = sum(weights.final_gradients for weights in self.units)
+        """The optimizer's step, which reads the summed gradients."""
+        reduced = sum(weights.final_gradients for weights in self.weights_of_units)
         work = Bytes({"work": self.work} if self.work else {})
         return Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + work)
 
@@ -321,7 +324,7 @@ STEEPEST = 8.0
 
 
 def largest_skew(program: Program, spec: Spec) -> float | None:
-    """The largest load of the busiest rank over the mean with which a step fits the device.
+    """The largest ratio of the busiest rank's load to the mean at which a step still fits the device.
 
     0 if it does not fit under an even load either; None if no load exceeds the device.
     """

@@ -1,6 +1,6 @@
-"""What each optimizer keeps between steps and allocates in one, declared once.
+"""The states of each optimizer and the memory of its update, declared once.
 
-Its numbers are in `grammar/spec/optimizers.py`, its update in `runtime/optimizers`.
+Its options are in `grammar/spec/optimizers.py`, its update in `runtime/optimizers`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class OptimizerKind:
     `states(optimizer, shape, matrices)`: the elements of each state for a part of this shape, by the state's name in
     checkpoints; counts of steps are left out. `work(update, parts)`: bytes that a step over a rank's parts allocates
     beside parameters, gradients and states. `whole_matrices`: an update follows from whole matrices, so that ranks that
-    share one exchange their parts; else every element is updated by itself. `amplifies`: the update of a hidden matrix
-    is far more uncertain than its gradient, in small singular values.
+    share one exchange their parts; else every element is updated by itself. `amplifies`: rounding in a gradient's small
+    singular values becomes large in the update of a hidden matrix.
     """
 
     states: Callable[[Any, Sequence[int], Matrices], Mapping[str, int]]

@@ -22,37 +22,47 @@ GLOO_COPIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Bytes of some parameters on one rank.
-
-    `masters` and `optimizer_states` exist always. `compute_copies` are weights in the compute dtype while a layer runs,
-    where these are not the masters. Of them, `saved_copies` stay until the layer's backward, `step_copies` until the
-    end of a step of several micro-batches (ZeRO 1 and 2), and `regathered` are gathered again for backward (ZeRO 3).
-    `gather_buffers` are what a gather allocates.
-
-    A layer's backward gives `narrow_gradients` in the compute dtype, and `wide_gradients`, their copies in fp32. Sums
-    send them in `all_reduce_buffers` or, under ZeRO, `reduce_scatter_buffers`; the end of a sum allocates `sum_copies`.
-    `pass_gradients` remain of a pass that sums, `collected_gradients` of earlier micro-batches; the optimizer reads
-    `final_gradients`.
-    """
+    """Bytes of some parameters on one rank."""
 
     masters: float = 0
+    """Parameters between uses: in fp32, frozen ones in the compute dtype."""
     optimizer_states: float = 0
+    """What the optimizer keeps between steps."""
     compute_copies: float = 0
+    """Weights in the compute dtype while a layer runs, where these are not the masters."""
     saved_copies: float = 0
+    """Compute copies that stay until the layer's backward."""
     step_copies: float = 0
+    """Compute copies that stay until the end of a step of several micro-batches (ZeRO 1 and 2)."""
     regathered: float = 0
+    """Compute copies that are gathered again for backward (ZeRO 3)."""
     gather_buffers: float = 0
+    """What a gather allocates."""
     narrow_gradients: float = 0
+    """What a layer's backward gives, in the compute dtype."""
     wide_gradients: float = 0
+    """fp32 copies of gradients in a narrower dtype."""
     all_reduce_buffers: float = 0
+    """What an all-reduce of gradients allocates."""
     reduce_scatter_buffers: float = 0
+    """What a reduce-scatter of gradients allocates (ZeRO)."""
     sum_copies: float = 0
+    """What the end of a sum allocates."""
     pass_gradients: float = 0
+    """Gradients that remain of a pass that sums."""
     collected_gradients: float = 0
+    """Gradients of earlier micro-batches."""
     final_gradients: float = 0
+    """Gradients that the optimizer reads."""
+    scatters_per_pass: bool = False
+    """Whether each backward pass scatters the gradients (ZeRO 2 and 3); of several parameters, those of any."""
 
     def __add__(self, other: WeightBytes) -> WeightBytes:
-        return WeightBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        names = [field.name for field in fields(self) if field.name != "scatters_per_pass"]
+        return WeightBytes(
+            **{name: getattr(self, name) + getattr(other, name) for name in names},
+            scatters_per_pass=self.scatters_per_pass or other.scatters_per_pass,
+        )
 
 
 def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, WeightBytes]:
@@ -90,7 +100,7 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
             pass_gradients=gradient,
             collected_gradients=gradient,
         )
-    stays = not gathers_again(p)
+    stays, scatters = not gathers_again(p), is_summed(p, last=False)
     return replace(
         always,
         compute_copies=weight,
@@ -101,7 +111,8 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
         reduce_scatter_buffers=_buffer_copies(cost) * gradient,
         sum_copies=master,
         pass_gradients=master,
-        collected_gradients=master if is_summed(p, last=False) else gradient,
+        collected_gradients=master if scatters else gradient,
+        scatters_per_pass=scatters,
     )
 
 

@@ -78,15 +78,24 @@ class Degrees(NamedTuple):
         return self._replace(experts=(ExpertDegrees(layers, ep, self.ranks // ep),) if layers else ())
 
     def recomputing(self, word: Recompute) -> Degrees:
-        """These degrees, where each layer recomputes `word`, unless the file has a word for that layer."""
-        new = tuple(
-            old if self._has_own(layer) else "none" if word == "experts" and layer not in self.ep_of else word
-            for layer, old in enumerate(self.recompute)
-        )
-        return self._replace(recompute=new)
+        """These degrees, where each layer recomputes `word`, unless the file has a word for it.
+
+        Layers without a mixture have no `experts` to recompute.
+        """
+        return self._replace(recompute=tuple(self._recompute_of(layer, word) for layer in range(len(self.recompute))))
+
+    def _recompute_of(self, layer: int, word: Recompute) -> Recompute:
+        if self._has_own(layer):
+            return self.recompute[layer]
+        if word == "experts" and layer not in self.ep_of:
+            return "none"
+        return word
 
     def changes_from(self, other: Degrees) -> dict[str, object]:
-        """The words that turn `other` into these degrees, which have one `ep`, or those of `other`."""
+        """The words of `parallel`, with values, that turn `other` into these degrees.
+
+        All layers have one `ep`, or the same as in `other`.
+        """
         changes: dict[str, object] = {}
         if self.ep_of != other.ep_of:
             changes["ep"] = self.experts[0].ep

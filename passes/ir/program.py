@@ -11,8 +11,8 @@ from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
+from moec.passes.ir.order import ActionKind, Order, kinds_of_stage
 from moec.passes.ir.roles import Role
-from moec.passes.ir.schedule import Order
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Parameter, Setting, State, Value
 
@@ -154,8 +154,9 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Layers, and blocks over meshes; `stages` once partitioned, and then the order of a step for the ranks of each
-    stage. Passes return new Programs.
+    """Layers, and blocks over meshes. `stages` is empty until `partition`; `orders`, one per stage, until `schedule`.
+
+    Passes return new Programs.
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
@@ -202,8 +203,13 @@ class Program:
         return numbers
 
     def prefixes(self, block: Block) -> list[str]:
-        """What the full names of its parameters begin with in each layer whose body it is, nothing in other blocks."""
+        """The prefixes of a block's parameters, one for each layer with this body; `[""]` for other blocks."""
         return [self.layers[number].prefix for number in self.layers_by_block[block.name]] or [""]
+
+    def action_kinds(self, stage: int) -> list[ActionKind]:
+        """The kinds of actions that a stage has in a step (`kinds_of_stage`)."""
+        has_loss, has_states = "loss" in self.block_map, any(block.states for block in self.blocks)
+        return kinds_of_stage(stage, max(len(self.stages), 1), has_loss=has_loss, has_states=has_states)
 
     @cached_property
     def states(self) -> Mapping[str, State]:

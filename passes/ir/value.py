@@ -1,4 +1,4 @@
-"""Values, parameters and settings: the operands and results of ops."""
+"""Values, parameters, states and settings: the operands and results of ops."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Stored:
 
     @property
     def gathered(self) -> Literal["never", "per step", "per use"]:
-        """When its weight is gathered: for each use (ZeRO 3), once per step, from the masters (ZeRO 1, 2), or never."""
+        """`per use` (ZeRO 3); `per step`: once, from the masters (ZeRO 1 and 2); or `never`."""
         if self.weight != self.layout:
             return "per use"
         return "per step" if self.optimizer_state != self.layout else "never"

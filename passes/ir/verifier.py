@@ -12,9 +12,9 @@ from moec.passes.ir.interface import has_interface
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import Call, Conversion
+from moec.passes.ir.order_rules import scheduled
 from moec.passes.ir.parameter_rules import parameter_complaint, uneven
 from moec.passes.ir.program import Block, Program
-from moec.passes.ir.schedule_rules import scheduled
 from moec.passes.ir.value import Parameter, Value
 
 Invariant = Callable[[Program], None]

@@ -71,12 +71,12 @@ def activated_weights(
 
 
 def _activated(b: Builder, sent: Sent) -> str:
-    (up, down), biases, numbers = activated_weights(b, sent)
+    (up, down), biases, attributes = activated_weights(b, sent)
     span = sent.experts.span()
     if sent.counts is not None:
-        return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, optional=biases, to="y", span=span, **numbers)
-    numbers["all_places"] = sent.all_places
-    return b.one(o.ExpertMlpPadded, sent.rows, up, down, optional=biases, to="y", span=span, **numbers)
+        return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, optional=biases, to="y", span=span, **attributes)
+    attributes["all_places"] = sent.all_places
+    return b.one(o.ExpertMlpPadded, sent.rows, up, down, optional=biases, to="y", span=span, **attributes)
 
 
 def _linear(b: Builder, sent: Sent) -> str:

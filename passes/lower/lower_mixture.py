@@ -64,8 +64,8 @@ def _without_choices(
         mixed, rows = soft_mixture(b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows)))
         counts.append(Output(rows, "counts"))
     else:
-        weights, biases, numbers = activated_weights(b, sent, shard={})
-        mixed = smear_mixture(b, gate, inputs, weights, biases, numbers, part.span())
+        weights, biases, attributes = activated_weights(b, sent, shard={})
+        mixed = smear_mixture(b, gate, inputs, weights, biases, attributes, part.span())
     mixed = b.scaled(mixed, scale_of(part.body), part.span())
     return add_dense_paths(b, subject, moe, h, mixed), counts
 

@@ -29,12 +29,12 @@ class Place:
         mesh_of = {
             layer: mesh.name for mesh, experts in zip(meshes, degrees.experts, strict=True) for layer in experts.layers
         }
-        variants = {layer: _Variant(mesh_of.get(layer), again) for layer, again in enumerate(degrees.recompute)}
-        own = Meshes(dense).own_tokens
+        variants = {layer: _Variant(mesh_of.get(layer), recompute) for layer, recompute in enumerate(degrees.recompute)}
+        tokens = Meshes(dense).own_tokens
         return replace(
             _varied(program, variants),
             meshes=(dense, *meshes),
-            tokens=own if degrees.sequence_parallel else own.replace("tp", None),
+            tokens=tokens if degrees.sequence_parallel else tokens.replace("tp", None),
             microbatches=degrees.microbatches,
         )
 

@@ -1,6 +1,7 @@
 """schedule: the order of a training step, and what happens to weights and gradients inside of its actions.
 
-`moec verify` takes these events one by one; what a job does is compared with them (`MOEC_LOG_ACTIONS`).
+`moec verify` takes these events one by one, except the gathers of backward, for which it keeps forward's weights;
+what a job does is compared with all of them (`MOEC_LOG_ACTIONS`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Literal, NamedTuple
 from moec.passes.ir import Parameter, Program
 from moec.passes.ir.interface import forwards
 from moec.passes.ir.ops import Call
-from moec.passes.ir.schedule import Action, Order, in_turn
+from moec.passes.ir.order import Action, Order, in_turn
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Micro-batches go through the stages one after the other."""
+    """Gives the Program the order of its step, in which each micro-batch goes through all stages before the next
+    begins."""
 
     def apply(self, program: Program) -> Program:
         """The Program with the order of its step, for the ranks of each stage."""
@@ -28,7 +30,8 @@ class Schedule:
 
 
 def order_of_step(program: Program, microbatches: int, stage: int = 0) -> Order:
-    """The order of a step in so many micro-batches: what the plan says, or with another number the same kind."""
+    """The plan's order if it has this many micro-batches, else the one in which each micro-batch goes through before
+    the next."""
     for order in program.orders:
         if order.stage == stage and order.count("forward") == microbatches:
             return order
@@ -36,9 +39,7 @@ def order_of_step(program: Program, microbatches: int, stage: int = 0) -> Order:
 
 
 def _in_turn(program: Program, stage: int, microbatches: int) -> Order:
-    has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
-    stages = max(len(program.stages), 1)
-    return in_turn(stage, stages, microbatches, has_loss=has_loss, has_states=has_states)
+    return in_turn(stage, microbatches, program.action_kinds(stage))
 
 
 # ---- weights and gradients ---------------------------------------------------------------------------------
@@ -50,7 +51,8 @@ def gathers_again(p: Parameter) -> bool:
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:
-    """Whether a forward pass gathers the weight; `first`: it is the first of a step, whose weights the others keep."""
+    """Whether a forward pass gathers the weight. `first`: it is the step's first pass, whose weights the later ones
+    use."""
     return gathers_again(p) or (p.gathered == "per step" and first)
 
 
@@ -111,7 +113,7 @@ def units_of(program: Program, stage: int = 0) -> tuple[Unit, ...]:
 class Event(NamedTuple):
     """What happens to a unit inside of a forward or a backward pass."""
 
-    kind: Literal["gather", "forward", "backward", "collect", "sum"]
+    kind: Literal["gather", "forward", "backward", "collect", "reduce"]
     unit: Unit
 
     def __str__(self) -> str:
@@ -121,7 +123,8 @@ class Event(NamedTuple):
 def events_inside(order: Order, action: Action, units: Sequence[Unit], saved: Container[str] = ()) -> list[Event]:
     """What happens inside of an action. `saved` names the units of which backward needs a weight.
 
-    A gather begins one unit ahead. A sum that has begun ends while others run, at the latest where `sum` stands.
+    A gather begins one unit ahead. A `reduce` begins a sum that runs beside later units' backward; all have ended at
+    the action `sum`.
     """
     if action.kind == "forward":
         return list(_forward(units, first=action.microbatch == 0))
@@ -144,8 +147,8 @@ def _forward(units: Sequence[Unit], *, first: bool) -> Iterator[Event]:
 
 
 def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> Iterator[Event]:
-    """A unit begins where `forward` uses it last, with the gather of what backward needs, and ends where it is used
-    first."""
+    """A unit begins where `forward` uses it last, with the gather of what backward needs and, one ahead, of the unit
+    before it. It ends where `forward` uses it first."""
     again = [unit for unit in units if unit.name in saved and any(map(gathers_again, unit.parameters))]
     begins = [(unit.last_use, 1, unit) for unit in again]
     ends = [(unit.first_use, 0, unit) for unit in units if any(not p.frozen for p in unit.parameters)]
@@ -163,7 +166,7 @@ def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> It
         if not all(is_summed(p, last) for p in trained):
             yield Event("collect", unit)
         if any(is_summed(p, last) and is_sent(p) for p in trained):
-            yield Event("sum", unit)
+            yield Event("reduce", unit)
 
 
 def is_last_backward(order: Order, action: Action) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from moec.codegen.emit import emit_graph, info_of, site_of, weight_users
+from moec.codegen.emit import emit_graph, info_of, last_uses, site_of, weight_users
 from moec.passes.ir import Output, OutputKey, Program, Role, Setting
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.action_log import note_action
@@ -37,7 +37,7 @@ class Outline:
         self.num_layers = sum(node.op == "call_module" for node in nodes)
         self.segments = _segments(self.nodes)
         self.index_of = {first_use: index for index, (first_use, _) in enumerate(self.segments)}
-        self.last_used_at = _last_uses(nodes)
+        self.last_used_at = last_uses(nodes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outline:
         return self
@@ -167,15 +167,3 @@ def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ..
             segments.append((first_use, tuple(segment)))
             first_use, segment = None, []
     return segments
-
-
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that no later node uses."""
-    last_uses: dict[fx.Node, list[fx.Node]] = {}
-    used_later: set[fx.Node] = set()
-    for node in reversed(nodes):
-        for used in node.all_input_nodes:
-            if used not in used_later and node.op != "output":
-                last_uses.setdefault(node, []).append(used)
-            used_later.add(used)
-    return last_uses

@@ -15,9 +15,9 @@ from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.cluster.lockstep import Lockstep
-from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.recorded import BackwardError, RecordedNode, StepError
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.cluster.uses import NodeKey, ReferenceValue, Uses
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import relative_error
@@ -52,7 +52,7 @@ def first_difference(plan: Plan, model: Unsharded, batch: GlobalBatch) -> Differ
     difference = _first_wrong_value(nodes, references, judge)
     if difference is None and isinstance(failure, StepError):
         difference = _difference(RecordedNode(failure.path, failure.node, []), nodes, math.inf, gradient=False)
-    difference = difference or _first_wrong_loss(reference, step.passes, nodes)
+    difference = difference or _first_wrong_loss(reference, step.stage_values, nodes)
     if difference is not None:
         return difference
     with plain_torch():
@@ -91,7 +91,7 @@ class _Expected:
 
 def _run_reference(
     plan: Plan, model: Unsharded, parameters: Mapping[str, Tensor], batch: GlobalBatch
-) -> tuple[Passes, Tensor, dict[str, list[Tensor]]]:
+) -> tuple[StageValues, Tensor, dict[str, list[Tensor]]]:
     """The recorded run of the unsharded model over the global batch, its loss, and the leaves of its parameters."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     leaves = {name: [p.clone().requires_grad_(name in trained)] for name, p in parameters.items()}
@@ -101,10 +101,10 @@ def _run_reference(
     loads = {layer: rows.sum(0, keepdim=True) for layer, rows in batch.loads.items()}
     with plain_torch():
         extra_inputs = batch.extra_inputs_of_one_rank
-        passes = Passes(lockstep, [batch.inputs], [batch.targets], loads=loads, extra_inputs=extra_inputs)
-        (loss,) = passes.only_loss()
-        passes.update_states(0)
-    return passes, loss, leaves
+        stage_values = StageValues(lockstep, [batch.inputs], [batch.targets], loads=loads, extra_inputs=extra_inputs)
+        (loss,) = stage_values.only_loss()
+        stage_values.update_states(0)
+    return stage_values, loss, leaves
 
 
 def _first_wrong_value(
@@ -117,7 +117,7 @@ def _first_wrong_value(
     return None
 
 
-def _first_wrong_loss(reference: Passes, plan: Passes, nodes: Sequence[RecordedNode]) -> Difference | None:
+def _first_wrong_loss(reference: StageValues, plan: StageValues, nodes: Sequence[RecordedNode]) -> Difference | None:
     """A wrong term of the loss, whose values are all right: its graph returns another value, or is missing."""
     for name, (expected,) in reference.losses.items():
         losses = plan.losses.get(name)

@@ -18,8 +18,8 @@ from moec.runtime.backends import plain_torch
 from moec.runtime.host.reference import reference_program
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.cluster.lockstep import Watch
-from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, StepError
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import largest, relative_error
 from moec.runtime.verify.inputs import GlobalBatch, global_batch, microbatches_of
@@ -199,8 +199,8 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, batch: Globa
     is_float64 = expected.result.dtype == torch.float64
     noise = cache(partial(gradient_noise, plan.spec, model, batch, FLOAT32_NOISE)) if is_float64 else dict
     errors = _Errors(scales, noise)
-    _add_results(errors, plan, step.passes, expected, batch.microbatches)
-    _add_routes(errors, plan, step.passes.routes, expected.routes, batch.microbatches)
+    _add_results(errors, plan, step.stage_values, expected, batch.microbatches)
+    _add_routes(errors, plan, step.stage_values.routes, expected.routes, batch.microbatches)
     if stopped is not None:
         errors.largest["gradient"] = LargestDifference(kind="stopped", value=str(stopped), rank=None, error=math.inf)
         return errors
@@ -217,16 +217,16 @@ COUNT_NAMES: Mapping[Role, str] = {
 """The names of `COUNTS` in messages."""
 
 
-def _add_results(errors: _Errors, plan: Plan, passes: Passes, expected: Outcome, microbatches: int) -> None:
+def _add_results(errors: _Errors, plan: Plan, stage_values: StageValues, expected: Outcome, microbatches: int) -> None:
     """Compares logits or y, scalars, expert counts and new states. A plan may have lost the graph of one of them."""
     reference, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
-    pieces, results, counts = reference.chunk(microbatches), passes.result, passes.counts
+    pieces, results, counts = reference.chunk(microbatches), stage_values.result, stage_values.counts
     for rank in range(plan.stage_size):
         index = local_slices(pieces[0].shape, layout, dense, rank)
         part = torch.cat([piece[index] for piece in pieces])
         errors.add("output", result_name(plan.spec), results[rank].detach(), part, reference, rank=rank)
     for name, scalar in expected.scalars.items():
-        for rank, actual in enumerate(passes.scalars.get(name, [None] * plan.stage_size)):
+        for rank, actual in enumerate(stage_values.scalars.get(name, [None] * plan.stage_size)):
             kind: Kind = "loss" if name == "loss" else "aux_loss"
             errors.add(kind, f"the {name}", actual, scalar.detach(), scalar, rank=rank)
     for role, layers in expected.counts.items():
@@ -234,7 +234,7 @@ def _add_results(errors: _Errors, plan: Plan, passes: Passes, expected: Outcome,
             actual = _total(counts[role].get(layer, []))
             errors.add("counts", f"{COUNT_NAMES[role]} of layers.{layer}", actual, total, total, rank=None)
     for name, state in expected.states.items():
-        for rank, actual in enumerate(passes.new_states.get(name, [None] * plan.stage_size)):
+        for rank, actual in enumerate(stage_values.new_states.get(name, [None] * plan.stage_size)):
             errors.add("states", name, actual, state, state, rank=rank)
 
 

@@ -76,7 +76,7 @@ def measure_rounding(
         worst, inf = f"a pass that stopped, at {failure}", math.inf
         return Rounding(ok=False, dtype=name, worst=worst, output=inf, gradient=inf, mean=inf, step=inf)
     errors = RoundingErrors(plan, exact, same_dtype, perturbed)
-    errors.add_outputs(step.passes.result, step.passes.scalars)
+    errors.add_outputs(step.stage_values.result, step.stage_values.scalars)
     errors.add_routers(routes)
     errors.add_gradients(step.gradients)
     if confident is None:

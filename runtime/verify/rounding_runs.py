@@ -11,10 +11,10 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.backends import plain_torch
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
-from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError
 from moec.runtime.verify.cluster.routes import Routes
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.distances import Part
 from moec.runtime.verify.inputs import GlobalBatch
 
@@ -45,12 +45,12 @@ class UnshardedRun:
         """Runs over the batch. Sets `result`, `scalars` and `gradients`, in float64."""
         with plain_torch():
             extra_inputs = batch.extra_inputs_of_one_rank
-            passes = Passes(self._lockstep, [batch.inputs], [batch.targets], extra_inputs=extra_inputs)
-            (loss,) = passes.only_loss()
+            stage_values = StageValues(self._lockstep, [batch.inputs], [batch.targets], extra_inputs=extra_inputs)
+            (loss,) = stage_values.only_loss()
             loss.backward()
-        (result,) = passes.result
+        (result,) = stage_values.result
         self.result = result.detach().double()
-        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in passes.scalars.items()}
+        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in stage_values.scalars.items()}
         self.gradients = {
             name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
             for name, (p,) in self._leaves.items()

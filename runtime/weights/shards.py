@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Layout, Mesh, Program, Shard, State
-from moec.passes.ir.schedule_rules import order_complaint
+from moec.passes.ir.order_rules import order_complaint
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
@@ -48,7 +48,7 @@ def require_order(program: Program) -> None:
     """Raises `JobError` where the order of a step breaks a rule. Plan folders are checked when they are read."""
     for order in program.orders:
         if complaint := order_complaint(program, order, order.count("forward")):
-            raise _not_executable(complaint)
+            raise JobError("MOE0700", complaint, "compile the .moe file again")
 
 
 def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:

@@ -340,7 +340,7 @@ class Weights:
         if scattered:
             self._microbatches.scattering = scattered
         if buckets:
-            note_action("sum", self.unit)
+            note_action("reduce", self.unit)
         return results, buckets
 
 

@@ -21,7 +21,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.ops import dense_collectives, ragged_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
 from moec.runtime.ranks import groups
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 
 VOCAB = 12
 
@@ -54,7 +54,7 @@ def run_each(cases: list[Case], ranks: int) -> list[list[Any]]:
 
 def run_virtually(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
     own = [[t.clone().requires_grad_(t.is_floating_point()) for t in tensors] for tensors in inputs]
-    results = [first(result) for result in SHUFFLES[f"moec.{name}.default"](node_args(len(own), attributes), own)]
+    results = [first(result) for result in NODES[f"moec.{name}.default"](node_args(len(own), attributes), own)]
     if results[0].requires_grad:
         torch.autograd.backward(results, grads)
     return [[result.detach(), *(tensors[rank].grad for tensors in own)] for rank, result in enumerate(results)]
@@ -124,7 +124,7 @@ def test_an_input_that_is_not_contiguous_is_converted_and_not_a_copy_of_it(
     gloo: GlooPool, name: str, attributes: tuple[int, ...]
 ):
     inputs = drawn(2, (2, 6, 4))
-    expected = SHUFFLES[f"moec.{name}.default"](node_args(1, attributes), [[x.mT.contiguous() for x in inputs]])
+    expected = NODES[f"moec.{name}.default"](node_args(1, attributes), [[x.mT.contiguous() for x in inputs]])
     for found, wanted in zip(gloo.run(2, run_transposed, name, inputs, attributes), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -157,7 +157,7 @@ def test_every_operator_that_takes_a_group_has_a_rule_on_the_virtual_cluster():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moec::")]
     operators = [getattr(torch.ops.moec, name.removeprefix("moec::").partition(".")[0]).default for name in names]
     grouped = {str(op) for op in operators if "group" in [argument.name for argument in op._schema.arguments]}
-    assert grouped - {op for op in grouped if "_backward." in op} == set(SHUFFLES)
+    assert grouped - {op for op in grouped if "_backward." in op} == set(NODES)
 
 
 def check_operators() -> None:

@@ -118,5 +118,5 @@ def test_on_two_ranks_it_is_theirs_of_what_a_group_is(parts: int, group: str) ->
         seen = of_rank
     assert len(seen) * len(seen[0]) == 4
     expected = torch.stack([theirs(part, labels=part).loss for part in seen]).mean()
-    for loss in step.passes.scalars["loss"]:
+    for loss in step.stage_values.scalars["loss"]:
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)

@@ -15,7 +15,7 @@ from moec.codegen.emit import emit_graph, target_name
 from moec.codegen.plan import Plan
 from moec.passes.ir import Op
 from moec.passes.ir.ops import AllGather, AllGatherAlike, CopyTo
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode (2.10 and later do)")
 
@@ -78,7 +78,7 @@ def test_every_conversion_is_among_these_plans():
     plans += [sliced_plan(), sliced_plan(copied=True)]
     graphs = (emit_graph(plan.program, block) for plan in plans for block in plan.program.blocks)
     used = {target_name(node) for graph in graphs for node in graph.nodes}
-    assert SHUFFLES.keys() <= used
+    assert NODES.keys() <= used
 
 
 def without(plan: Plan, kind: type[Op]) -> Plan:

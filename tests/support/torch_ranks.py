@@ -34,7 +34,7 @@ from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.ranks import groups
 from moec.runtime.verify.cluster.lockstep import VERIFY_SETTINGS
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.inputs import GlobalBatch, global_batch
 from moec.runtime.verify.unsharded import training_loss
@@ -43,7 +43,7 @@ from moec.runtime.weights.gradients import Bucket, SummedGradient
 ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}
 """The operators that depend on a rank's place in a group and do not communicate."""
 
-COLLECTIVES = SHUFFLES.keys() - ALONE
+COLLECTIVES = NODES.keys() - ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tenso
     logits, loss, gradients = run_all_ranks(plan, weights, batch, training=training, whole_states=states)
     step = cluster.step(batch.rank_inputs, batch.rank_targets)
     step.run()
-    virtual = {"logits": step.passes.result, "loss": step.losses[0], **step.gradients}
+    virtual = {"logits": step.stage_values.result, "loss": step.losses[0], **step.gradients}
     return {"logits": logits, "loss": loss, **gradients}, virtual
 
 

@@ -8,9 +8,9 @@ from typing import get_args
 
 from moec.passes.ir.ir_error import UnreadableLineError, quoted
 from moec.passes.ir.limits import MAX_MICROBATCHES, MAX_STAGES
+from moec.passes.ir.order import Action, ActionKind, Order, Round
+from moec.passes.ir.order_rules import OrderError, OrderRules
 from moec.passes.ir.program import Program
-from moec.passes.ir.schedule import Action, ActionKind, Order, Round
-from moec.passes.ir.schedule_rules import OrderError, OrderRules
 from moec.passes.ir.texts.lines import Lines
 from moec.passes.ir.texts.parse_type import integer
 

@@ -19,12 +19,12 @@ def smear_mixture(
     inputs: GateInputs,
     weights: Sequence[str],
     biases: Mapping[str, str],
-    numbers: Mapping[str, Any],
+    attributes: Mapping[str, Any],
     span: Located,
 ) -> str:
     """The mixed value's name, from the names of the experts' up and down weights and of their biases, if any.
 
-    `numbers` are the activation and its parameters, as attributes of an op of experts.
+    `attributes` are the activation and its parameters, as an op of experts has them.
     """
     assert isinstance(gate, Smear)
     line, shape = gate.span(), (inputs.experts, inputs.subject.dim)
@@ -35,6 +35,6 @@ def smear_mixture(
     up_bias = {"bias": merged["up_bias"]} if merged else {}
     down_bias = {"bias": merged["down_bias"]} if merged else {}
     hidden = b.one(m.SequenceLinear, inputs.h, up, optional=up_bias, to="hidden", span=span)
-    attributes = {"kind" if name == "activation" else name: value for name, value in numbers.items()}
-    active = b.one(o.Activation, hidden, to="active", span=span, **attributes)
+    activation_attributes = {"kind" if name == "activation" else name: value for name, value in attributes.items()}
+    active = b.one(o.Activation, hidden, to="active", span=span, **activation_attributes)
     return b.one(m.SequenceLinear, active, down, optional=down_bias | inputs.real, to="mixed", span=span)

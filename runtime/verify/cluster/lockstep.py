@@ -22,7 +22,7 @@ from moec.runtime.inputs.settings import setting_values
 from moec.runtime.verify.cluster.prepared_graphs import Graphs, PreparedGraph
 from moec.runtime.verify.cluster.recorded import FAILURES, PerRank, RecordedNode, StepError
 from moec.runtime.verify.cluster.routes import Routes
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 
 VERIFY_SETTINGS: Mapping[str, int] = {SEED.name: 5, STEP.name: 3}
 """The settings under which a plan is verified."""
@@ -164,8 +164,8 @@ class Lockstep:
             raise StepError(path, node, error) from error
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
-        if target_name(node) in SHUFFLES:
-            return self._collective(node, values)
+        if target_name(node) in NODES:
+            return self._call_in_groups(node, values)
         assert callable(node.target)
         target, results = node.target, []
         for rank in self.ranks:
@@ -192,13 +192,13 @@ class Lockstep:
                 value.retain_grad()
         self.nodes.append(RecordedNode(path, node, values))
 
-    def _collective(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
+    def _call_in_groups(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         operands = [values[arg] for arg in node.args if isinstance(arg, fx.Node)]
         group = next(arg for arg in node.args if isinstance(arg, str))
-        shuffle, results = SHUFFLES[target_name(node)], [None for _ in self.ranks]
+        run_node, results = NODES[target_name(node)], [None for _ in self.ranks]
         for ranks in self._groups[group]:
             inputs = [[operand[rank] for rank in ranks] for operand in operands]
-            for rank, result in zip(ranks, shuffle(node.args, inputs), strict=True):
+            for rank, result in zip(ranks, run_node(node.args, inputs), strict=True):
                 results[rank] = result
         return results
 

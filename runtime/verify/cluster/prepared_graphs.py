@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.codegen.emit import WaysOf, emit_graph
+from moec.codegen.emit import WaysOf, emit_graph, last_uses
 from moec.passes.ir import Output, Program, Recompute
 
 
@@ -39,16 +39,5 @@ class Graphs:
         if name not in self._built:
             block = self.program.block(name)
             graph = emit_graph(self.program, block, float64=self._float64, ways=self._ways)
-            self._built[name] = PreparedGraph(graph, block.outputs, _last_uses(graph), block.recompute)
+            self._built[name] = PreparedGraph(graph, block.outputs, last_uses(graph.nodes), block.recompute)
         return self._built[name]
-
-
-def _last_uses(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
-    last_uses: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for value in node.all_input_nodes:
-            if value not in seen:
-                seen.add(value)
-                last_uses.setdefault(node, []).append(value)
-    return last_uses

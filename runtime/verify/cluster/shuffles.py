@@ -31,14 +31,15 @@ F = TypeVar("F", bound=Shuffle)
 Args = Sequence[Any]
 """The arguments of a node, which include its operands."""
 
-Convert = Callable[[Args, list[list[Tensor]]], list[Any]]
+RunNode = Callable[[Args, list[list[Tensor]]], list[Any]]
 """Takes a node's arguments, and its operands on each rank of a group. Returns the result on each rank."""
 
-SHUFFLES: dict[str, Convert] = {}
-"""By the name of a node's target, such as `moec.all_gather.default`."""
+NODES: dict[str, RunNode] = {}
+"""Conversions, and ops that depend on a rank's index in its group, by the name of a node's target, such as
+`moec.all_gather.default`."""
 
-_FORWARD: dict[str, Shuffle] = {}
-"""By the name of a conversion's operator."""
+_SHUFFLES: dict[str, Shuffle] = {}
+"""The forward pass of each conversion, by the name of its operator."""
 
 
 def shuffle(kind: type[Conversion], **fixed: Any) -> Callable[[F], F]:
@@ -46,7 +47,7 @@ def shuffle(kind: type[Conversion], **fixed: Any) -> Callable[[F], F]:
     name = kind.operator_of(**fixed)
 
     def register(forward: F) -> F:
-        def convert(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
+        def run_node(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
             conversion = kind.over("", **fixed, **attributes_among(kind, args))
             values, *extra_operands = inputs
             if conversion.backward() == "none":
@@ -54,8 +55,8 @@ def shuffle(kind: type[Conversion], **fixed: Any) -> Callable[[F], F]:
                     return list(forward(conversion, values, *extra_operands))
             return list(_Declared.apply(conversion, extra_operands, *values))  # type: ignore[no-untyped-call]
 
-        _FORWARD[name] = forward
-        SHUFFLES[f"moec.{name}.default"] = convert
+        _SHUFFLES[name] = forward
+        NODES[f"moec.{name}.default"] = run_node
         return forward
 
     return register
@@ -69,7 +70,7 @@ class _Declared(torch.autograd.Function):
         ctx: Any, conversion: Conversion, extra_operands: Sequence[Tensors], *values: Tensor
     ) -> tuple[Any, ...]:
         ctx.backward_conversion, ctx.extra_operands = conversion.backward(), extra_operands
-        return tuple(_FORWARD[conversion.torch_operator()](conversion, values, *extra_operands))
+        return tuple(_SHUFFLES[conversion.torch_operator()](conversion, values, *extra_operands))
 
     @staticmethod
     @once_differentiable("a conversion of the virtual cluster")
@@ -77,12 +78,12 @@ class _Declared(torch.autograd.Function):
         conversion = ctx.backward_conversion
         if not isinstance(conversion, Conversion):
             return (None, None, *gradients)
-        return (None, None, *_FORWARD[conversion.torch_operator()](conversion, gradients, *ctx.extra_operands))
+        return (None, None, *_SHUFFLES[conversion.torch_operator()](conversion, gradients, *ctx.extra_operands))
 
 
 def forward_shuffle(conversion: Conversion) -> Shuffle:
     """The forward pass of `conversion` over the tensors of one group's ranks, without a gradient."""
-    return _FORWARD[conversion.torch_operator()]
+    return _SHUFFLES[conversion.torch_operator()]
 
 
 # ---- values of one shape -----------------------------------------------------------------------------
@@ -201,4 +202,4 @@ def _label_logit(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
     return [pick_logits(logits, labels, rank) for rank, (logits, labels) in enumerate(zip(*inputs, strict=True))]
 
 
-SHUFFLES |= {"moec.embed_part.default": _embed_part, "moec.label_logit.default": _label_logit}
+NODES |= {"moec.embed_part.default": _embed_part, "moec.label_logit.default": _label_logit}

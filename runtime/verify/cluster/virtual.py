@@ -11,9 +11,9 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
-from moec.runtime.verify.cluster.passes import ExtraInputs, Loads, Passes
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.routes import Routes
+from moec.runtime.verify.cluster.stage_values import InputsByRole, Loads, StageValues
 from moec.runtime.verify.cluster.virtual_step import VirtualStep
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights
 
@@ -55,13 +55,13 @@ class VirtualCluster:
         *,
         loads: Loads | None = None,
         microbatches: int = 1,
-        extra_inputs: ExtraInputs | None = None,
+        extra_inputs: InputsByRole | None = None,
     ) -> VirtualStep:
-        """A step of every rank, which runs when its `run` is called. The arguments are those of `Passes`."""
-        passes = Passes(
+        """A step of every rank, which runs when its `run` is called. The arguments are those of `StageValues`."""
+        stage_values = StageValues(
             self.lockstep, inputs, targets, loads=loads, microbatches=microbatches, extra_inputs=extra_inputs
         )
-        self._step = VirtualStep(self.plan.program, self.weights, passes, microbatches)
+        self._step = VirtualStep(self.plan.program, self.weights, stage_values, microbatches)
         return self._step
 
     def _weight(self, name: str) -> Sequence[Tensor]:

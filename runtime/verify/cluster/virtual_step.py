@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import Parameter, Program
-from moec.passes.ir.schedule import Action, ActionKind, Order
+from moec.passes.ir.order import Action, ActionKind, Order
 from moec.passes.place.schedule import (
     Event,
     Unit,
@@ -21,16 +21,16 @@ from moec.passes.place.schedule import (
     is_summed,
     order_of_step,
 )
-from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError, PerRank
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights, named_parameters
 
 
 class VirtualStep:
     """One step of every rank. `gradients`: each trained parameter's gradient on every rank, in the master's layout."""
 
-    def __init__(self, program: Program, weights: VirtualWeights, passes: Passes, microbatches: int) -> None:
-        self.passes, self._weights = passes, weights
+    def __init__(self, program: Program, weights: VirtualWeights, stage_values: StageValues, microbatches: int) -> None:
+        self.stage_values, self._weights = stage_values, weights
         self._orders = [order_of_step(program, microbatches, stage) for stage in range(len(weights.units))]
         self.losses: list[PerRank] = []
         """The loss of each micro-batch on every rank."""
@@ -66,48 +66,49 @@ class VirtualStep:
 
     def _is_ready(self, stage: int, action: Action) -> bool:
         if action.kind == "receive":
-            return (stage - 1, action.microbatch) in self.passes.sent
-        return action.kind != "receive_gradients" or (stage, action.microbatch) in self.passes.sent_back
+            return (stage - 1, action.microbatch) in self.stage_values.sent
+        return action.kind != "receive_gradients" or (stage, action.microbatch) in self.stage_values.sent_back
 
     def _run_action(self, order: Order, action: Action) -> None:
-        stage, passes = order.stage, self.passes
+        stage, stage_values = order.stage, self.stage_values
         if action.microbatch is not None:
             self._run_in_microbatch(order, action, action.microbatch)
         elif action.kind == "agree":
-            passes.agree()
+            stage_values.agree()
         elif action.kind == "states":
-            passes.update_states(stage)
+            stage_values.update_states(stage)
         elif action.kind == "sum":
             names = {name for unit in self._weights.units[stage] for name, _ in named_parameters(unit)}
-            for name in names & {*self._new, *self._collected}:
+            for name in sorted(names & {*self._new, *self._collected}):
                 raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
 
     def _run_in_microbatch(self, order: Order, action: Action, microbatch: int) -> None:
-        stage, passes = order.stage, self.passes
+        stage, stage_values = order.stage, self.stage_values
         events = events_inside(order, action, self._weights.units[stage])
         match action.kind:
             case "receive":
-                passes.receive(stage, microbatch)
+                stage_values.receive(stage, microbatch)
             case "forward":
                 self._events, self._entered = iter(events), set()
-                passes.forward(stage, microbatch)
+                stage_values.forward(stage, microbatch)
             case "send":
-                passes.send(stage, microbatch)
+                stage_values.send(stage, microbatch)
             case "loss":
-                self.losses.append(passes.loss(microbatch))
+                self.losses.append(stage_values.loss(microbatch))
             case "receive_gradients":
-                passes.receive_gradients(stage, microbatch)
+                stage_values.receive_gradients(stage, microbatch)
             case "backward":
                 self._differentiate(stage, microbatch)
                 for event in events:
                     self._after_backward(event, last=is_last_backward(order, action))
             case "send_gradients":
-                passes.send_gradients(stage, microbatch)
+                stage_values.send_gradients(stage, microbatch)
 
     # ---- forward -----------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> None:
-        """Gathers the weights that the schedule gathers before this unit's forward pass, which begins."""
+        """Takes events up to this layer's own `forward`. Units that are no layer have no event: for them, takes gathers
+        until their weights are there."""
         if unit.name in self._entered:
             return
         self._entered.add(unit.name)
@@ -122,10 +123,10 @@ class VirtualStep:
 
     def _differentiate(self, stage: int, microbatch: int) -> None:
         if stage < len(self._orders) - 1:
-            outputs, gradients = self.passes.differentiated(stage, microbatch)
+            outputs, gradients = self.stage_values.differentiated(stage, microbatch)
         else:
             if len(self.losses) == microbatch:  # a layer's host computes the loss
-                self.losses.append(self.passes.loss(microbatch))
+                self.losses.append(self.stage_values.loss(microbatch))
             # A wrong plan's loss may depend on no parameter.
             outputs = [value for value in self.losses[microbatch] if value.requires_grad]
             gradients = [torch.ones_like(value) for value in outputs]
@@ -151,7 +152,7 @@ class VirtualStep:
         moves = {
             "backward": summed and not is_sent(parameter),
             "collect": not summed,
-            "sum": summed and is_sent(parameter),
+            "reduce": summed and is_sent(parameter),
         }
         if not moves.get(event.kind):
             return

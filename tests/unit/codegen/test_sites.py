@@ -21,9 +21,9 @@ from moec.passes.ir import Mesh, Op, Program, Value
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Conversion
 from moec.runtime.ranks.watch import located
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 
-COLLECTIVES = SHUFFLES.keys() - {"moec.embed_part.default", "moec.label_logit.default"}
+COLLECTIVES = NODES.keys() - {"moec.embed_part.default", "moec.label_logit.default"}
 
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from moec.passes.ir.ops import Route
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
 from moec.runtime.verify.cluster.lockstep import Lockstep
-from moec.runtime.verify.cluster.passes import Passes
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.verification import verify
 
 ONE = {"ranks": 1, "ep": 1}
@@ -67,11 +67,11 @@ def groups_of_the_whole_batch(patch: pytest.MonkeyPatch) -> None:
 def the_last_loads_alone(patch: pytest.MonkeyPatch) -> None:
     """The loads of the last micro-batch in place of the sum of all (mg#7197)."""
 
-    def last(self: Passes) -> dict[Role, dict[int, Any]]:
+    def last(self: StageValues) -> dict[Role, dict[int, Any]]:
         outputs = self._outputs[-1][-1]
         return {role: {key[1]: rows for key, rows in outputs.items() if key[0] == role} for role in COUNTS}
 
-    patch.setattr(Passes, "counts", property(last))
+    patch.setattr(StageValues, "counts", property(last))
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def run(plan: Plan, model: Any, routes: Tensor, *, training: bool) -> tuple[Virt
     given, wanted = by_rank(plan, TOKENS), by_rank(plan, LABELS)
     step = cluster.step(given, wanted, extra_inputs={"routes": by_rank(plan, routes)})
     step.run()
-    assert step.passes.routes is not None
-    first = {plan.data_rank(rank): part for rank, part in enumerate(step.passes.routes)}
-    for rank, part in enumerate(step.passes.routes):
+    assert step.stage_values.routes is not None
+    first = {plan.data_rank(rank): part for rank, part in enumerate(step.stage_values.routes)}
+    for rank, part in enumerate(step.stage_values.routes):
         assert torch.equal(part, first[plan.data_rank(rank)])
     return step, torch.cat([first[index] for index in range(plan.data_size)])
 

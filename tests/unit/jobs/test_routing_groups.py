@@ -71,8 +71,8 @@ def outcome(
         loss += step.losses[0][0].detach() / micro_batches
         # A sequence's logits lie on the ranks of its own tp group.
         shape = (len(tokens), SEQUENCE, plan.spec.model.vocab)
-        logits.append(whole(shape, step.passes.result, plan.result_layout, plan.meshes["dense"]))
-        for layer, counts in step.passes.counts["counts"].items():
+        logits.append(whole(shape, step.stage_values.result, plan.result_layout, plan.meshes["dense"]))
+        for layer, counts in step.stage_values.counts["counts"].items():
             kept[layer] += int(torch.cat(counts).sum())
         for name, found in step.gradients.items():
             data = plan.parameters[name]

@@ -204,7 +204,7 @@ def saved_by_ranks(plan: Plan) -> tuple[float, list[Tensor]]:
         step = cluster.step(shares(tokens), shares(labels))
         step.run(before="backward")
     assert all(value.requires_grad for value in step.losses[0])
-    counts = [torch.cat(of_ranks) for of_ranks in step.passes.counts["counts"].values()]
+    counts = [torch.cat(of_ranks) for of_ranks in step.stage_values.counts["counts"].values()]
     return saved.bytes / plan.world_size, counts
 
 

@@ -19,8 +19,8 @@ from moec.passes.ir import IrError, Program
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.runtime.verify.cluster.passes import Passes
 from moec.runtime.verify.cluster.recorded import PerRank
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.verification import verify
 
 MODELS = {
@@ -48,34 +48,34 @@ def test_two_stages_equal_the_unsharded_model(name: str):
 
 
 def halved_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    back = Passes.differentiated
+    back = StageValues.differentiated
 
-    def halved(self: Passes, stage: int, microbatch: int) -> tuple[PerRank, PerRank]:
+    def halved(self: StageValues, stage: int, microbatch: int) -> tuple[PerRank, PerRank]:
         outputs, gradients = back(self, stage, microbatch)
         return outputs, [gradient / 2 for gradient in gradients]
 
-    monkeypatch.setattr(Passes, "differentiated", halved)
+    monkeypatch.setattr(StageValues, "differentiated", halved)
 
 
 def no_gradient_of_balance(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = Passes.receive_gradients
+    receive = StageValues.receive_gradients
 
-    def of_stream_alone(self: Passes, stage: int, microbatch: int) -> None:
+    def of_stream_alone(self: StageValues, stage: int, microbatch: int) -> None:
         receive(self, stage, microbatch)
         del self._gradients[stage, microbatch]["balance"]
 
-    monkeypatch.setattr(Passes, "receive_gradients", of_stream_alone)
+    monkeypatch.setattr(StageValues, "receive_gradients", of_stream_alone)
 
 
 def other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = Passes.send
+    send = StageValues.send
 
-    def shifted(self: Passes, stage: int, microbatch: int) -> None:
+    def shifted(self: StageValues, stage: int, microbatch: int) -> None:
         send(self, stage, microbatch)
         sent = self.sent[stage, microbatch]
         sent["residual"] = sent["residual"][1:] + sent["residual"][:1]
 
-    monkeypatch.setattr(Passes, "send", shifted)
+    monkeypatch.setattr(StageValues, "send", shifted)
 
 
 @pytest.mark.parametrize("fault", [halved_gradients, no_gradient_of_balance, other_rank])
@@ -94,7 +94,7 @@ TEXTS = {
     "no block": ('runs "forward[1]"', 'runs "forward[2]"', "there is no block"),
     "gradients before they are sent": (
         "    send 0 of 0\n    receive_gradients 0 of 0\n", "    receive_gradients 0 of 0\n    send 0 of 0\n",
-        "`receive_gradients 0 of 0` stands before `send of 0`",
+        "`receive_gradients 0 of 0` stands before `send 0 of 0`",
     ),
     "a loss of the first stage": ("    send 0 of 0\n", "    send 0 of 0\n    loss of 0\n", "this stage has no `loss`"),
 }  # fmt: skip

@@ -179,12 +179,12 @@ def test_a_gradient_summed_over_another_layers_replicas_is_named():
 
 
 def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
-    exact = shuffles.SHUFFLES["moec.all_to_all.default"]
+    exact = shuffles.NODES["moec.all_to_all.default"]
 
     def deaf(args: shuffles.Args, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         return [rows * 0.5 + rows.detach() * 0.5 for rows in exact(args, inputs)]
 
-    monkeypatch.setitem(shuffles.SHUFFLES, "moec.all_to_all.default", deaf)
+    monkeypatch.setitem(shuffles.NODES, "moec.all_to_all.default", deaf)
     report = verify(moe_plan())
     assert report.max_output_error < BOUND < report.max_gradient_error
     found = report.first_difference

@@ -39,7 +39,7 @@ from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.place.communicate import Communicate
 from moec.runtime.errors import JobError
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 from moec.runtime.weights.shards import dtensor_placements
 
 MESH = Mesh("dense", (("dp", 2), ("cp", 3)))
@@ -171,7 +171,7 @@ def run_conversions(program: Program, parts: list[Tensor]) -> list[Tensor]:
             (operand,), results = node.all_input_nodes, [torch.empty(0)] * MESH.ranks
             for ranks in MESH.groups(str(node.args[-1])):
                 given = [[values[operand][rank] for rank in ranks]]
-                for rank, result in zip(ranks, SHUFFLES[target_name(node)](node.args, given), strict=True):
+                for rank, result in zip(ranks, NODES[target_name(node)](node.args, given), strict=True):
                     results[rank] = result
             values[node] = results
     raise AssertionError("nothing is called")

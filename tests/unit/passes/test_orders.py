@@ -9,7 +9,7 @@ from support.plans import moe_spec
 from support.tables import each_row
 
 from moec.passes.ir import IrError
-from moec.passes.ir.schedule import Action
+from moec.passes.ir.order import Action
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import compile_program
@@ -41,7 +41,7 @@ def test_an_order_that_is_written_out_reads_as_the_same_actions():
 
 WRONG = {
     "a sum before the last backward": (
-        "    backward 0 of 0\n    sum\n", "    sum\n    backward 0 of 0\n", 1, "`sum` stands before `backward of 0`"
+        "    backward 0 of 0\n    sum\n", "    sum\n    backward 0 of 0\n", 1, "`sum` stands before `backward 0 of 0`"
     ),
     "no loss": ("    loss of 0\n", "", 1, "`backward 0 of 0` stands before `loss of 0`"),
     "no sum": ("    sum\n", "", 1, "`states` stands before `sum`"),
@@ -50,12 +50,12 @@ WRONG = {
     "two clips": ("    clip\n", "    clip\n    clip\n", 1, "`clip` stands twice"),
     "a forward twice": ("    loss of 0\n", "    forward 0 of 0\n    loss of 0\n", 1, "there are no more micro-batches"),
     "another micro-batch": ("      loss of 0\n", "      loss of 1\n", 4, "micro-batch 0 is the next"),
-    "too few repetitions": ("repeat 4 times", "repeat 3 times", 4, "`sum` stands before `backward of 3`"),
+    "too few repetitions": ("repeat 4 times", "repeat 3 times", 4, "`sum` stands before `backward 0 of 3`"),
     "too many repetitions": ("repeat 4 times", "repeat 5 times", 4, "there are no more micro-batches"),
     "one repetition": ("repeat 4 times", "repeat 1 times", 4, "a number of times"),
     "a sum in a round": ("      backward 0 of 0\n", "      backward 0 of 0\n      sum\n", 4, "`sum` stands before"),
     "another stage": ("    forward 0 of 0\n", "    forward 1 of 0\n", 1, "another stage than 0"),
-    "no stage": ("    forward 0 of 0\n", "    forward of 0\n", 1, "names no stage"),
+    "no stage": ("    forward 0 of 0\n", "    forward of 0\n", 1, "`forward of 0` must be written as `forward 0 of 0`"),
     "an action that there is not": ("    clip\n", "    shuffle\n", 1, "an action of a step is wanted"),
     "an order of no stage": ("order of stage 0", "order of stage 1", 1, "there is no stage 1"),
 }  # fmt: skip

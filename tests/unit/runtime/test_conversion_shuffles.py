@@ -15,7 +15,7 @@ from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops.conversion import conversion_classes, matching
 from moec.passes.ir.ops.ragged_conversions import AllGatherRows, AllGatherRowsAlike, ReduceScatterRows, SliceRows
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
 
@@ -25,7 +25,7 @@ def check_virtually(case: Case, ranks: int) -> None:
     own = [value.requires_grad_(value.is_floating_point()) for value in values]
     graph = fx.Graph()
     args = (*(graph.placeholder(f"x{i}") for i in range(1 + len(beside))), *case.attributes, "tp")
-    results = [first(result) for result in SHUFFLES[f"moec.{case.operator}.default"](args, [own, *beside])]
+    results = [first(result) for result in NODES[f"moec.{case.operator}.default"](args, [own, *beside])]
     require_equal([result.detach() for result in results], case.results(ranks))
     assert all(result.requires_grad == case.differentiated for result in results)
     if case.differentiated:
@@ -48,7 +48,7 @@ def test_a_conversion_moves_a_value_and_its_gradient(case: Case, ranks: int):
 def test_every_registered_conversion_is_among_the_cases():
     assert {type(case.conversion) for case in CASES} == set(conversion_classes())
     assert {case.operator for case in CASES} | {"embed_part", "label_logit"} == {
-        name.removeprefix("moec.").removesuffix(".default") for name in SHUFFLES
+        name.removeprefix("moec.").removesuffix(".default") for name in NODES
     }
 
 

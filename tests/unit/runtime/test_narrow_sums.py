@@ -13,7 +13,7 @@ from moec.passes.ir.interface import FORWARD
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
 from moec.runtime.ops.embed import embed
-from moec.runtime.verify.cluster.shuffles import SHUFFLES
+from moec.runtime.verify.cluster.shuffles import NODES
 
 TOKENS, DIM, VOCAB = 4096, 16, 32
 ONE_ROUNDING = 2**-8
@@ -50,7 +50,7 @@ def test_the_embedding_of_a_frequent_id_keeps_its_gradient():
 
 def test_so_does_the_embedding_of_a_sharded_vocabulary():
     tables = [part.clone().requires_grad_() for part in torch.randn(VOCAB, DIM).bfloat16().chunk(2)]
-    found = SHUFFLES["moec.embed_part.default"]((), [[ids(), ids()], tables])
+    found = NODES["moec.embed_part.default"]((), [[ids(), ids()], tables])
     torch.autograd.backward(found, [gradient(*ids().shape, DIM)] * 2)
     for rank, table in enumerate(tables):
         assert error(table.grad, summed_by_id(VOCAB // 2, rank * VOCAB // 2)) < ONE_ROUNDING

@@ -5,7 +5,7 @@ The job and `moec verify` run an Order, the estimates of memory and time follow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +41,13 @@ class Action:
     stage: int | None = None
     microbatch: int | None = None
 
+    @classmethod
+    def of(cls, kind: ActionKind, stage: int, microbatch: int) -> Action:
+        """The action of this kind, with a micro-batch and a stage if the kind has them; `loss` has no stage."""
+        if kind not in MICROBATCH_ACTIONS:
+            return cls(kind)
+        return cls(kind, None if kind == "loss" else stage, microbatch)
+
     def __str__(self) -> str:
         stage = "" if self.stage is None else f" {self.stage}"
         return f"{self.kind}{stage}" + ("" if self.microbatch is None else f" of {self.microbatch}")
@@ -52,7 +59,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Actions that are repeated at least once, each time over the next micro-batch."""
+    """Actions taken `times` times, at least twice, each time for the next micro-batch."""
 
     actions: tuple[Action, ...]
     times: int
@@ -84,10 +91,11 @@ class Order:
 
     def count(self, kind: ActionKind) -> int:
         """The number of actions of this kind in a step."""
-        parts = ((part, 1) if isinstance(part, Action) else (part, part.times) for part in self.parts)
         return sum(
-            times * sum(action.kind == kind for action in ((part,) if isinstance(part, Action) else part.actions))
-            for part, times in parts
+            part.kind == kind
+            if isinstance(part, Action)
+            else part.times * sum(action.kind == kind for action in part.actions)
+            for part in self.parts
         )
 
 
@@ -108,9 +116,11 @@ def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool)
     return [kind for kind in ("agree", *MICROBATCH_ACTIONS, *FINAL_ACTIONS) if not omitted.get(kind)]
 
 
-def in_turn(stage: int, stages: int, microbatches: int, *, has_loss: bool = True, has_states: bool = False) -> Order:
-    """The order of a stage where each micro-batch goes through all stages, forward and backward, before the next."""
-    kinds = kinds_of_stage(stage, stages, has_loss=has_loss, has_states=has_states)
-    passes = tuple(Action(kind, None if kind == "loss" else stage, 0) for kind in kinds if kind in MICROBATCH_ACTIONS)
+def in_turn(stage: int, microbatches: int, kinds: Sequence[ActionKind]) -> Order:
+    """The order of a stage where each micro-batch goes through all stages, forward and backward, before the next.
+
+    `kinds` are the kinds of actions that the stage has (`kinds_of_stage`).
+    """
+    passes = tuple(Action.of(kind, stage, 0) for kind in kinds if kind in MICROBATCH_ACTIONS)
     repeated = passes if microbatches == 1 else (Round(passes, microbatches),)
     return Order(stage, (Action("agree"), *repeated, *(Action(kind) for kind in kinds if kind in FINAL_ACTIONS)))

@@ -19,10 +19,10 @@ Place = tuple[int, int]
 Sent = dict[Role, PerRank]
 """Values that one stage sends to another for a micro-batch, on every rank, or their gradients."""
 Loads = Mapping[int, Tensor]
-ExtraInputs = Mapping[Role, Sequence[Tensor]]
+InputsByRole = Mapping[Role, Sequence[Tensor]]
 
 
-class Passes:
+class StageValues:
     """One step from every rank's tokens and labels; for a layer, from x and a cotangent of y.
 
     `loads`: the expert loads of each rank `[ranks, experts]` by layer, which give states new values in training.
@@ -38,7 +38,7 @@ class Passes:
         *,
         loads: Loads | None = None,
         microbatches: int = 1,
-        extra_inputs: ExtraInputs | None = None,
+        extra_inputs: InputsByRole | None = None,
     ) -> None:
         self.lockstep, self._graphs, self._loads = lockstep, lockstep.graphs, loads or {}
         self._result = result_role(self._graphs.program)

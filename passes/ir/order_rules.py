@@ -1,4 +1,4 @@
-"""The rules of a step's order: each action occurs once, after the actions whose results it takes."""
+"""The rules of a step's order: each action occurs once per micro-batch or once per step, in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import InternalError
+from moec.passes.ir.order import FINAL_ACTIONS, MICROBATCH_ACTIONS, Action, ActionKind, Order, Round
 from moec.passes.ir.program import Program
-from moec.passes.ir.schedule import FINAL_ACTIONS, MICROBATCH_ACTIONS, Action, ActionKind, Order, Round, kinds_of_stage
 
 
 class OrderError(ValueError):
-    """An action is missing, stands twice, or stands before an action whose result it takes."""
+    """An action is missing, stands twice, or stands before one that comes first."""
 
 
 class OrderRules:
     """Takes the actions of a stage's order one by one. Every method raises `OrderError`."""
 
     def __init__(self, stage: int, microbatches: int, kinds: Sequence[ActionKind]) -> None:
-        """`kinds` are the kinds of actions that the stage has (`kinds_of_stage`)."""
+        """`kinds` are the kinds of actions that the stage has (`Program.action_kinds`)."""
         self._stage, self._microbatches = stage, microbatches
         self._passes = [kind for kind in kinds if kind in MICROBATCH_ACTIONS]
         self._end = [kind for kind in kinds if kind in FINAL_ACTIONS]
@@ -27,24 +27,25 @@ class OrderRules:
     @classmethod
     def of(cls, program: Program, stage: int, microbatches: int) -> OrderRules:
         """The rules for the ranks of a stage of `program`, in a step of `microbatches` micro-batches."""
-        has_loss, has_states = "loss" in program.block_map, any(block.states for block in program.blocks)
-        kinds = kinds_of_stage(stage, len(program.stages), has_loss=has_loss, has_states=has_states)
-        return cls(stage, microbatches, kinds)
+        return cls(stage, microbatches, program.action_kinds(stage))
 
     def take(self, action: Action) -> None:
         """Takes the next action."""
         kind = action.kind
         if kind not in ("agree", *self._passes, *self._end):
             raise OrderError(f"this stage has no `{kind}`")
-        needs_stage, needs_microbatch = kind in MICROBATCH_ACTIONS and kind != "loss", kind in MICROBATCH_ACTIONS
-        if (action.stage is None) is needs_stage or (action.microbatch is None) is needs_microbatch:
-            raise OrderError(f"`{action}` names no stage or micro-batch where it should, or one where it should not")
-        if needs_stage and action.stage != self._stage:
+        expected = self._next(kind)
+        if (action.stage is None, action.microbatch is None) != (expected.stage is None, expected.microbatch is None):
+            raise OrderError(f"`{action}` must be written as `{expected}`")
+        if action.stage != expected.stage:
             raise OrderError(f"`{action}` is of another stage than {self._stage}")
-        self._require_inputs(action)
+        self._require_earlier(action)
         self._done[kind] += 1
 
-    def _require_inputs(self, action: Action) -> None:
+    def _next(self, kind: ActionKind) -> Action:
+        return Action.of(kind, self._stage, self._done[kind])
+
+    def _require_earlier(self, action: Action) -> None:
         kind = action.kind
         if kind in self._passes:
             place = self._passes.index(kind)
@@ -67,8 +68,7 @@ class OrderRules:
 
     def _require_done(self, action: Action, earlier: ActionKind, times: int) -> None:
         if self._done[earlier] < times:
-            missing = f"{earlier} of {self._done[earlier]}" if earlier in MICROBATCH_ACTIONS else earlier
-            raise OrderError(f"`{action}` stands before `{missing}`, whose result it takes")
+            raise OrderError(f"`{action}` stands before `{self._next(earlier)}`, which comes first")
 
     def repeat(self, actions: Sequence[Action], times: int) -> None:
         """Takes the further repetitions of actions that were taken once.
@@ -89,8 +89,7 @@ class OrderRules:
         """Requires that no action is left."""
         for kind in ("agree", *self._passes, *self._end):
             if self._done[kind] < (self._microbatches if kind in self._passes else 1):
-                number = f" of {self._done[kind]}" if kind in self._passes else ""
-                raise OrderError(f"`{kind}{number}` is missing")
+                raise OrderError(f"`{self._next(kind)}` is missing")
 
 
 def scheduled(program: Program) -> None:
