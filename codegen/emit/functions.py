@@ -1,4 +1,7 @@
-"""A block as a pure function: `module(*inputs, *settings, *states, *weights)`, a layer's number after its inputs."""
+"""A block as a pure function: `module(*inputs, *settings, *states, *weights)`.
+
+A layer's number comes after the inputs.
+"""
 
 from __future__ import annotations
 

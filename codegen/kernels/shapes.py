@@ -28,11 +28,11 @@ class RouteShape(KernelShape):
 
     @property
     def backward_shape(self) -> RouteShape:
-        """The shape with the kernel `route_backward`, which takes the choices: it needs no groups and biases."""
+        """The shape of the kernel `route_backward`, which reads the choices and so needs no groups and no biases."""
         return replace(self, groups=1, keep_groups=1, group_score="top2_sum", biased=False)
 
     def constants(self) -> dict[str, Any]:
-        """Blocks of about 2,048 scores: with twice as many, backward spills from 64 experts on (sm_90)."""
+        """A program has about 2,048 scores: with twice as many, backward spills from 64 experts on (sm_90)."""
         groups, size = power_of_two(self.groups), power_of_two(self.experts // self.groups)
         width = groups * size
         lowest = "-1.7976931348623157e308" if self.dtype == "fp64" else "-3.4028234663852886e38"
@@ -40,7 +40,7 @@ class RouteShape(KernelShape):
         return {"EP": width, "GP": groups, "SP": size, "KP": power_of_two(self.k), "BLOCK": block, "lowest": lowest}
 
     def pointers(self) -> dict[str, str]:
-        """Choices are 64 bits wide."""
+        """The numbers of chosen experts are int64."""
         return {"experts_ptr": "i64"}
 
 
@@ -56,7 +56,7 @@ class GatedShape(KernelShape):
     alpha: float | None = None
 
     def constants(self) -> dict[str, Any]:
-        """At most 1,024 columns per program."""
+        """A program computes at most 1,024 columns at a time."""
         kind = kind_of(self.activation, self.clamp, self.alpha)
         return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": kind.function, "second": kind.second}
 
@@ -74,10 +74,10 @@ class TilesShape(KernelShape):
     rows: int
 
     def constants(self) -> dict[str, Any]:
-        """Blocks of about 8,192 comparisons."""
+        """A program makes about 8,192 comparisons at a time."""
         width = power_of_two(self.experts)
         return {"EP": width, "BLOCK": max(1, min(128, 8192 // width))}
 
     def pointers(self) -> dict[str, str]:
-        """The operators' counts; the table itself is 32 bits wide."""
+        """The counts, which an operator gives, are int64; the table is int32."""
         return {"counts_ptr": "i64", **dict.fromkeys(TABLES, "i32")}

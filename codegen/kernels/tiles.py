@@ -66,8 +66,8 @@ def num_stages(tile: Tile, family: str, indirect: bool) -> int:
     """Triton's num_stages for which a loop has `tile.stages` buffers; `indirect`: it reads rows through indices.
 
     Found by compiling for sm_80 and sm_90 with Triton 3.6 and 3.9, which agree. With the instruction of warpgroups,
-    wgmma, n stages give n buffers; with `mma`, one is kept in registers, and they give n - 1. A load of an index and
-    the load that needs it are two stages, so that twice as many are between two buffers.
+    wgmma, n stages give n buffers; with `mma`, one is kept in registers, and they give n - 1. An indirect load is two
+    stages, that of its index and its own, so each load ahead counts twice.
     """
     if family == "cdna":
         return tile.stages

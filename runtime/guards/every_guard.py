@@ -70,6 +70,6 @@ def _complaints(event: Event) -> list[tuple[Guard[Any], Complaint | None]]:
 
 def _looking_at(event: Event) -> Iterator[Guard[Any]]:
     for guard in GUARDS:
-        may_look = isinstance(event, guard.event) and (event.look or not guard.waits)
+        may_look = isinstance(event, guard.event) and (event.reads_values or not guard.waits)
         if may_look and not (guard.once and guard.once in event.seen) and guard.when(event):
             yield guard

@@ -36,17 +36,17 @@ def bad_gradient(steps: int, gradients: Mapping[str, Tensor]) -> Complaint | Non
     return None if name is None else _complaint(steps, f"the gradient of {name} is NaN or infinite")
 
 
-def bad_gradient_of_optimizer(steps: OptimizerSteps) -> Complaint | None:
+def bad_gradient_of_optimizer(event: OptimizerSteps) -> Complaint | None:
     """Names this rank's first gradient that is not finite, and that no norm was taken of."""
-    if _have_finite_norms(steps.parameters):
+    if _have_finite_norms(event.parameters):
         return None
-    names = {parameter: name for name, parameter in steps.model.named_parameters()}
+    names = {parameter: name for name, parameter in event.model.named_parameters()}
     gradients = {
         names.get(parameter, f"parameter {index} of the optimizer"): local_part(parameter.grad)
-        for index, parameter in enumerate(steps.parameters)
+        for index, parameter in enumerate(event.parameters)
         if parameter.grad is not None
     }
-    return bad_gradient(steps.steps, gradients)
+    return bad_gradient(event.steps, gradients)
 
 
 def _complaint(steps: int, message: str) -> Complaint:

@@ -19,7 +19,7 @@ SHIFTED = {
     2: "the labels of job.step are the tokens after the next ones, as if shifted twice: moec does not shift labels, so "
     "give `ids[:, :-1]` as tokens and `ids[:, 1:]` as labels",
 }
-"""By how many places labels are before their tokens, where that is a mistake."""
+"""The warning, by shift: valid labels equal the tokens this many places on, where 1 is right."""
 
 
 def warn_of_batch(step: BatchAgreed) -> None:

@@ -19,7 +19,10 @@ from moec.runtime.ranks.checks import Complaint
 
 
 class Guarded(Protocol):
-    """The parts of a model that guards read. `seen`: names of events that were looked at; guards may add their own."""
+    """The parts of a model that guards read.
+
+    `seen`: names that guards and `Checks` have noted for this model, such as those of `once`.
+    """
 
     seen: set[object]
     training: bool
@@ -43,12 +46,12 @@ class Hosted(Protocol):
 class Event:
     """The base of all events.
 
-    `seen`: names of earlier events. `look`: values may be read, as `checks` or `on_nonfinite` says. `site`: the name of
-    the ranks' agreement.
+    `seen`: names that guards and `Checks` have noted for this model, such as those of `once`. `reads_values`: whether
+    guards may read tensors' values, as `checks` or `on_nonfinite` says. `site`: the name of the ranks' agreement.
     """
 
     seen: set[object] = field(default_factory=set)
-    look: bool = False
+    reads_values: bool = False
     site: str = ""
 
 
@@ -135,7 +138,7 @@ class BatchAgreed(Event):
     data_size: int
     tokens: Tensor
     labels: Tensor
-    beside: ExtraInputs
+    extra: ExtraInputs
     inputs: tuple[Tensor | None, ...]
     custom: bool
     by_labels: bool
@@ -170,9 +173,9 @@ class LogitsGiven(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepEnds(Event):
-    """The event after the last backward pass. `graded`: the loss depends on the model's logits on some rank."""
+    """The event after the last backward pass. `depends_on_logits`: the loss does, on some rank."""
 
-    graded: bool
+    depends_on_logits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class TokensChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossSummed(Event):
-    """The event when the step's loss over all ranks is known. `steps`: those before."""
+    """The event when the step's loss over all ranks is known. `steps`: number of steps before this one."""
 
     steps: int
     loss: Tensor
@@ -216,25 +219,25 @@ class OptimizerSteps(Event):
     parameters: Sequence[nn.Parameter]
 
 
-Sight = TypeVar("Sight", bound=Event)
+EventT = TypeVar("EventT", bound=Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard(Generic[Sight]):
+class Guard(Generic[EventT]):
     """Looks at the events of one class.
 
     `look` warns, or returns the complaint that stops the step. `code`: of its complaint, "" for a warning. `agreed`:
     ranks may differ in the complaint, and agree on it before one raises; else it is the same on every rank. `waits`: it
-    reads values at each event, which on a GPU waits for the device, so it looks only at events with `look`. `when`: at
-    which events it looks. `once`: a name in `seen`; it looks at the first of them alone. `number`: what it adds to the
-    one agreement at the step's begin, an int below 2^20, 0 for nothing; at most one guard has one.
+    reads values at each event, which on a GPU waits for the device, so it looks only at events with `reads_values`.
+    `when`: at which events it looks. `once`: a name in `seen`; it looks at the first such event alone. `number`: what
+    it adds to the one agreement at the step's begin, an int below 2^20, 0 for nothing; at most one guard has one.
     """
 
-    event: type[Sight]
-    look: Callable[[Sight], Complaint | None]
+    event: type[EventT]
+    look: Callable[[EventT], Complaint | None]
     code: str = ""
     agreed: bool = False
     waits: bool = False
-    when: Callable[[Sight], bool] = lambda sight: True
+    when: Callable[[EventT], bool] = lambda event: True
     once: str = ""
-    number: Callable[[Sight], int] | None = None
+    number: Callable[[EventT], int] | None = None

@@ -29,4 +29,4 @@ def untold(layer: LayerBegins) -> Complaint:
 
 
 UNTOLD = Guard(event=LayerBegins, look=untold, when=lambda layer: layer.stepped, code="MOE0713", agreed=True)
-NARROWED = Guard(event=LayerBegins, look=narrowed, when=lambda layer: layer.look, code="MOE0711", agreed=True)
+NARROWED = Guard(event=LayerBegins, look=narrowed, when=lambda layer: layer.reads_values, code="MOE0711", agreed=True)

@@ -32,7 +32,8 @@ def warn_of_mean(loss: LossComputed) -> None:
     if is_mean(loss.summed, loss.labels):
         warn_first(
             f"the function `{loss.name}` of job.step gives a mean, and moec divides it by the number of valid labels "
-            "once more: give a sum (`reduction='sum'`), or give `count=` what else divides it",
+            "once more: give a sum (`reduction='sum'`), or pass `count=`, a function that gives the number to divide "
+            "by",
         )
 
 

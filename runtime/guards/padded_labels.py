@@ -32,8 +32,8 @@ def warn_of_padded(step: BatchAgreed) -> None:
 
 def padding_of(step: BatchAgreed) -> Tensor | None:
     """The mask of padding: bool `[batch, sequence]`, or None for a model without padding."""
-    if step.model.takes.padding and step.beside.padding is not None:
-        return step.beside.padding != 0
+    if step.model.takes.padding and step.extra.padding is not None:
+        return step.extra.padding != 0
     padding = step.model.limits.padding
     return None if padding is None else step.tokens == padding
 

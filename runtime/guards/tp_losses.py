@@ -16,11 +16,12 @@ TOLERANCE = 1e-4
 
 
 def unlike_in_group(computed: LossComputed) -> Complaint | None:
-    """Why the losses of this rank's tp group are not one, or None. A collective of the group."""
+    """Why the losses of this rank's tp group are not equal, or None. A collective of the group."""
     loss = computed.summed
     value = math.nan if loss is None else float(loss.detach())
     is_number, number = not math.isnan(value), 0.0 if math.isnan(value) else value
     device = "cpu" if loss is None else loss.device
+    # MAX of −is_number is below 0 only if every rank has a number; −MAX of −number is the least number.
     maxima = torch.tensor([loss is None, is_number, -is_number, number, -number], dtype=torch.float64, device=device)
     with collective("all_reduce", computed.group, "a custom loss") as peers:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=peers)

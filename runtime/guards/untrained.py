@@ -22,8 +22,8 @@ def warn_of_evaluation(step: BatchAgreed) -> None:
     )
 
 
-def no_gradient(step: StepEnds) -> Complaint | None:
-    """The complaint about a custom loss that no parameter decides, but for balance terms."""
+def no_gradient(step: StepEnds) -> Complaint:
+    """The complaint about a custom loss from which no gradient reaches the logits: only balance terms would train."""
     return Complaint(
         "MOE0713",
         "the loss does not depend on the model's logits on any rank: only balance terms would train",
@@ -35,4 +35,4 @@ EVALUATION = Guard(
     event=BatchAgreed, look=warn_of_evaluation, when=lambda step: not step.model.training, once="step in evaluation"
 )
 NO_LABEL = Guard(event=BatchAgreed, look=no_label, when=lambda step: step.by_labels, code="MOE0713", waits=True)
-NO_GRADIENT = Guard(event=StepEnds, look=no_gradient, when=lambda step: not step.graded, code="MOE0713")
+NO_GRADIENT = Guard(event=StepEnds, look=no_gradient, when=lambda step: not step.depends_on_logits, code="MOE0713")

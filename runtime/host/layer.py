@@ -32,7 +32,7 @@ from moec.runtime.optimizers.torch_clipping import count_experts
 from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home, make_weights
-from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.open_step import OpenStep
 
 
 class HostedHome(Home, Protocol):
@@ -90,7 +90,7 @@ class MoeLayer(nn.Module):
         }
         paths = [path.removeprefix(INNER) for path in self._function.weights]
         sites = {path.removeprefix(INNER): site for path, site in self._function.sites(layer.number).items()}
-        self._weights = make_weights(self, PREFIX, paths, sites, home, Microbatches())
+        self._weights = make_weights(self, PREFIX, paths, sites, home, OpenStep())
         # The dtype of the layer or of the reference: routers may be wider.
         self._dtype = min((spec.dtype for spec in self._weights.specs), key=lambda dtype: dtype.itemsize)
         self._weights.group_owner = home
@@ -169,11 +169,12 @@ class MoeLayer(nn.Module):
 
     def compute(self, x: Tensor) -> Results:
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
-        look = self._require_input(x)
+        reads_values = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as unscored_masks:
             sequences = _as_sequences(x).to(self._dtype)
             results = self._run(sequences)
-            look_at(PassEnds(unscored_masks, self._routers, look=look, site="end of a layer"), self._home.checks)
+            ended = PassEnds(unscored_masks, self._routers, reads_values=reads_values, site="end of a layer")
+            look_at(ended, self._home.checks)
             aux_loss = self._aux_loss(results["balance"], sequences) if "balance" in results else None
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
@@ -227,7 +228,7 @@ class MoeLayer(nn.Module):
         checks = self._home.checks
         kind = ("forward", self.training)
         look_at(LayerCalled(self, self.get_submodule("experts"), self._home.ranks))
-        look = checks.looks(self.seen, kind, x.device)
+        reads_values = checks.reads_values(self.seen, kind, x.device)
         complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
             words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
@@ -235,17 +236,17 @@ class MoeLayer(nn.Module):
         complaint = complaint or first_complaint(
             LayerBegins(
                 lambda: self.biases.by_name(self), stepped=self.training and self.biases.stepped,
-                rounded=lambda: self._weights.rounded(self._dtype), look=look,
+                rounded=lambda: self._weights.rounded(self._dtype), reads_values=reads_values,
             )
         )  # fmt: skip
-        if look or self._padded:
+        if reads_values or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
             modes = same_mode(self.training, self._weights.needed())
             checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *modes)
         elif complaint:
             raise complaint.error()
-        return look
+        return reads_values
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: drops a forward pass's results, part of its graph, and weak references, which do not pickle."""

@@ -44,13 +44,13 @@ class Limits:
         """Tokens that are not padding: an int without a padding id, else a tensor on the tokens' device."""
         return tokens.numel() if self.padding is None else (tokens != self.padding).sum()
 
-    def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
-        """Describes the first error of a batch, or None. Without `look` it reads no tensor's values."""
+    def complaint(self, tokens: Tensor, labels: Tensor | None, *, reads_values: bool) -> str | None:
+        """Describes the first error of a batch, or None. Without `reads_values` it reads no tensor's values."""
         for name, ids in (("tokens", tokens), ("labels", labels)):
             if ids is None and name == "labels":
                 continue
             complaint = self._shape_complaint(name, ids, tokens)
-            if complaint is None and look and ids is not None:
+            if complaint is None and reads_values and ids is not None:
                 complaint = self._range_complaint(name, ids)
             if complaint:
                 return complaint
@@ -124,8 +124,8 @@ class ImageLimits:
         """The patches of a batch."""
         return images.shape[0] * self.tokens_per_label
 
-    def complaint(self, images: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
-        """Describes the first error of a batch, or None. Without `look` it reads no tensor's values."""
+    def complaint(self, images: Tensor, labels: Tensor | None, *, reads_values: bool) -> str | None:
+        """Describes the first error of a batch, or None. Without `reads_values` it reads no tensor's values."""
         batch: object = images
         if not isinstance(batch, Tensor):
             return f"images are of class {type(batch).__name__}, and must be a torch.Tensor"
@@ -138,16 +138,18 @@ class ImageLimits:
                 f"there are {batch.shape[0]} images, not a multiple of this rank's {self.routing_groups} routing "
                 "groups (`group = rank`)"
             )
-        return None if labels is None else self._label_complaint(labels, batch.shape[0], look=look)
+        return None if labels is None else self._label_complaint(labels, batch.shape[0], reads_values=reads_values)
 
-    def _label_complaint(self, labels: object, images: int, *, look: bool) -> str | None:
+    def _label_complaint(self, labels: object, images: int, *, reads_values: bool) -> str | None:
         if not isinstance(labels, Tensor):
             return f"labels are of class {type(labels).__name__}, and must be a torch.Tensor"
         if labels.dtype != torch.int64:
             return f"labels are {labels.dtype}, and must be torch.int64"
         if tuple(labels.shape) != (images,):
             return f"labels have shape {list(labels.shape)}, and must be [batch], one for each of {images} images"
-        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.classes))] if look else labels[:0]
+        if not reads_values:
+            return None
+        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.classes))]
         if not wrong.numel():
             return None
         ignored = f" (labels that are ignored are {IGNORED_LABEL})" if int(wrong[0]) < 0 else ""

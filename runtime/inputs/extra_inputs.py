@@ -101,48 +101,51 @@ class AcceptedInputs:
             return tokens.new_ones(()).expand(tokens.shape)
         return (extra.padding == 0).to(torch.int64)
 
-    def complaint(self, extra: ExtraInputs, tokens: Tensor, *, look: bool) -> Complaint | None:
-        """The first error of `extra` beside valid `tokens`, or None. Without `look` it reads no tensor's values."""
-        if extra.routes is not None and (words := self._routes_complaint(extra.routes, tokens, look)):
+    def complaint(self, extra: ExtraInputs, tokens: Tensor, *, reads_values: bool) -> Complaint | None:
+        """The first error of `extra` beside valid `tokens`, or None.
+
+        Without `reads_values` it reads no tensor's values.
+        """
+        if extra.routes is not None and (words := self._routes_complaint(extra.routes, tokens, reads_values)):
             return Complaint("MOE0726", words, ROUTES if self.k else REPLAY)
-        if extra.segments is not None and (words := self._segments_complaint(extra.segments, tokens, look)):
+        if extra.segments is not None and (words := self._segments_complaint(extra.segments, tokens, reads_values)):
             return Complaint("MOE0727", words, ASCENDING if self.segments else SEGMENTS)
-        if extra.padding is not None and (words := self._padding_complaint(extra.padding, tokens, look)):
+        if extra.padding is not None and (words := self._padding_complaint(extra.padding, tokens, reads_values)):
             return Complaint("MOE0728", words, MARKS if self.padding else PADDING)
         return None
 
-    def _padding_complaint(self, padding: object, tokens: Tensor, look: bool) -> str | None:
+    def _padding_complaint(self, padding: object, tokens: Tensor, reads_values: bool) -> str | None:
         if not self.padding:
             return "padding was given, and the model takes none"
         dtypes = {torch.bool: "torch.bool", torch.int64: "torch.int64 of 0 and 1"}
         if words := _mismatch(("marks of padding", padding), tokens.shape, "[batch, sequence]", tokens, dtypes):
             return words
         assert isinstance(padding, Tensor)
-        if look and padding.numel() and padding.dtype == torch.int64:
+        if reads_values and padding.numel() and padding.dtype == torch.int64:
             low, high = (int(bound) for bound in padding.aminmax())
             if low < 0 or high > 1:
                 return f"padding contains {low if low < 0 else high}, and is 1 for padding and 0 for other tokens"
         return None
 
-    def _segments_complaint(self, segments: object, tokens: Tensor, look: bool) -> str | None:
+    def _segments_complaint(self, segments: object, tokens: Tensor, reads_values: bool) -> str | None:
         if not self.segments:
             return "segments were given, and the model takes none"
         if words := _mismatch(("segments", segments), tokens.shape, "[batch, sequence]", tokens):
             return words
         assert isinstance(segments, Tensor)
-        if look and bool((segments[:, 1:] < segments[:, :-1]).any()):
+        if reads_values and bool((segments[:, 1:] < segments[:, :-1]).any()):
             sequence = int((segments[:, 1:] < segments[:, :-1]).any(1).nonzero()[0])
             return f"segments descend in sequence {sequence} of the batch: the tokens of a text follow each other"
         return None
 
-    def _routes_complaint(self, routes: object, tokens: Tensor, look: bool) -> str | None:
+    def _routes_complaint(self, routes: object, tokens: Tensor, reads_values: bool) -> str | None:
         if not self.k:
             return "routes were given, and the plan cannot take any"
         shape = (*tokens.shape, len(self.k), max(self.k))
         if words := _mismatch(("routes", routes), shape, "[batch, sequence, mixtures, k]", tokens):
             return words
         assert isinstance(routes, Tensor)
-        return self._route_values_complaint(routes) if look and routes.numel() else None
+        return self._route_values_complaint(routes) if reads_values and routes.numel() else None
 
     def _route_values_complaint(self, routes: Tensor) -> str | None:
         for mixture, (experts, k, layer) in enumerate(zip(self.experts, self.k, self.layers, strict=True)):

@@ -53,8 +53,9 @@ def accumulating(
     # The script may change parameters between its forward passes: each gathers weights again.
     with model.counting(*divisors, sequences, passes=1, skips=job.finite.skips) as counts:
         yield
-        look = job.checks.looks(model.seen, "accumulate", flat.device)
-        job.checks.require("end of job.accumulate", counts.complaint(flat, look=look, numbered=model.draws))
+        reads_values = job.checks.reads_values(model.seen, "accumulate", flat.device)
+        complaint = counts.complaint(flat, reads_values=reads_values, numbered=model.draws)
+        job.checks.require("end of job.accumulate", complaint)
         per_label = limits.tokens_per_label
         job.count_tokens(counts.num_labels * per_label, counts.global_num_labels * per_label // job.plan.sharers)
         if not job.finite.skips_loss(model, torch.as_tensor(counts.loss)):

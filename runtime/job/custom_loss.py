@@ -39,7 +39,7 @@ def custom_loss(
 ) -> tuple[Tensor, bool]:
     """The custom loss of a micro-batch's `output`, divided by `total` or by the count that takes logits.
 
-    Also returns whether any rank's loss depends on the model.
+    Also returns whether any rank's loss depends on the logits.
     """
     required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.count_takes_logits:
@@ -65,12 +65,13 @@ def custom_loss(
     computed = LossComputed(
         name, None if complaint or error else summed, labels, by_labels=step.count is None,
         group=f"{job.number}tp", group_size=job.plan.sharers,
-        seen=model.seen, look=job.checks.looks(model.seen, ("custom loss", name), labels.device),
+        seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
     )  # fmt: skip
     guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint
-    depends = isinstance(summed, Tensor) and summed.requires_grad
+    depends_on_logits = isinstance(summed, Tensor) and summed.requires_grad
     complaint = complaint or guard_complaint
-    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=(int(depends),))
+    counts = (int(depends_on_logits),)
+    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=counts)
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits, and their backward needs this rank's.
         summed = summed + output.logits[..., :0].sum()

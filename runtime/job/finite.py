@@ -14,8 +14,9 @@ from moec.runtime.errors import JobError, require_one_of
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LossSummed, NormTaken, OptimizerSteps
 from moec.runtime.optimizers.clipping import HandedOver
+from moec.runtime.optimizers.closures import has_closure
 from moec.runtime.ranks.running_job import RunningJob
-from moec.runtime.weights.masters import has_closure, local_part
+from moec.runtime.weights.masters import local_part
 
 MODES = ("raise", "skip", "ignore")
 
@@ -68,12 +69,12 @@ class Finite:
     def skips_loss(self, model: nn.Module, loss: Tensor) -> bool:
         """Whether to skip the step of this global loss."""
         self._skipped_models.discard(model)
-        return self._skips(model, LossSummed(self._job.steps, loss, look=self.mode != "ignore"))
+        return self._skips(model, LossSummed(self._job.steps, loss, reads_values=self.mode != "ignore"))
 
     def skips_norm(self, model: nn.Module, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
         """Whether to skip the step of this global norm. `gradients`: this rank's parts, for the error's message."""
-        look, site = self.mode != "ignore", "gradient norm"
-        return self._skips(model, NormTaken(self._job.steps, norm, gradients, look=look, site=site))
+        reads_values, site = self.mode != "ignore", "gradient norm"
+        return self._skips(model, NormTaken(self._job.steps, norm, gradients, reads_values=reads_values, site=site))
 
     def _skips(self, model: nn.Module, event: LossSummed | NormTaken) -> bool:
         """Whether a guard complains about `event`: the step is skipped, or in mode "raise" `JobError` is raised."""
@@ -110,7 +111,7 @@ class Finite:
             handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
             if has_closure(arguments, keywords) or handed_over or self._are_remembered(model, owned):
                 return
-            complaint = first_complaint(OptimizerSteps(self._job.steps, model, owned, look=True))
+            complaint = first_complaint(OptimizerSteps(self._job.steps, model, owned, reads_values=True))
             counts, refused = (int(complaint is not None),), None if self.skips else complaint
             try:
                 (ranks_with_faults,) = self._job.checks.require("optimizer.step", refused, counts=counts)

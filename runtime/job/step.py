@@ -72,8 +72,9 @@ class Step:
         if labels is None:
             return "job.step needs labels; to compute logits alone, call `model(tokens)`"
         for name in ("loss", "logprob_loss", "count"):
-            if not callable(getattr(self, name) or sum):
-                return f"{name} must be a function that gives a sum over tokens, not {getattr(self, name)!r}"
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                return f"{name} must be a function that gives a sum over tokens, not {function!r}"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not is_whole(self.microbatches) or self.microbatches < 1:
@@ -128,7 +129,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """
     order = order_of_step(model.program, step.microbatches)
     parts, forwarded, losses = step.parts(), dict[int | None, _Forwarded](), dict[int | None, Tensor]()
-    is_differentiable = False
+    depends_on_logits = False
     with ExitStack() as contexts:
         for action in order:
             if action.kind in ("agree", "loss", "sum", "states"):
@@ -138,24 +139,25 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     agreement = agree(job, model, step)
                     total = _divisor(job, step, agreement)
                     sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
-                    microbatches = contexts.enter_context(model.one_step())
+                    open_step = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreement))
                 case "forward":
                     part = next(parts)
-                    if agreement.on_forward and action.microbatch == 0:
-                        model.skip_agreement(part[0], agreement.look)
+                    if agreement.forward_may_skip and action.microbatch == 0:
+                        model.skip_agreement(part[0], agreement.reads_values)
                     forwarded[action.microbatch] = _forward(model, step, part)
                 case "loss":
-                    loss, loss_depends = _loss(job, model, step, forwarded.pop(action.microbatch), total)
-                    losses[action.microbatch], is_differentiable = loss, is_differentiable or loss_depends
+                    loss, loss_depends_on_logits = _loss(job, model, step, forwarded.pop(action.microbatch), total)
+                    losses[action.microbatch] = loss
+                    depends_on_logits = depends_on_logits or loss_depends_on_logits
                 case "backward":
-                    microbatches.sums = is_last_backward(order, action)
+                    open_step.sums = is_last_backward(order, action)
                     loss = losses.pop(action.microbatch)
                     loss.backward()  # type: ignore[no-untyped-call]
                     sum_of_losses += loss.detach()
                 case "sum":
-                    look_at(StepEnds(is_differentiable, seen=model.seen))
-                    microbatches.finish()
+                    look_at(StepEnds(depends_on_logits, seen=model.seen))
+                    open_step.finish()
                     stops = job.finite.skips_loss(model, sum_of_losses)
                 case "states" if not stops:
                     model.update_states()
@@ -188,10 +190,10 @@ def _loss(job: Job, model: PlanModule, step: Step, forwarded: _Forwarded, total:
     """The loss of a micro-batch, divided, and whether it depends on the model's logits on any rank."""
     (_, labels, _, inputs), output = forwarded
     if step.has_custom_loss:
-        loss, depends = custom_loss(job, model, step, output, labels, inputs, total)
+        loss, depends_on_logits = custom_loss(job, model, step, output, labels, inputs, total)
     else:
         assert output.loss is not None
-        loss, depends = output.loss, True
+        loss, depends_on_logits = output.loss, True
     if not loss.requires_grad:
         raise JobError("MOE0713", "no parameter of the model has `requires_grad`: all are frozen")
-    return loss, depends
+    return loss, depends_on_logits

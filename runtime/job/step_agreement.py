@@ -21,15 +21,31 @@ if TYPE_CHECKING:
     from moec.runtime.job.step import Step
 
 
+class Totals(NamedTuple):
+    """Counts of this rank, or their sums over all ranks, in which a part of the batch counts once for each sharer.
+
+    `user_code`: 1 if the step calls a user's function or hook. `labels`, `real_tokens`: valid labels and real tokens, 0
+    if the device counts them. `number`: that of the guards (`BatchAgreed`), with its `square`.
+    """
+
+    user_code: int
+    tokens: int
+    labels: int
+    real_tokens: int
+    number: int
+    square: int
+
+
 class StepAgreement(NamedTuple):
     """The result of an agreement, equal on all ranks.
 
-    `on_forward`: the first forward pass can skip its own agreement, because no user's code runs before it. `look`:
-    values are checked. `num_labels`, `num_tokens`: valid labels and real tokens of all ranks, 0-d int64.
+    `forward_may_skip`: the first forward pass can skip its own agreement, because no user's code runs before it.
+    `reads_values`: values are checked. `num_labels`, `num_tokens`: valid labels and real tokens of all ranks, 0-d
+    int64.
     """
 
-    on_forward: bool
-    look: bool
+    forward_may_skip: bool
+    reads_values: bool
     num_labels: Tensor
     num_tokens: Tensor | None
 
@@ -40,17 +56,18 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     On CPU it sums labels and tokens; elsewhere the model's collectives do, and the host does not wait for them.
     """
     device = device_of(step.tokens)
-    look = job.checks.looks(model.seen, ("step", model.training, step.has_custom_loss), device)
-    complaint, matching = claims(model, step.tokens, step.labels, step.extra, look=look)
+    reads_values = job.checks.reads_values(model.seen, ("step", model.training, step.has_custom_loss), device)
+    complaint, matching = claims(model, step.tokens, step.labels, step.extra, reads_values=reads_values)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
-        parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, *_ in step.parts())
+        parts = (model.limits.complaint(tokens, labels, reads_values=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):
             complaint = batch_complaint(words)
-    inputs = TpInputs((step.tokens, step.labels, *step.extra.by_name().values(), *step.inputs.values()), look)
+    inputs = TpInputs((step.tokens, step.labels, *step.extra.by_name().values(), *step.inputs.values()), reads_values)
     on_host = device.type == "cpu"
-    counts = model.counters.local(step.tokens, step.labels, step.extra) if on_host and complaint is None else (0, 0)
+    counts_here = on_host and complaint is None
+    labels, real_tokens = model.counters.local(step.tokens, step.labels, step.extra) if counts_here else (0, 0)
     matching = (*matching, step.must_match())
     if complaint is None and step.microbatches > 1:
         matching = (*matching, hooks_of_parameters(model))  # after the number of micro-batches, which must match first
@@ -58,22 +75,20 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     local_tokens = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
     event = BatchAgreed(
         model, job.world_size, job.data_size, step.tokens, step.labels, step.extra, inputs.tensors,
-        custom=step.has_custom_loss, by_labels=step.count is None, look=look, seen=model.seen,
+        custom=step.has_custom_loss, by_labels=step.count is None, reads_values=reads_values, seen=model.seen,
     )  # fmt: skip
     event = event if complaint is not None else with_number(event)
-    *totals, numbers, squares = job.checks.require(
-        "start of a step",
-        complaint,
-        *matching,
-        inputs=inputs,
-        counts=(int(runs_user_code), local_tokens, *counts, event.number, event.number**2),
-    )
+    counts = Totals(
+        user_code=int(runs_user_code), tokens=local_tokens, labels=labels, real_tokens=real_tokens,
+        number=event.number, square=event.number**2,
+    )  # fmt: skip
+    totals = Totals(*job.checks.require("start of a step", complaint, *matching, inputs=inputs, counts=counts))
     sharers = job.plan.sharers
-    job.count_tokens(local_tokens, totals[1] // sharers)
+    job.count_tokens(local_tokens, totals.tokens // sharers)
     if on_host:
-        num_labels, num_tokens = torch.tensor(totals[2:]) // sharers
+        num_labels, num_tokens = torch.tensor((totals.labels, totals.real_tokens)) // sharers
     else:
         counted = model.takes.real(step.extra, step.tokens) if model.takes.padding else step.tokens
         num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)
-    look_at(replace(event, num_labels=num_labels, sums=(numbers, squares)))
-    return StepAgreement(totals[0] == 0, look, num_labels, num_tokens)
+    look_at(replace(event, num_labels=num_labels, sums=(totals.number, totals.square)))
+    return StepAgreement(totals.user_code == 0, reads_values, num_labels, num_tokens)

@@ -28,25 +28,28 @@ def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, extr
         return agreed[1]
     checks = model._home.checks
     kind = ("forward", model.training, labels is not None)
-    look = not in_vmap() and checks.looks(model.seen, kind, device_of(tokens))
-    complaint, matching = claims(model, tokens, labels, extra, look=look)
+    reads_values = not in_vmap() and checks.reads_values(model.seen, kind, device_of(tokens))
+    complaint, matching = claims(model, tokens, labels, extra, reads_values=reads_values)
     # The labels that `job.accumulate` counts: those of `StepCounts.add`.
     counts = model._counts.labels is not None and labels is not None and is_step_pass(model.training)
     num_labels = model.limits.labels_of(tokens) if counts and complaint is None else 0
-    inputs = TpInputs((tokens, labels, *extra.by_name().values()), look)
+    inputs = TpInputs((tokens, labels, *extra.by_name().values()), reads_values)
     (total,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(num_labels,))
     model._counts.global_num_labels += total
-    return look
+    return reads_values
 
 
-def claims(model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs, *, look: bool) -> Claims:
+def claims(
+    model: PlanModule, tokens: Tensor, labels: Tensor | None, extra: ExtraInputs, *, reads_values: bool
+) -> Claims:
     """The first error of this rank's batch or parameters, and the values that must match on all ranks.
 
-    Without `look` it reads no tensor's values.
+    Without `reads_values` it reads no tensor's values.
     """
-    words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, look=look)
-    complaint = batch_complaint(words) if words else model.takes.complaint(extra, tokens, look=look)
-    complaint = complaint or first_complaint(StatesRead(lambda: model._updates.states(model.layers), look=look))
+    words = _device_complaint(model, tokens) or model.limits.complaint(tokens, labels, reads_values=reads_values)
+    complaint = batch_complaint(words) if words else model.takes.complaint(extra, tokens, reads_values=reads_values)
+    states_read = StatesRead(lambda: model._updates.states(model.layers), reads_values=reads_values)
+    complaint = complaint or first_complaint(states_read)
     needed, gathered = list[bool](), list[bool]()
     try:
         if model._home.checks.compares:

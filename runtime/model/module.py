@@ -43,15 +43,15 @@ from moec.runtime.model.top_level import TopLevel
 from moec.runtime.refused_derivatives import in_vmap, unwrapped
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
-from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
 
 
 class PlanModule(StepModule):
     """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`).
 
-    They are fp32 masters whatever the compute dtype, and DTensors if there are several ranks. In evaluation mode
-    (`eval()`) experts have the file's capacity for evaluation.
+    Trained parameters are fp32 masters whatever the compute dtype; a job has frozen ones in the compute dtype. On
+    several ranks they are DTensors. In evaluation mode (`eval()`) experts have the file's capacity for evaluation.
     """
 
     layers: nn.ModuleList
@@ -66,7 +66,7 @@ class PlanModule(StepModule):
         self.run = Run()
         """The training run that its checkpoints belong to. Current on rank 0 alone."""
         self._home, self.limits = home, limits
-        self._microbatches, self._counts = Microbatches(), StepCounts()
+        self._open_step, self._counts = OpenStep(), StepCounts()
         self.seen: set[object] = set()
         self.has_accumulated = False
         self._agreed_pass: tuple[Tensor, bool] | None = None
@@ -79,9 +79,9 @@ class PlanModule(StepModule):
         for layer in program.layers:
             function = functions[layer.body]
             words = "\n".join(set_lines(spec.model.layers[layer.number]))
-            self.layers.append(Layer(layer.number, function, home, self._microbatches, words))
+            self.layers.append(Layer(layer.number, function, home, self._open_step, words))
             self._routers += [site_of(op, layer.number) for op in function.routers]
-        self._top = TopLevel(program, home, self, self._microbatches, float64=float64)
+        self._top = TopLevel(program, home, self, self._open_step, float64=float64)
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
@@ -128,7 +128,7 @@ class PlanModule(StepModule):
         self._home.require_running()
         look_at(PassBegins(self, device_of(tokens).type))
         extra = ExtraInputs(routes, segments, padding)
-        look = require_batch(self, tokens, labels, extra)
+        reads_values = require_batch(self, tokens, labels, extra)
         if in_backward():
             ended_block = self.has_accumulated and self._counts.labels is None
             look_at(ModelRecomputed(self.draws and self.training, ended_block))
@@ -140,7 +140,7 @@ class PlanModule(StepModule):
             results = self._top.run(self, inputs)
         if self.training and self._counts.sequences is None:
             self.next_step()
-        complaint = first_complaint(PassEnds(unscored_masks, self._routers, look=look))
+        complaint = first_complaint(PassEnds(unscored_masks, self._routers, reads_values=reads_values))
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
         counted = {} if in_vmap() else results  # vmap has separate counts for each of its examples
@@ -154,7 +154,7 @@ class PlanModule(StepModule):
             self._updates.add(counted)
             self._home.count_pass(tokens, segments, inputs.get("real"))
         aux_loss = None if balance is None else self._aux_loss(balance, inputs.get("real", tokens))
-        refuses = look and not self._counts.skips
+        refuses = reads_values and not self._counts.skips
         if complaint is not None:
             logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
         if labels is None:
@@ -195,8 +195,8 @@ class PlanModule(StepModule):
         or a `stop`, a run of ids, or after `max_new_tokens`; `pad` (default: `eos`, else 0) fills the result behind it.
         Without a `temperature` each token is that of the largest logit. With one it is drawn by softmax(logits /
         temperature) among the `top_k` best and those whose probabilities add up to `top_p`; it is a function of `seed`,
-        the number of its sequence and its place, and of no rank. `sequences` int64 `[batch]` are these numbers
-        (default: those of the ranks' prompts one after the other).
+        the number of its sequence and its place, and does not depend on the rank. `sequences` int64 `[batch]` are these
+        numbers (default: those of the ranks' prompts one after the other).
 
         It computes in evaluation mode and without gradients, and leaves the model's mode as it is. A collective: every
         rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.weights.home import Home, make_weights
-from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.weights.states import LayerStates
@@ -22,12 +22,12 @@ class Layer(nn.Module):
     `words`: its lines of the file, for `repr`.
     """
 
-    def __init__(self, number: int, function: Function, home: Home, microbatches: Microbatches, words: str) -> None:
+    def __init__(self, number: int, function: Function, home: Home, open_step: OpenStep, words: str) -> None:
         super().__init__()
         self._words = words
         self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
         self._weights = make_weights(
-            self, f"layers.{number}.", function.weights, function.sites(number), home, microbatches
+            self, f"layers.{number}.", function.weights, function.sites(number), home, open_step
         )
         self._states = LayerStates(self, function.states, home)
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         settings = setting_values(self.function.settings, {}, training=self.training)
         states, handles = self.states().values(), Handles()
         weights = self._weights(handles)
-        with handles.in_place():
+        with handles.saved_as_handles():
             return self.function.module(*inputs, self._number, *settings, *states, *weights)
 
     def extra_repr(self) -> str:

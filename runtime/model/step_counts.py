@@ -67,23 +67,23 @@ class StepCounts:
         if self.labels is not None:
             self.loss = self.loss + loss.detach()
 
-    def complaint(self, labels: Tensor, *, look: bool, numbered: bool) -> Complaint | None:
+    def complaint(self, labels: Tensor, *, reads_values: bool, numbered: bool) -> Complaint | None:
         """None if the forward passes had exactly the `labels` and, if `numbered`, all the sequences.
 
-        Without `look` it does not read which labels are ignored.
+        Without `reads_values` it does not read which labels are ignored.
         """
-        difference = self._difference(labels, look=look, numbered=numbered)
+        difference = self._difference(labels, reads_values=reads_values, numbered=numbered)
         if difference is None:
             return None
         help = WITHOUT_LABELS if self.num_labels < labels.numel() else OTHER_LABELS
         return Complaint("MOE0713", f"job.accumulate got {difference}", help)
 
-    def _difference(self, labels: Tensor, *, look: bool, numbered: bool) -> str | None:
+    def _difference(self, labels: Tensor, *, reads_values: bool, numbered: bool) -> str | None:
         if self.num_labels != labels.numel():
             return f"{labels.numel()} labels, its forward passes had {self.num_labels}"
         if numbered and self.numbered != self.sequences:
             return f"labels of {self.sequences} sequences, its forward passes had {self.numbered}"
-        if look:
+        if reads_values:
             valid, used = int((labels != IGNORED_LABEL).sum()), int(self.valid)
             if valid != used:
                 return f"{valid} labels that are not {IGNORED_LABEL}, its forward passes had {used}"

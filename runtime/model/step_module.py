@@ -18,7 +18,7 @@ from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts
 from moec.runtime.model.top_level import TopLevel
 from moec.runtime.ranks.checks import Complaint
-from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.weights import Weights
 
 
@@ -34,7 +34,7 @@ class StepModule(nn.Module):
     """Whether its forward pass in training draws random numbers."""
     _agreed_pass: tuple[Tensor, bool] | None
     _counts: StepCounts
-    _microbatches: Microbatches
+    _open_step: OpenStep
     _scalars: dict[str, Function]
     _top: TopLevel
     _updates: Updates
@@ -102,14 +102,14 @@ class StepModule(nn.Module):
         keeps_weights = passes > 1 and not any(weights.sums_every_pass for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
-        self._microbatches.keeps_weights = keeps_weights
+        self._open_step.keeps_weights = keeps_weights
         try:
             yield self._counts
         except BaseException:
             self.seen.add(STEP_RAISED)
             raise
         finally:
-            self._microbatches.keeps_weights = False
+            self._open_step.keeps_weights = False
             for weights in self.all_weights(wrapped=True):
                 weights.drop_step_weights()
             self._counts = StepCounts()
@@ -120,17 +120,17 @@ class StepModule(nn.Module):
         """Adds 1 to the setting `step`."""
         self.settings[STEP.name] += 1
 
-    def skip_agreement(self, tokens: Tensor, look: bool) -> None:
+    def skip_agreement(self, tokens: Tensor, reads_values: bool) -> None:
         """Makes the next forward pass of these tokens skip its agreement: the step's agreement covers it."""
-        self._agreed_pass = tokens, look
+        self._agreed_pass = tokens, reads_values
 
     @contextmanager
-    def one_step(self) -> Iterator[Microbatches]:
+    def one_step(self) -> Iterator[OpenStep]:
         """Collects gradients of micro-batches inside the block; drops unsummed ones at its end."""
         try:
-            yield self._microbatches
+            yield self._open_step
         finally:
-            self._microbatches.drop()
+            self._open_step.drop()
             self._agreed_pass = None
 
     def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:

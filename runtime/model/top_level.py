@@ -15,7 +15,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
 from moec.runtime.weights.home import Home, make_weights
-from moec.runtime.weights.microbatches import Microbatches
+from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 
 class Outline:
-    """The nodes of the graph, and where parameters are fetched and values dropped. Copies of a model use the same one.
+    """The nodes of the graph, where it gathers and casts parameters, and where it drops values.
 
-    `segments`: the parameters used between two calls of layers, fetched together before their first use.
+    Copies of a model share an outline.
+
+    `segments`: the parameters first used between two calls of layers, gathered and cast together before that use.
     """
 
     def __init__(self, graph: fx.Graph, results: Sequence[Output]) -> None:
@@ -46,16 +48,14 @@ class Outline:
 class TopLevel:
     """`forward` of a stage. Each segment's parameters have one `Weights`, called at the segment's first use."""
 
-    def __init__(
-        self, program: Program, home: Home, owner: nn.Module, microbatches: Microbatches, *, float64: bool
-    ) -> None:
-        self._microbatches = microbatches
+    def __init__(self, program: Program, home: Home, owner: nn.Module, open_step: OpenStep, *, float64: bool) -> None:
+        self._open_step = open_step
         forward = program.block(FORWARD)
         graph = emit_graph(program, forward, groups=home.groups, float64=float64)
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [
-            make_weights(owner, "", [_parameter(node) for node in segment], sites, home, microbatches)
+            make_weights(owner, "", [_parameter(node) for node in segment], sites, home, open_step)
             for _, segment in self._outline.segments
         ]
 
@@ -69,11 +69,11 @@ class TopLevel:
             )
         for weights in model.all_weights():
             weights.begin()
-        self._microbatches.last_use = None
+        self._open_step.last_use = None
         try:
             return self._run(model, inputs)
         finally:
-            self._microbatches.last_use = None
+            self._open_step.last_use = None
             for weights in model.all_weights(wrapped=True):
                 weights.drop_prepared()
 
@@ -102,7 +102,7 @@ class TopLevel:
                 case _:
                     assert callable(node.target)
                     args = [_value(arg, values) for arg in node.args]
-                    with handles.in_place():
+                    with handles.saved_as_handles():
                         values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
             for unused in outline.last_used_at.get(node, ()):
                 del values[unused]
@@ -153,7 +153,7 @@ def _parameter(node: fx.Node) -> str:
 
 
 def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """The parameters used between two calls of layers, each tuple with the first node that uses one of them."""
+    """The parameters first used between two calls of layers, each tuple with the first node that uses one of them."""
     segments: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
     first_use, segment, in_segments = None, list[fx.Node](), set[fx.Node]()
     for node in nodes:

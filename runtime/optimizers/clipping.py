@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
+from moec.runtime.optimizers.closures import has_closure
 from moec.runtime.optimizers.elementwise_optimizers import NarrowAdamW
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
-from moec.runtime.weights.masters import has_closure, local_part
+from moec.runtime.weights.masters import local_part
 
 _ZEROS = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})
 

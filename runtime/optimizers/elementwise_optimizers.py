@@ -22,7 +22,8 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.optimizers import AdamW as AdamWSpec
 from moec.grammar.spec.optimizers import Lion as LionSpec
 from moec.grammar.spec.optimizers import Sgd as SgdSpec
-from moec.runtime.weights.masters import Master, by_decay, chunks, local_part, loss_of
+from moec.runtime.optimizers.closures import loss_of
+from moec.runtime.weights.masters import Master, by_decay, chunks, local_part
 
 
 @contextmanager

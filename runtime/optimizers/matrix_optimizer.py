@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moec.runtime.weights.masters import Master, loss_of, require_known
+from moec.runtime.errors import JobError
+from moec.runtime.optimizers.closures import loss_of
+from moec.runtime.weights.masters import Master
 
 ATTRIBUTES_TO_COPY = ("_masters", "state_dtype")
 
@@ -36,9 +38,15 @@ class MatrixOptimizer(Optimizer):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses parameters without a master: nothing states which matrices they have."""
+        """Raises `JobError` for parameters without a master: nothing states which matrices they have."""
         super().add_param_group(param_group)
-        require_known(self.param_groups, self._masters)
+        if not all(parameter in self._masters for parameter in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise JobError(
+                "MOE0700",
+                "an optimizer of whole matrices got a parameter that the plan does not have",
+                "give the parameters of your own modules to an optimizer of torch",
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

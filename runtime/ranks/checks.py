@@ -73,10 +73,10 @@ class MustMatch(NamedTuple):
 
 
 class TpInputs(NamedTuple):
-    """Tensors that must be the same on the ranks of a tp group: their shapes and, with `look`, their values."""
+    """Tensors that must be the same on the ranks of a tp group: their shapes and, with `reads_values`, their values."""
 
     tensors: tuple[Tensor | None, ...]
-    look: bool
+    reads_values: bool
 
 
 class Checks:
@@ -92,7 +92,7 @@ class Checks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Checks:
         return self  # a copied model runs in the same job
 
-    def looks(self, seen: set[object], kind: object, device: torch.device) -> bool:
+    def reads_values(self, seen: set[object], kind: object, device: torch.device) -> bool:
         """Whether this pass checks tensors' values. `seen` collects the kinds of earlier passes.
 
         The result is the same on every rank if `kind` is.
@@ -158,7 +158,7 @@ class JobChecks(Checks):
     def _fingerprint(self, inputs: TpInputs | None, complaint: Complaint | None) -> int:
         if inputs is None or complaint is not None or len(self._tp_ranks) == 1:
             return 0
-        return fingerprint(inputs.tensors, values=inputs.look)
+        return fingerprint(inputs.tensors, values=inputs.reads_values)
 
     def _explain(self, report: _Report) -> JobError:
         """The complaint of the lowest rank that has one, else a difference between ranks. A collective."""

@@ -23,9 +23,9 @@ class Snapshot:
     """Parameters at one time. It tells later whether they are the same tensors with the same values.
 
     It keeps no parameter alive: a new tensor at the address of one that is gone is another one. An in-place change
-    changes a version: that of a DTensor, as by `load_state_dict`, the DTensor's alone; that of this rank's part, as by
-    `job.load`, the part's alone. Changes by `.data`, by fused optimizers and by `foreach` optimizers on DTensors change
-    no version; the optimizers of a job count their steps themselves (`optimizer.py`).
+    changes a version: `load_state_dict` changes the version of the DTensor alone, `job.load` that of the rank's part
+    alone; a snapshot has both. Changes by `.data`, by fused optimizers and by `foreach` optimizers on DTensors change
+    no version, so a job's optimizers increment it themselves (`runtime/optimizers/optimizer.py`).
     """
 
     __slots__ = ("_states",)

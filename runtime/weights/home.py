@@ -14,8 +14,8 @@ from moec.codegen.emit import DTYPES
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Block, Mesh, Op, State
 from moec.runtime.ranks.checks import Checks
-from moec.runtime.weights.microbatches import Microbatches
 from moec.runtime.weights.names import add_parameter
+from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.shards import initial_shard, initial_state
 from moec.runtime.weights.weight_spec import WeightSpec
 from moec.runtime.weights.weights import Weights
@@ -43,17 +43,20 @@ class Home(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's share of the global batch."""
+        """The index of this rank's part of the global batch."""
         ...
 
     @property
     def data_size(self) -> int:
-        """The number of shares of the global batch."""
+        """The number of parts of the global batch."""
         ...
 
     @property
     def shares_batch(self) -> bool:
-        """Whether several ranks compute the same share, each a part of its vocabulary or of its sequence."""
+        """Whether several ranks read the same part of the batch.
+
+        Each computes a part of the vocabulary or of the sequence.
+        """
         ...
 
     @property
@@ -160,11 +163,11 @@ def make_weights(
     names: Sequence[str],
     sites: Mapping[str, str],
     home: Home,
-    microbatches: Microbatches,
+    open_step: OpenStep,
 ) -> Weights:
     """Makes the parameters `names` of `owner`, the module at `path` in the model."""
     specs = []
     for name in names:
         add_parameter(owner, name, partial(home.parameter, path + name))
         specs.append(replace(home.weight(path + name, sites[name]), name=name))
-    return Weights(owner, path.rstrip(".") or names[0], specs, microbatches)
+    return Weights(owner, path.rstrip(".") or names[0], specs, open_step)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -16,7 +15,6 @@ from moec.passes.cost.optimizers import UPDATE_CHUNK
 from moec.passes.ir import VECTOR, Matrices
 from moec.passes.ir import Shard as Sharded
 from moec.passes.ir.mesh import group_name
-from moec.runtime.errors import JobError
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +116,3 @@ def chunks(updated: Iterable[Updated]) -> Iterator[list[Updated]]:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or a plain tensor: detached, with the same memory and version counter."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """The loss that the closure of an optimizer's `step` computes, with gradients enabled; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def has_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether these arguments of a step hook, the optimizer first, have a closure."""
-    return any(argument is not None for argument in (*arguments[1:], *named.values()))
-
-
-def require_known(groups: list[dict[str, Any]], parameters: Container[nn.Parameter]) -> None:
-    """Removes the newest group and raises `JobError` if the optimizer was not made for one of its parameters."""
-    if not all(parameter in parameters for parameter in groups[-1]["params"]):
-        groups.pop()
-        raise JobError(
-            "MOE0700",
-            "an optimizer of whole matrices got a parameter that the plan does not have",
-            "give the parameters of your own modules to an optimizer of torch",
-        )

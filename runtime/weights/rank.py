@@ -25,7 +25,7 @@ from moec.runtime.weights.shards import (
     initial_shard,
     initial_state,
     require_executable,
-    require_gathered,
+    require_gatherable,
     require_order,
 )
 from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
@@ -34,7 +34,7 @@ from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 class RankHome:
     """The home of the modules of one `build`: on `device`, initialised from `seed`.
 
-    A script that sets its model's step calls `count_from`; each training pass calls `count_pass` (`Home` has both).
+    `model.set(step=…)` calls `count_from`; each training pass calls `count_pass`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankHome:
     ) -> None:
         require_one_stage(plan.program)
         require_executable(plan.parameters)
-        require_gathered(plan.parameters)
+        require_gatherable(plan.parameters)
         require_order(plan.program)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
@@ -107,8 +107,11 @@ class RankHome:
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
-        """The groups that sum its gradient; the group of the stage if they span the mesh."""
-        if data.zero_cut is not None:  # its group sums first, by a reduce_scatter
+        """The groups that sum its gradient, after ZeRO's reduce_scatter.
+
+        If they span the mesh, the group of the stage replaces them.
+        """
+        if data.zero_cut is not None:
             return tuple(group for group in data.sum_over if group != data.zero_cut.group)
         if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
             return (STAGE,)
@@ -136,7 +139,7 @@ class RankHome:
         return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
-        """None for states of ranks with the same parts of every parameter."""
+        """None for a `state_dict` of a rank with the same parts of every parameter."""
         ranks, rank = signature["ranks"], signature["rank"]
         if ranks == 1:
             return None  # unsharded tensors

@@ -113,7 +113,7 @@ class Handles:
             storage = weights[index].untyped_storage()
             self._by_storage[storage._cdata] = (StorageWeakRef(storage), regathered, index)  # type: ignore[no-untyped-call]
 
-    def in_place(self) -> AbstractContextManager[Any]:
+    def saved_as_handles(self) -> AbstractContextManager[Any]:
         """Inside the block autograd saves handles of these weights.
 
         Hooks that are active already, such as those of `torch.utils.checkpoint`, stay in place of handles.

@@ -51,7 +51,7 @@ def require_order(program: Program) -> None:
             raise JobError("MOE0700", complaint, "compile the .moe file again")
 
 
-def require_gathered(parameters: Mapping[str, PlanParameter]) -> None:
+def require_gatherable(parameters: Mapping[str, PlanParameter]) -> None:
     """Raises `JobError` unless a job can gather weights and scatter gradients, layer by layer.
 
     ZeRO's cut must be the only cut of its dim, and the gradient must be summed over the cut's axis.
@@ -98,7 +98,7 @@ def initial_shard(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """`rank`'s part of a new parameter, on `device` (the CPU), in `dtype`.
+    """`rank`'s part of a new parameter, on `device` (default: the CPU), in `dtype`.
 
     Each element is drawn in fp32 from its index in the whole parameter: its value depends on neither the sharding nor
     the number of ranks. A rank draws only its part. On `meta` nothing is drawn.

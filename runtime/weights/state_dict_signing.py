@@ -28,8 +28,8 @@ def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def refuse_foreign_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Raises `JobError` for another rank's parts, and for a state in place of a parameter or the reverse; replaces
-    whole tensors by this rank's parts."""
+    """Raises `JobError` for other parts than this rank's, and for a state in place of a parameter or the reverse;
+    replaces whole tensors by this rank's parts."""
     if KEY in local_metadata:
         require_own(module, local_metadata[KEY], "this state_dict")
         _require_same_states(module, {name.removeprefix(prefix) for name in state_dict}, local_metadata[KEY])
@@ -43,7 +43,7 @@ def require_own(module: nn.Module, signature: dict[str, Any], subject: str) -> N
     """Raises `JobError` unless `subject` ("this state_dict"), with this signature, has the same parts as this rank."""
     complaint = home_of(module).complaint_of(signature)
     if complaint:
-        raise JobError("MOE0712", f"{subject} is another rank's: {complaint}", HOW_TO_LOAD)
+        raise JobError("MOE0712", f"{subject} does not fit this rank: {complaint}", HOW_TO_LOAD)
 
 
 def _require_same_states(module: nn.Module, names: set[str], signature: dict[str, Any]) -> None:

@@ -37,21 +37,22 @@ class UnwrappedParameters:
 
 
 class ForwardPass:
-    """One forward pass: its parameters, and the sums that its backward has started.
+    """One forward pass: the layouts of its parameters, and the sums that its backward has started.
 
-    `sums_at_once`: whether a parameter needs the gradient of this pass. `regathered`: the weights that backward gathers
-    again. `versions`: those of the DTensors whose parts the graphs use without a copy. Autograd notices changes of a
-    part, but not those of its DTensor.
+    `layouts`: the mesh and placements of each parameter, None for a plain tensor. `sums_at_once`: whether a parameter
+    needs the gradient of this pass. `regathered`: the weights that backward gathers again. `versions`: those of the
+    DTensors whose parts the graphs use without a copy. Autograd notices changes of a part, but not those of its
+    DTensor.
     """
 
-    __slots__ = ("buckets", "needed", "parameters", "regathered", "sums_at_once", "versions", "weights")
+    __slots__ = ("buckets", "layouts", "needed", "regathered", "sums_at_once", "versions", "weights")
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
         self.sums_at_once = any(map(needs_gradient_at_once, parameters))
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
-        self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
+        self.layouts = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
         self.regathered: RegatheredWeights | None = None
         self.versions = [
@@ -61,7 +62,10 @@ class ForwardPass:
         ]
 
     def require_unchanged(self) -> None:
-        """Raises `JobError` if a DTensor in `versions` changed since forward: autograd's weights share its memory."""
+        """Raises `JobError` if a DTensor in `versions` changed since forward.
+
+        The weights that autograd saved share its memory.
+        """
         for reference, version in self.versions:
             if (parameter := reference()) is not None and version_of(parameter) != version:
                 raise changed(self.weights.specs[0].site)
@@ -85,7 +89,7 @@ class Unwrap(torch.autograd.Function):
         results = list(gradients)
         buckets, forward_pass.buckets = forward_pass.buckets, []
         forward_pass.weights.finish_sums(results, buckets)
-        return (None, *map(wrapped, results, forward_pass.weights.specs, forward_pass.parameters))
+        return (None, *map(wrapped, results, forward_pass.weights.specs, forward_pass.layouts))
 
 
 class Narrow(torch.autograd.Function):
@@ -125,13 +129,13 @@ def needs_gradient_at_once(parameter: Tensor) -> bool:
     return hooked or (parameter.requires_grad and not isinstance(parameter, torch.nn.Parameter))
 
 
-def wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | None) -> Tensor | None:
+def wrapped(gradient: Tensor | None, spec: WeightSpec, layout: tuple[Any, Any] | None) -> Tensor | None:
     """The gradient of this rank's part, scaled, as a DTensor where its parameter is one."""
     if gradient is None:
         return None
     if spec.scale != 1.0:
         gradient = gradient * spec.scale
-    return gradient if mesh is None else DTensor.from_local(gradient, *mesh, run_check=False)
+    return gradient if layout is None else DTensor.from_local(gradient, *layout, run_check=False)
 
 
 def finish(results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:

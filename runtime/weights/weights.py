@@ -28,8 +28,8 @@ from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathering import Gathering, Snapshot
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.masters import local_part
-from moec.runtime.weights.microbatches import CollectedGradients, Microbatches
 from moec.runtime.weights.names import read_parameter, registered_parameter, split_name
+from moec.runtime.weights.open_step import CollectedGradients, OpenStep
 from moec.runtime.weights.regathering import Handles, RegatheredWeights
 from moec.runtime.weights.weight_nodes import (
     ForwardPass,
@@ -54,17 +54,17 @@ class _StepWeights:
 class Weights:
     """The parameters of one module. A call, once per forward pass, returns its graphs' inputs."""
 
-    def __init__(self, owner: nn.Module, unit: str, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
+    def __init__(self, owner: nn.Module, unit: str, specs: Sequence[WeightSpec], open_step: OpenStep) -> None:
         self.unit = unit
         """The name of these parameters in a schedule (`moec.passes.place.schedule.Unit`)."""
         self.specs = tuple(specs)
         # Weak: autograd's nodes refer to this object, and the layer to `aux_loss`: a cycle that Python cannot collect.
         self._owner = ref(owner)
-        self._microbatches = microbatches
+        self._open_step = open_step
         self.group_owner: object = None
         """The owner of the process groups: groups stay open while a backward pass still refers to these weights."""
         self._paths = [split_name(spec.name) for spec in specs]
-        self._buckets = by_groups(SummedGradient(i, spec.shape, spec.groups, spec.zero) for i, spec in enumerate(specs))
+        self._sum_groups = by_groups(SummedGradient(i, s.shape, s.groups, s.zero) for i, s in enumerate(specs))
         self.gathers = any(spec.zero is not None for spec in specs)
         """Whether ZeRO cuts one of the parameters."""
         self._per_use = [i for i, spec in enumerate(specs) if spec.zero is not None and spec.zero.per_use]
@@ -81,7 +81,7 @@ class Weights:
         copied.__dict__ |= self.__dict__
         copied._collected = copied._unwrapped = copied._prefetched = copied._step_weights = None
         copied._owner = ref(deepcopy(self._module(), memo))
-        copied._microbatches = deepcopy(self._microbatches, memo)
+        copied._open_step = deepcopy(self._open_step, memo)
         return copied
 
     def _module(self) -> nn.Module:
@@ -138,7 +138,7 @@ class Weights:
     def __call__(self, handles: Handles | None = None) -> Sequence[Tensor]:
         """The parameters as plain, differentiable tensors of the compute dtype.
 
-        Adds to `handles` the weights that autograd must not save. Graphs may use them only in `handles.in_place()`.
+        Adds to `handles` the weights that autograd must not save, for graphs inside `handles.saved_as_handles()`.
         """
         unwrapped, self._unwrapped = self._unwrapped, None
         # A hook may have replaced a parameter since `begin`.
@@ -169,7 +169,7 @@ class Weights:
         if gathering is None or not gathering.parameters.is_of(parameters):
             gathering = self._gathering(unwrapped.local, parameters)
         weights = gathering.finish()
-        if self._microbatches.keeps_weights and not self._per_use:
+        if self._open_step.keeps_weights and not self._per_use:
             self._step_weights = _StepWeights(gathering.parameters, weights)
         return weights
 
@@ -185,12 +185,12 @@ class Weights:
     def _regathered_later(self, unwrapped: UnwrappedParameters) -> RegatheredWeights:
         """The weights that backward gathers again for this use."""
         local = list(map(local_part, unwrapped.parameters))
-        # In a recomputed pass, backward does not come next to the use before this one.
-        previous = None if in_backward() else self._microbatches.last_use
+        # A recomputed pass runs inside backward: the use before it is not the one that backward needs next.
+        previous = None if in_backward() else self._open_step.last_use
         begin, site = partial(self._gathering, local, ()), self.specs[0].site
         regathered = RegatheredWeights(begin, unwrapped.parameters, site, previous)
         if not in_backward():
-            self._microbatches.last_use = regathered
+            self._open_step.last_use = regathered
         return regathered
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
@@ -260,13 +260,13 @@ class Weights:
         Before the last micro-batch it only collects gradients, except where a hook or the graph of a computed
         parameter needs those of this pass, or ZeRO scatters them in every pass.
         """
-        needed, defers = forward_pass.needed, not (self._microbatches.sums or forward_pass.sums_at_once)
+        needed, defers = forward_pass.needed, not (self._open_step.sums or forward_pass.sums_at_once)
         deferred = [spec.collects and defers for spec in self.specs]
-        collected_parameters = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
+        needs_collecting = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
         if any(deferred):
             collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]
-            self._collect(collected, collected_parameters, device)
-        elif self._collected is not None and self._collected.needed == collected_parameters:
+            self._collect(collected, needs_collecting, device)
+        elif self._collected is not None and self._collected.needed == needs_collecting:
             gradients, self._collected = self._collected.plus(gradients), None
         ready = [None if defer else g for g, defer in zip(gradients, deferred, strict=True)]
         return self._start(ready, [n and not defer for n, defer in zip(needed, deferred, strict=True)], device)
@@ -281,7 +281,7 @@ class Weights:
             needed_in_any = tuple(a or b for a, b in zip(earlier.needed, needed, strict=True))
             exclusive = earlier.exclusive_sums(gradients, exclusive)
             self._collected = CollectedGradients(earlier.plus(gradients), needed_in_any, device, exclusive)
-        self._microbatches.pending[self] = None
+        self._open_step.pending[self] = None
 
     @property
     def has_collected(self) -> bool:
@@ -297,7 +297,7 @@ class Weights:
     def finish_sums(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
         """Waits for the sums of `begin_sums` and writes them to `results`."""
         finish(results, buckets)
-        self._microbatches.drop_finished()
+        self._open_step.drop_finished()
 
     @torch.no_grad()
     def add_to_parameters(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
@@ -322,12 +322,12 @@ class Weights:
         """Starts the sums for every parameter in `needed`, even without a gradient on this rank: ranks must match."""
         results = list(gradients)
         buckets, scattered = [], list[Bucket]()
-        for summed in self._buckets:
-            members = [member for member in summed if needed[member.index]]
+        for sum_group in self._sum_groups:
+            members = [member for member in sum_group if needed[member.index]]
             if not members:
                 continue
             if members[0].zero is not None and not scattered:
-                self._microbatches.wait_scattered()
+                self._open_step.wait_scattered()
             first = self.specs[members[0].index]
             more = f" and {len(members) - 1} more" if len(members) > 1 else ""
             dtype = torch.promote_types(first.dtype, torch.float32)
@@ -338,7 +338,7 @@ class Weights:
             if members[0].zero is not None:
                 scattered.append(bucket)
         if scattered:
-            self._microbatches.scattering = scattered
+            self._open_step.scattering = scattered
         if buckets:
             note_action("reduce", self.unit)
         return results, buckets

@@ -245,17 +245,17 @@ def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) 
     for found in (every[0], every[2]):  # which hold the same parts
         assert {found[name] for name in ("model", "optimizer", "layers", "own", "own optimizer")} == {"nothing"}
     for found in every:
-        assert found["another plan's"].startswith("MOE0712 this optimizer state is another rank's: its plan sh")
+        assert found["another plan's"].startswith("MOE0712 this optimizer state does not fit this rank: its plan sh")
         assert found["other optimizer"].startswith("MOE0712 this optimizer state has 0 parameters, but the model has")
         assert re.match(
             r"MOE0712 this optimizer state's exp_avg of parameter \d+ is a Tensor .*, but the parameter is a DTensor",
             found["whole optimizer"],
         )
     for found in (every[1], every[3]):
-        assert found["model"].startswith("MOE0712 this state_dict is another rank's: it has rank 0's part of")
-        assert found["optimizer"].startswith("MOE0712 this optimizer state is another rank's")
+        assert found["model"].startswith("MOE0712 this state_dict does not fit this rank: it has rank 0's part of")
+        assert found["optimizer"].startswith("MOE0712 this optimizer state does not fit this rank")
         assert "its rank is unknown" in found["items"]
-        assert found["layers"].startswith("MOE0712 this state_dict is another rank's")
+        assert found["layers"].startswith("MOE0712 this state_dict does not fit this rank")
         assert found["own"] == found["own optimizer"] == "nothing"
     for found in every:
         assert "it could be any rank's part" in found["parts"]

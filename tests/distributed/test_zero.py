@@ -183,7 +183,7 @@ def running_sums_after_backward(options: dict[str, Any]) -> int:
         model = job.build(seed=1)
         tokens, labels = contract.mine(job, *contract.batch())
         model(tokens, labels).loss.backward()
-        return len(model._microbatches.scattering)
+        return len(model._open_step.scattering)
 
 
 def test_a_backward_pass_leaves_no_sum_in_memory(gloo: GlooPool) -> None:

@@ -44,7 +44,7 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD
 
 
 class Copy(NamedTuple):
-    """A copy from a block, whose elements from number `first` on are a box of shape `shape`.
+    """A copy from a block. The block's elements from number `first` on form a box of `shape`.
 
     The slices `source` of that box go to the slices `target` of the reader's part.
     """
@@ -124,7 +124,7 @@ class Checkpoint:
         """
         local = threading.local()
 
-        def read(block: Block) -> None:
+        def read_block(block: Block) -> None:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(BLOCK_BYTES))
             try:
@@ -138,7 +138,7 @@ class Checkpoint:
                     use(block, content)
 
         with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(read, blocks):
+            for _ in pool.map(read_block, blocks):
                 pass
 
     def _read(self, block: Block, buffer: memoryview, check: bool) -> memoryview:

@@ -119,13 +119,13 @@ def generate(
         request = Request(prompts, request_ends, sampling, numbers)
     except JobError as error:
         complaint = Complaint.of(error)
-    look = model._home.checks.looks(model.seen, (SITE,), device_of(first))
-    _agree(model, request, complaint, look=look, numbered=sequences is not None)
+    reads_values = model._home.checks.reads_values(model.seen, (SITE,), device_of(first))
+    _agree(model, request, complaint, reads_values=reads_values, numbered=sequences is not None)
     assert request is not None
     decoder = Decoder(model, layers, request.prompts)
     try:
         with torch.inference_mode():  # operators take a third of the time less than under no_grad
-            generated = _run(model, decoder, request, look=look)
+            generated = _run(model, decoder, request, reads_values=reads_values)
     finally:
         decoder.close()
     with torch.inference_mode(False):  # tensors of inference mode cannot be used in training
@@ -144,7 +144,7 @@ def _numbers(prompts: Prompts, sequences: object, data_rank: int) -> Tensor:
 
 
 def _agree(
-    model: PlanModule, request: Request | None, complaint: Complaint | None, *, look: bool, numbered: bool
+    model: PlanModule, request: Request | None, complaint: Complaint | None, *, reads_values: bool, numbered: bool
 ) -> None:
     """Raises one rank's error on every rank, or a difference between them. A collective."""
     options, shape, batch, tensors = (0,) * 4, (0, 0), 0, list[Tensor | None]()
@@ -162,11 +162,11 @@ def _agree(
         MustMatch("MOE0740", OPTIONS, options),
         MustMatch("MOE0702", SHAPES, shape),
         MustMatch("MOE0740", BATCHES, (batch,)),
-        inputs=TpInputs(tuple(tensors), look),
+        inputs=TpInputs(tuple(tensors), reads_values),
     )
 
 
-def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -> Generated:
+def _run(model: PlanModule, decoder: Decoder, request: Request, *, reads_values: bool) -> Generated:
     """The loop: prompts, then one token of each sequence at a time, until all sequences of all ranks have ended."""
     prompts, ends, device = request.prompts, request.ends, request.prompts.ids.device
     tokens = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
@@ -180,9 +180,9 @@ def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -
         with unscored.noting() as unscored_masks:
             logits = decoder.step(new, {**extra, **_without_effect(model, new.ids)})
         chosen = request.sampling.choose(logits, request.sequences, prompts.lengths + (count - 1))
-        looks = look or bool(ends.stops) or count == prompts.new  # where a stop is looked for, the device is waited for
-        complaint = first_complaint(PassEnds(unscored_masks, decoder.routers, look=looks)) or first_complaint(
-            TokensChosen((chosen < 0) & ~done, look=looks)
+        waits = reads_values or bool(ends.stops) or count == prompts.new  # a search for stops waits for the device
+        complaint = first_complaint(PassEnds(unscored_masks, decoder.routers, reads_values=waits)) or first_complaint(
+            TokensChosen((chosen < 0) & ~done, reads_values=waits)
         )
         chosen = chosen.where(~done, ends.pad).clamp_min(0)
         tokens[:, count - 1] = chosen

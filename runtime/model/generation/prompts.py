@@ -51,7 +51,7 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
         raise JobError("MOE0740", f"`max_new_tokens` is {max_new_tokens!r}, and must be a whole number, at least 1")
     fill = limits.padding if limits.padding is not None else 0
     ids, real = _padded_list(tokens, fill) if isinstance(tokens, list | tuple) else (tokens, None)
-    if words := replace(limits, pieces=1).complaint(ids, None, look=True):  # type: ignore[arg-type]
+    if words := replace(limits, pieces=1).complaint(ids, None, reads_values=True):  # type: ignore[arg-type]
         raise JobError("MOE0702", words, LISTS)
     assert isinstance(ids, Tensor)
     if padding is not None:

@@ -17,18 +17,19 @@ ALONE = {"ranks": 1, "ep": 1}
 
 
 @pytest.mark.parametrize(
-    ("mode", "looks"),
+    ("mode", "expected"),
     [("all", [True, True, True, True]), ("first", [True, False, True, False]), ("none", [False] * 4)],
 )
-def test_a_device_is_waited_for_as_often_as_was_asked(mode: str, looks: list[bool]) -> None:
+def test_a_device_is_waited_for_as_often_as_was_asked(mode: str, expected: list[bool]) -> None:
     checks, seen = Checks(mode), set[object]()
-    assert [checks.looks(seen, kind, CUDA) for kind in ("training", "training", "evaluation", "training")] == looks
+    kinds = ("training", "training", "evaluation", "training")
+    assert [checks.reads_values(seen, kind, CUDA) for kind in kinds] == expected
 
 
 def test_the_cpu_is_always_looked_at_unless_nothing_is_to_be() -> None:
     for mode, expected in (("all", True), ("first", True), ("none", False)):
         seen = set[object]()
-        assert [Checks(mode).looks(seen, "training", CPU) for _ in range(2)] == [expected] * 2
+        assert [Checks(mode).reads_values(seen, "training", CPU) for _ in range(2)] == [expected] * 2
 
 
 def test_another_word_is_refused() -> None:
@@ -56,7 +57,8 @@ def test_ids_and_scores_are_looked_at_by_default_and_not_where_nothing_is_asked(
 
 def test_a_guard_that_waits_looks_only_where_values_are_read() -> None:
     masks = [torch.tensor([[False, True]])]
-    complaints = [first_complaint(PassEnds(masks, ["layers.0.moe"], look=look)) for look in (False, True)]
+    events = (PassEnds(masks, ["layers.0.moe"], reads_values=reads_values) for reads_values in (False, True))
+    complaints = list(map(first_complaint, events))
     assert [complaint and complaint.code for complaint in complaints] == [None, "MOE0708"]
 
 

@@ -88,6 +88,15 @@ def test_numbers_of_micro_batches_are_integers() -> None:
                 job.step(model, TOKENS, TOKENS, microbatches=number)
 
 
+@pytest.mark.parametrize("name", ["loss", "logprob_loss", "count"])
+@pytest.mark.parametrize("given", [0, False, "mean"])
+def test_functions_are_callable(name: str, given: Any) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model, words = job.build(), rf"MOE0713.*{name} must be a function .* not {given!r}"
+        with pytest.raises(JobError, match=words):
+            job.step(model, TOKENS, TOKENS + 1, **{name: given})
+
+
 @pytest.mark.parametrize("counted", [torch.tensor(True), True], ids=["tensor", "bool"])
 def test_a_count_that_is_a_bool_is_refused(counted: Any) -> None:
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:

@@ -23,7 +23,7 @@ def counts(*passes: Tensor, sequences: int = 2) -> StepCounts:
 
 
 def test_forward_passes_on_the_labels_of_the_block_are_right() -> None:
-    assert counts(LABELS[:1], LABELS[1:]).complaint(LABELS, look=True, numbered=True) is None
+    assert counts(LABELS[:1], LABELS[1:]).complaint(LABELS, reads_values=True, numbered=True) is None
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_forward_passes_on_the_labels_of_the_block_are_right() -> None:
     ],
 )
 def test_a_complaint_says_what_differs_and_how_much(step: StepCounts, message: str, help: str) -> None:
-    found = step.complaint(LABELS, look=True, numbered=True)
+    found = step.complaint(LABELS, reads_values=True, numbered=True)
     assert found == Complaint("MOE0713", f"job.accumulate got {message}", help)
 
 
 def test_ignored_labels_are_not_compared_where_checks_read_no_values() -> None:
-    assert counts(IGNORING).complaint(LABELS, look=False, numbered=True) is None
+    assert counts(IGNORING).complaint(LABELS, reads_values=False, numbered=True) is None
 
 
 def test_sequences_are_not_compared_where_the_model_draws_nothing() -> None:
-    assert counts(LABELS.reshape(1, 4)).complaint(LABELS, look=True, numbered=False) is None
+    assert counts(LABELS.reshape(1, 4)).complaint(LABELS, reads_values=True, numbered=False) is None

@@ -20,7 +20,7 @@ from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import Layout, Shard, local_shape
 from moec.passes.ir.verifier import check_program
 from moec.runtime.verify.verification import verify
-from moec.runtime.weights.shards import require_executable, require_gathered
+from moec.runtime.weights.shards import require_executable, require_gatherable
 
 UP = "moe.experts.up.weight"
 DEGREES: list[dict[str, Any]] = [
@@ -203,7 +203,7 @@ def test_layouts_of_no_stage_are_refused_before_a_job(fault: str):
 
 def require_runnable(plan: Plan) -> None:
     require_executable(plan.parameters)
-    require_gathered(plan.parameters)
+    require_gatherable(plan.parameters)
 
 
 # ---- the words of a file -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The state of one step over several micro-batches, shared by all layers of a model."""
+"""The state of the open step, which all layers of a model share, and gradients collected over its micro-batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
 
 
-class Microbatches:
-    """One step's micro-batches, and the collectives of all layers that run ahead of their use."""
+class OpenStep:
+    """The state of the open step: its collected gradients, and the collectives that run ahead of their use."""
 
     def __init__(self) -> None:
         self.sums = True
@@ -31,11 +31,15 @@ class Microbatches:
         self.last_use: RegatheredWeights | None = None
         """The last use of a layer in this forward pass whose weights backward gathers again."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Microbatches:
-        return Microbatches()  # a copy of a model belongs to no open step
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpenStep:
+        return OpenStep()  # a copy of a model belongs to no open step
 
     def finish(self) -> None:
-        """Sums the remaining collected gradients: of layers that the last backward skipped, or frozen parameters."""
+        """Sums the remaining collected gradients.
+
+        They are of layers that the last backward skipped, or of which the script froze or unfroze a parameter between
+        micro-batches.
+        """
         sums = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
         for weights, results, buckets in sums:
             weights.add_to_parameters(results, buckets)
