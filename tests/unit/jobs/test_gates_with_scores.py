@@ -99,7 +99,7 @@ def _other_route(e: Emitter, op: Op) -> None:
     found = e.call(op, aten.topk.default, probabilities, K)
     largest, experts = (e.item(op, found, index) for index in range(2))
     weights = e.call(op, aten.div.Tensor, largest, e.call(op, aten.sum.dim_IntList, largest, [-1], True))
-    e.several(op, probabilities, weights, experts)
+    e.set_results(op, probabilities, weights, experts)
 
 
 def _other_weights(op: Op, numbers: Tensor, experts: Tensor) -> Tensor:
