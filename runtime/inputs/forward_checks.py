@@ -17,10 +17,7 @@ from moec.runtime.ranks.checks import Complaint, MustMatch
 TRAINS = "rank {other} trains and rank {one} evaluates: call `train()` or `eval()` on every rank"
 COMPUTES = "rank {other} computes gradients and rank {one} does not: use `torch.no_grad` on every rank or on none"
 WANTS = "ranks {one} and {other} want gradients of different parameters: call `requires_grad_` on every rank or on none"
-GATHERS = (
-    "ranks {one} and {other} changed different parameters between the micro-batches of a step: change them on every "
-    "rank or on none"
-)
+GATHERS = "ranks {one} and {other} changed, parametrized or hooked different parameters: do it on every rank or on none"
 LABELS = "rank {other} has labels and rank {one} none: give them on every rank or on none"
 GIVEN = {
     "routes": "rank {other} has routes and rank {one} none: give them on every rank or on none",
@@ -50,7 +47,7 @@ def same_mode(training: bool, needed: Sequence[bool], gathered: Sequence[bool] =
     """Modes that must match: whether ranks train, whether they compute gradients, and of which parameters.
 
     Ranks with different frozen parameters would start different sums of gradients. `gathered`: for each layer, whether
-    the step has its weights already; ranks whose parameters changed between micro-batches would gather others.
+    the step has its weights already, and whether each pass sums its gradients.
     """
     modes = {
         TRAINS: int(training),

@@ -54,7 +54,8 @@ def claims(
     try:
         if model._home.checks.compares:
             needed = [requires_grad for weights in model.all_weights() for requires_grad in weights.needed()]
-            gathered = [weights.has_step_weights for weights in model.all_weights(wrapped=True)]
+            for weights in model.all_weights(wrapped=True):
+                gathered += weights.has_step_weights, weights.sums_every_pass
     except JobError as error:
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model.draws and model.training)

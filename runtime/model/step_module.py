@@ -102,14 +102,14 @@ class StepModule(nn.Module):
         keeps_weights = passes > 1 and not any(weights.sums_every_pass for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
-        self._open_step.keeps_weights = keeps_weights
+        self._open_step.has_several_passes, self._open_step.keeps_weights = passes > 1, keeps_weights
         try:
             yield self._counts
         except BaseException:
             self.seen.add(STEP_RAISED)
             raise
         finally:
-            self._open_step.keeps_weights = False
+            self._open_step.has_several_passes = self._open_step.keeps_weights = False
             for weights in self.all_weights(wrapped=True):
                 weights.drop_step_weights()
             self._counts = StepCounts()

@@ -31,24 +31,51 @@ class Snapshot:
     __slots__ = ("_states",)
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._states = [(ref(parameter), _state_of(parameter)) for parameter in parameters]
+        self._states = [(ref(parameter), _state_of(parameter), _OwnerState(parameter)) for parameter in parameters]
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether `parameters` are these, unchanged."""
         pairs = zip(self._states, parameters, strict=True)
-        return all(reference() is p and state == _state_of(p) for (reference, state), p in pairs)
+        return all(reference() is p and state == _state_of(p) for (reference, state, _), p in pairs)
 
     @property
     def has_changed(self) -> bool:
-        """Whether one of the parameters that still exist has changed."""
-        present = ((reference(), state) for reference, state in self._states)
-        return any(parameter is not None and state != _state_of(parameter) for parameter, state in present)
+        """Whether one of the tensors that own their memory, and still exist, has changed."""
+        return any(owner.has_changed for *_, owner in self._states)
 
 
 def _state_of(parameter: Tensor) -> tuple[int, int, int]:
     """The address and the version of this rank's part, and the parameter's version."""
     local = local_part(parameter)
     return local.data_ptr(), version_of(local), version_of(parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """The weights that a step gathered once for all its micro-batches, and their parameters then."""
+
+    parameters: Snapshot
+    weights: list[Tensor]
+
+
+class _OwnerState:
+    """The state of the tensor that owns a parameter's memory: a parametrization may give a view, which is gone soon."""
+
+    __slots__ = ("_owner", "_state")
+
+    def __init__(self, parameter: Tensor) -> None:
+        owner = owner_of(parameter)
+        self._owner, self._state = ref(owner), _state_of(owner)
+
+    @property
+    def has_changed(self) -> bool:
+        owner = self._owner()
+        return owner is not None and self._state != _state_of(owner)
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    """The tensor of which this is a view, or the tensor itself."""
+    return tensor._base if tensor._base is not None else tensor
 
 
 def version_of(tensor: Tensor) -> int:

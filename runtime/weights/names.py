@@ -116,6 +116,17 @@ def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
     raise _replaced((*steps, name), f"{name} is no longer a parameter, and a hook that computes it would never run")
 
 
+def requires_grad(root: nn.Module, steps: Sequence[str], name: str) -> bool:
+    """Whether a parameter requires a gradient, or one of those from which a parametrization computes it.
+
+    Computes no parametrization, which may draw random numbers. Raises `JobError` as `read_parameter` does.
+    """
+    module = root.get_submodule(".".join(steps))
+    if registered_parameter(root, steps, name) is None and parametrize.is_parametrized(module, name):
+        return any(original.requires_grad for original in module.parametrizations[name].parameters())  # type: ignore[index,union-attr]
+    return read_parameter(root, steps, name).requires_grad
+
+
 def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor | None:
     """The registered parameter, or None. Raises `JobError` if a module on the path was replaced."""
     module = root

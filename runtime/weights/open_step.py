@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moec.runtime.errors import JobError
 from moec.runtime.weights.gradients import Bucket
 from moec.runtime.weights.regathering import RegatheredWeights
 
@@ -22,6 +23,8 @@ class OpenStep:
     def __init__(self) -> None:
         self.sums = True
         """Whether backward sums gradients over ranks. Passes of a step before its last collect gradients instead."""
+        self.has_several_passes = False
+        """Whether the step has several forward passes."""
         self.keeps_weights = False
         """Whether gathered weights serve all forward passes until the end of the step."""
         self.pending: dict[Weights, None] = {}
@@ -64,7 +67,7 @@ class OpenStep:
 
 @dataclass(frozen=True, slots=True)
 class CollectedGradients:
-    """Sums of the gradients of earlier micro-batches.
+    """Sums of the gradients of earlier micro-batches, for these `parameters` (weak references).
 
     `needed`: for each parameter, whether a micro-batch needed its gradient. `exclusive`: for each gradient, whether no
     other code refers to it, so that the next one is added in place. Autograd may still refer to a gradient that it
@@ -73,8 +76,19 @@ class CollectedGradients:
 
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
+    parameters: Sequence[Callable[[], Tensor | None]]
     device: torch.device
     exclusive: Sequence[bool]
+
+    def require_for(self, parameters: Sequence[Callable[[], Tensor | None]], site: str) -> None:
+        """Raises `JobError` if they are of other tensors: replaced ones, or those of a `functional_call`."""
+        if [id(collected()) for collected in self.parameters] != [id(parameter()) for parameter in parameters]:
+            raise JobError(
+                "MOE0713",
+                f"a parameter of {site} was replaced or parametrized between the micro-batches of a step, whose "
+                "gradients are summed at its end",
+                "do so between steps, or sum each micro-batch's gradients: `with job.accumulate(…)`",
+            )
 
     def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds another micro-batch's gradients, in place where that is safe. Call it once."""

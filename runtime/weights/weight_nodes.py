@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.runtime.action_log import note_action
 from moec.runtime.refused_derivatives import once_differentiable
-from moec.runtime.weights.gathering import version_of
+from moec.runtime.weights.gathering import owner_of, version_of
 from moec.runtime.weights.gradients import Bucket
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.regathering import RegatheredWeights, changed
@@ -40,23 +40,25 @@ class ForwardPass:
     """One forward pass: the layouts of its parameters, and the sums that its backward has started.
 
     `layouts`: the mesh and placements of each parameter, None for a plain tensor. `sums_at_once`: whether a parameter
-    needs the gradient of this pass. `regathered`: the weights that backward gathers again. `versions`: those of the
-    DTensors whose parts the graphs use without a copy. Autograd notices changes of a part, but not those of its
-    DTensor.
+    needs the gradient of this pass; if not, and the step has several passes (`in_several`), `collects_for` refers to
+    the parameters. `regathered`: the weights that backward gathers again. `versions`: those of the DTensors whose parts
+    the graphs use without a copy. Autograd notices changes of a part, but not those of its DTensor.
     """
 
-    __slots__ = ("buckets", "layouts", "needed", "regathered", "sums_at_once", "versions", "weights")
+    __slots__ = ("buckets", "collects_for", "layouts", "needed", "regathered", "sums_at_once", "versions", "weights")
 
-    def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Weights, parameters: Sequence[Tensor], *, in_several: bool) -> None:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
-        self.sums_at_once = any(map(needs_gradient_at_once, parameters))
+        self.sums_at_once = weights.sums_every_pass
+        collects = in_several and not self.sums_at_once
+        self.collects_for = [ref(parameter) for parameter in parameters] if collects else []
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.layouts = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
         self.regathered: RegatheredWeights | None = None
         self.versions = [
-            (ref(parameter), version_of(parameter))
+            (ref(owner_of(parameter)), version_of(parameter))
             for parameter, spec in zip(parameters, weights.specs, strict=True)
             if isinstance(parameter, DTensor) and spec.zero is None and spec.dtype == parameter.dtype
         ]

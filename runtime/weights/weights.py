@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -25,10 +24,10 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.gathering import Gathering, Snapshot
+from moec.runtime.weights.gathering import Gathering, Snapshot, StepWeights
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.masters import local_part
-from moec.runtime.weights.names import read_parameter, registered_parameter, split_name
+from moec.runtime.weights.names import read_parameter, registered_parameter, requires_grad, split_name
 from moec.runtime.weights.open_step import CollectedGradients, OpenStep
 from moec.runtime.weights.regathering import Handles, RegatheredWeights
 from moec.runtime.weights.weight_nodes import (
@@ -41,14 +40,6 @@ from moec.runtime.weights.weight_nodes import (
     wrapped,
 )
 from moec.runtime.weights.weight_spec import WeightSpec
-
-
-@dataclass(frozen=True, slots=True)
-class _StepWeights:
-    """The weights that a step gathered once for all its micro-batches, and their parameters then."""
-
-    parameters: Snapshot
-    weights: list[Tensor]
 
 
 class Weights:
@@ -73,7 +64,7 @@ class Weights:
         self._collected: CollectedGradients | None = None
         self._unwrapped: UnwrappedParameters | None = None
         self._prefetched: Gathering | None = None
-        self._step_weights: _StepWeights | None = None
+        self._step_weights: StepWeights | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """The weights of a copied module, which belongs to no open step."""
@@ -97,7 +88,12 @@ class Weights:
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""
-        return [parameter.requires_grad for parameter in self._parameters()]
+        return [
+            self._parameter(index).requires_grad
+            if registered_parameter(self._module(), *path) is not None
+            else requires_grad(self._module(), *path)
+            for index, path in enumerate(self._paths)
+        ]
 
     def rounded(self, dtype: torch.dtype) -> str:
         """The first parameter that the host narrowed though the file keeps it wider than `dtype`; empty if none."""
@@ -170,7 +166,7 @@ class Weights:
             gathering = self._gathering(unwrapped.local, parameters)
         weights = gathering.finish()
         if self._open_step.keeps_weights and not self._per_use:
-            self._step_weights = _StepWeights(gathering.parameters, weights)
+            self._step_weights = StepWeights(gathering.parameters, weights)
         return weights
 
     def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:
@@ -208,7 +204,7 @@ class Weights:
             self._require_no_derivative(parameters)
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
             return UnwrappedParameters(parameters, [local_part(parameter) for parameter in parameters])
-        forward_pass = ForwardPass(self, parameters)
+        forward_pass = ForwardPass(self, parameters, in_several=self._open_step.has_several_passes)
         return UnwrappedParameters(parameters, Unwrap.apply(forward_pass, *parameters), forward_pass)  # type: ignore[no-untyped-call]
 
     def _require_no_derivative(self, parameters: Sequence[Tensor]) -> None:
@@ -262,25 +258,30 @@ class Weights:
         """
         needed, defers = forward_pass.needed, not (self._open_step.sums or forward_pass.sums_at_once)
         deferred = [spec.collects and defers for spec in self.specs]
+        if self._collected is not None:
+            self._collected.require_for(forward_pass.collects_for, self.specs[0].site)
         needs_collecting = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
         if any(deferred):
             collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]
-            self._collect(collected, needs_collecting, device)
+            self._collect(collected, needs_collecting, forward_pass, device)
         elif self._collected is not None and self._collected.needed == needs_collecting:
             gradients, self._collected = self._collected.plus(gradients), None
         ready = [None if defer else g for g, defer in zip(gradients, deferred, strict=True)]
         return self._start(ready, [n and not defer for n, defer in zip(needed, deferred, strict=True)], device)
 
-    def _collect(self, gradients: list[Tensor | None], needed: tuple[bool, ...], device: torch.device) -> None:
+    def _collect(
+        self, gradients: list[Tensor | None], needed: tuple[bool, ...], forward_pass: ForwardPass, device: torch.device
+    ) -> None:
         note_action("collect", self.unit)
         exclusive = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
         earlier = self._collected
         if earlier is None:
-            self._collected = CollectedGradients(gradients, needed, device, exclusive)
+            self._collected = CollectedGradients(gradients, needed, forward_pass.collects_for, device, exclusive)
         else:
             needed_in_any = tuple(a or b for a, b in zip(earlier.needed, needed, strict=True))
             exclusive = earlier.exclusive_sums(gradients, exclusive)
-            self._collected = CollectedGradients(earlier.plus(gradients), needed_in_any, device, exclusive)
+            gradients, needed = earlier.plus(gradients), needed_in_any
+            self._collected = CollectedGradients(gradients, needed, earlier.parameters, device, exclusive)
         self._open_step.pending[self] = None
 
     @property
@@ -292,6 +293,7 @@ class Weights:
         """Starts the sums of the collected gradients, outside of any backward pass."""
         assert self._collected is not None
         collected, self._collected = self._collected, None
+        collected.require_for([ref(parameter) for parameter in self._parameters()], self.specs[0].site)
         return self._start(collected.gradients, collected.needed, collected.device)
 
     def finish_sums(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
@@ -304,17 +306,13 @@ class Weights:
         """Waits for the sums of `begin_collected` and adds them to the parameters' gradients."""
         self.finish_sums(results, buckets)
         for index, gradient in enumerate(results):
-            with torch.enable_grad():
-                parameter = self._parameter(index)
+            parameter = self._parameter(index)
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             summed = wrapped(gradient, self.specs[index], layout)
             if summed is None:
                 continue
             summed = summed.to(parameter.dtype)
-            if parameter.grad_fn is not None:  # a parametrization computes it
-                torch.autograd.backward(parameter, summed)
-            else:
-                accumulate(parameter, summed)
+            accumulate(parameter, summed)
 
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
