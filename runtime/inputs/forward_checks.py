@@ -47,7 +47,7 @@ def same_mode(training: bool, needed: Sequence[bool], gathered: Sequence[bool] =
     """Modes that must match: whether ranks train, whether they compute gradients, and of which parameters.
 
     Ranks with different frozen parameters would start different sums of gradients. `gathered`: for each layer, whether
-    the step has its weights already, and whether each pass sums its gradients.
+    the step has its weights already, and whether each pass sums its gradients in a step that collects others.
     """
     modes = {
         TRAINS: int(training),
