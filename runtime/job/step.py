@@ -151,9 +151,9 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     losses[action.microbatch] = loss
                     depends_on_logits = depends_on_logits or loss_depends_on_logits
                 case "backward":
-                    open_step.sums = is_last_backward(order, action)
                     loss = losses.pop(action.microbatch)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    with open_step.backward(is_last=is_last_backward(order, action)):
+                        loss.backward()  # type: ignore[no-untyped-call]
                     sum_of_losses += loss.detach()
                 case "sum":
                     look_at(StepEnds(depends_on_logits, seen=model.seen))

@@ -55,7 +55,7 @@ def claims(
         if model._home.checks.compares:
             needed = [requires_grad for weights in model.all_weights() for requires_grad in weights.needed()]
             for weights in model.all_weights(wrapped=True):
-                gathered += weights.has_step_weights, not model._open_step.sums and weights.sums_every_pass
+                gathered += weights.has_step_weights, model._open_step.has_several_passes and weights.sums_every_pass
     except JobError as error:
         complaint = complaint or Complaint.of(error)
     one_shape = model._places_by_shape or (model.draws and model.training)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ class OpenStep:
 
     def __init__(self) -> None:
         self.sums = True
-        """Whether backward sums gradients over ranks. Passes of a step before its last collect gradients instead."""
+        """Whether backward sums gradients over ranks. Those of a step before its last collect gradients instead."""
+        self.adds_collected = False
+        """Whether backward adds the collected gradients to its own, and sums both: the step's last."""
         self.has_several_passes = False
         """Whether the step has several forward passes."""
         self.keeps_weights = False
@@ -36,6 +39,16 @@ class OpenStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenStep:
         return OpenStep()  # a copy of a model belongs to no open step
+
+    @contextmanager
+    def backward(self, *, is_last: bool) -> Iterator[None]:
+        """The block is the backward pass of a micro-batch. Other backward passes inside of a step, such as
+        `torch.autograd.grad` in a loss function, sum what they compute, and nothing else."""
+        self.sums = self.adds_collected = is_last
+        try:
+            yield
+        finally:
+            self.sums, self.adds_collected = True, False
 
     def finish(self) -> None:
         """Sums the remaining collected gradients.

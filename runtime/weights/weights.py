@@ -264,7 +264,7 @@ class Weights:
         if any(deferred):
             collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]
             self._collect(collected, needs_collecting, forward_pass, device)
-        elif self._collected is not None and self._collected.needed == needs_collecting:
+        elif self._open_step.adds_collected and self._collected and self._collected.needed == needs_collecting:
             gradients, self._collected = self._collected.plus(gradients), None
         ready = [None if defer else g for g, defer in zip(gradients, deferred, strict=True)]
         return self._start(ready, [n and not defer for n, defer in zip(needed, deferred, strict=True)], device)

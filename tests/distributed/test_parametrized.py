@@ -110,3 +110,32 @@ def test_another_tensor_at_the_same_address_is_another_parameter():
     of_view = Snapshot([weight.view_as(weight)])  # the view is gone
     weight.add_(1)
     assert of_view.has_changed
+
+
+def gradient_norm(plan: Plan, takes: bool) -> tuple[float, list[float]]:
+    """The norm of a gradient after a step of two micro-batches, and those that the loss function `takes` for itself."""
+    taken: list[float] = []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        weight = model.head.weight
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            summed = summed_loss(logits, labels)
+            if takes:
+                (gradient,) = torch.autograd.grad(summed, weight, retain_graph=True)
+                taken.append(float(gradient.full_tensor().norm()))
+            return summed
+
+        tokens, labels = (part.chunk(plan.data_size)[job.data_rank] for part in batch())
+        job.step(model, tokens, labels, loss=loss, microbatches=2)
+        return float(weight.grad.full_tensor().norm()), taken
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_that_a_loss_takes_are_no_part_of_the_step(gloo: GlooPool, zero: int):
+    plan = moe_plan(ranks=2, ep=1, zero=zero)
+    (norm, _), *_ = gloo.run(2, gradient_norm, plan, False)
+    (norm_with_others, taken), *_ = gloo.run(2, gradient_norm, plan, True)
+    assert norm_with_others == pytest.approx(norm, rel=1e-5)
+    assert len(taken) == 2
+    assert min(taken) > 0
