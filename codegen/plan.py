@@ -196,14 +196,19 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
 
     @property
     def sharers(self) -> int:
-        """The number of ranks that read the same part of the batch, and count the same tokens: those of a tp group."""
-        return self.meshes["dense"].size("tp")
+        """The number of ranks that read the same part of the batch, and count the same tokens: `cp` · `tp`."""
+        return self.stage_size // self.data_size
+
+    @property
+    def sharers_axis(self) -> str:
+        """The axis of these ranks on the dense mesh: `cp`, `tp`, or `cp_tp` for both."""
+        wide = [axis for axis in ("cp", "tp") if self.meshes["dense"].size(axis) > 1]
+        return "_".join(wide) or "tp"
 
     def sharers_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of its stage that read the same part of the batch as `rank`."""
-        stage = self.stage_of(rank)
-        groups = ([stage.first_rank + place for place in places] for places in self.meshes["dense"].groups("tp"))
-        return next(tuple(ranks) for ranks in groups if rank in ranks)
+        first = rank // self.sharers * self.sharers  # `dp` is the outermost axis
+        return tuple(range(first, first + self.sharers))
 
     @cached_property
     def result_layout(self) -> Layout:
@@ -241,7 +246,7 @@ def groups_of(meshes: tuple[Mesh, ...], stages: int = 1) -> Groups:
             tuple(stage * mesh.ranks + rank for rank in ranks) for stage in range(stages) for ranks in mesh.groups(axis)
         )
         for mesh in meshes
-        for axis in mesh.wide_axes()
+        for axis in (*mesh.wide_axes(), *mesh.joint_axes())
     }
 
 

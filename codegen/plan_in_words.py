@@ -56,15 +56,20 @@ def subject_line(spec: Spec) -> str:
 
 
 def degrees_lines(degrees: Degrees) -> list[str]:
-    """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes."""
-    dense = f"dp {degrees.dp}{_default('dp' in degrees.stated)}"
-    if degrees.tp > 1:
-        dense += f", tp {degrees.tp}"
-    spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
+    """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes.
+
+    `cp`, `tp` and `etp` of 1 are left out.
+    """
+    dense = f"dp {degrees.dp}{_default('dp' in degrees.stated)}{_above_1('cp', degrees.cp)}{_above_1('tp', degrees.tp)}"
+    spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}{_above_1('etp', e.etp)}" for e in degrees.experts]
     if len(spread) > 1:
         layer_lines = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
         return [dense, *layer_lines]
     return [", ".join([dense, *spread])]
+
+
+def _above_1(word: str, degree: int) -> str:
+    return f", {word} {degree}" if degree > 1 else ""
 
 
 def _default(stated: bool) -> str:

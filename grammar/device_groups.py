@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, labels_at
@@ -10,13 +11,13 @@ from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
 from moec.grammar.suggest import divisor_near
 
-StatedEp = Mapping[int, tuple[object, Span | None]]
-"""By the layer's number: its stated `ep`, which is a number or a value that no pass compiles yet, and its place."""
+StatedDegrees = Mapping[int, tuple[object, Span | None]]
+"""By the layer's number: its stated `ep` or `etp`, a number or a value that no pass compiles yet, and its place."""
 
 
 def device_groups(spec: Spec) -> list[Diagnostic]:
     """Groups that nothing states, or that do not divide the experts; once for layers that share a mixture."""
-    stated = stated_ep(spec)
+    stated = stated_by_layer(spec, "ep")
     problems: list[Diagnostic] = []
     for number, moe in enumerate(_mixtures(spec)):
         problems += _problems_of(moe, *stated.get(number, (None, None))) if moe else ()
@@ -25,7 +26,7 @@ def device_groups(spec: Spec) -> list[Diagnostic]:
 
 def with_device_groups(spec: Spec) -> Spec:
     """The Spec with the groups of all terms, which depend on the stated `ep` alone and not on the ranks of a run."""
-    stated = stated_ep(spec)
+    stated = stated_by_layer(spec, "ep")
     if not any(_needs_groups(moe) for moe in _mixtures(spec)):
         return spec
     if not spec.has_model:
@@ -78,14 +79,11 @@ def _mixtures(spec: Spec) -> list[Moe | None]:
     return [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
 
 
-def stated_ep(spec: Spec) -> StatedEp:
-    """The stated `ep` of layers. Of several for a layer, the last one counts, as for the degrees."""
+def stated_by_layer(spec: Spec, word: Literal["ep", "etp"]) -> StatedDegrees:
+    """The stated `ep` or `etp` of layers. Of several for a layer, the last one counts, as for the degrees."""
     parallel, every = spec.parallel, range(len(_mixtures(spec)))
-    ep_by_layer: dict[int, tuple[object, Span | None]] = {}
-    for layers, ep, span in (
-        (every, parallel.ep, parallel.span("ep")),
-        *((block.layers or every, block.ep, block.span("ep")) for block in parallel.layers),
-    ):
-        if ep is not None:
-            ep_by_layer |= dict.fromkeys(layers, (ep, span))
-    return ep_by_layer
+    by_layer: dict[int, tuple[object, Span | None]] = {}
+    for layers, block in ((every, parallel), *((block.layers or every, block) for block in parallel.layers)):
+        if (degree := getattr(block, word)) is not None:
+            by_layer |= dict.fromkeys(layers, (degree, block.span(word)))
+    return by_layer

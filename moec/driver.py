@@ -215,8 +215,8 @@ def launch(
     before the job ends with MOE0705, which names the rank that blocks it.
 
     `checks`: the forward passes that check values on the device (ids out of range, router logits that are not finite,
-    different tokens or losses within a tp group): all, the first of each kind (training, evaluation, with labels or
-    without), or none. Dtypes and shapes are always checked. On CPU "first" means "all".
+    different tokens or losses on ranks that share sequences): all, the first of each kind (training, evaluation, with
+    labels or without), or none. Dtypes and shapes are always checked. On CPU "first" means "all".
 
     `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
     raises `JobError` on every rank, or the step changes no weight and training goes on, or it is not checked.

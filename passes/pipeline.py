@@ -16,6 +16,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.order_rules import scheduled
 from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
+from moec.passes.join_counts import JoinCounts
 from moec.passes.lower.lower_model import lower
 from moec.passes.place.communicate import Communicate
 from moec.passes.place.partition import Partition
@@ -61,7 +62,18 @@ class Compilation:
     records: list[Record] = field(default_factory=list)
 
 
-PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition", "schedule", "budget")
+PASS_NAMES = (
+    "lower",
+    "place",
+    "tensor_parallel",
+    "shard",
+    "communicate",
+    "fuse",
+    "join_counts",
+    "partition",
+    "schedule",
+    "budget",
+)
 
 
 def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
@@ -72,6 +84,7 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
         PassStep("shard", ShardLayouts(degrees.zero).apply, (laid_out, evenly_cut)),
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
+        PassStep("join_counts", JoinCounts().apply, ()),
         PassStep("partition", Partition().apply, (staged, has_interface)),
         PassStep("schedule", Schedule().apply, (scheduled,)),
         PassStep("budget", Budget(spec).apply, ()),
@@ -100,7 +113,7 @@ def _placed(spec: Spec, degrees: Degrees) -> Program:
 
 def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compilation:
     started = time.perf_counter()
-    program = lower(spec, degrees.tp, degrees.ep_of)
+    program = lower(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)

@@ -181,12 +181,13 @@ class _Search:
 
     @cached_property
     def _eps(self) -> list[int | None]:
-        """The `ep` that divide ranks and every layer's experts; that of the file first. None where it has several."""
-        if len(self.stated.experts) != 1 or "layers.ep" in self.stated.stated:
+        """The `ep` that fit ranks, experts and each `etp`; that of the file first. None where it has several."""
+        stated = {experts.ep for experts in self.stated.experts}
+        if len(stated) != 1 or "layers.ep" in self.stated.stated:
             return [None]
-        counts = [count for moe in self.spec.subject.mixtures if moe is not None for count in moe.counts]
-        fitting = [d for d in divisors(self.stated.ranks) if all(count % d == 0 for count in counts)]
-        return sorted(fitting, key=lambda d: (d != self.stated.experts[0].ep, d))
+        counts = (count for moe in self.spec.subject.mixtures if moe is not None for count in moe.counts)
+        fitting = divisors(math.gcd(*(self.stated.ranks // e.etp for e in self.stated.experts), *counts))
+        return sorted(fitting, key=lambda d: (d not in stated, d))
 
     def _ep_of(self, degrees: Degrees) -> int | None:
         return None if self._eps == [None] else degrees.experts[0].ep

@@ -94,7 +94,7 @@ def _clip(e: Emitter, op: Op) -> None:
 
 def _repeat_heads(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.RepeatHeads)
-    e.result(op, aten.repeat_interleave.self_int, *e.refs(op), op.copies, 0)
+    e.result(op, aten.repeat_interleave.self_int, *e.refs(op), op.copies, op.dim)
 
 
 ATTENTION: Emissions = {

@@ -50,12 +50,13 @@ def _resolve(e: Emitter, op: Any, name: str) -> Any:
     """An argument that is computed from an attribute and the meshes."""
     match name:
         case "group":
-            assert isinstance(op, o.Conversion)
             return e.group(op.axis)
+        case "gather_group":
+            return e.group(op.gather_axis)
         case "groups":  # routing groups that a process's sequences form: 0 where each sequence is a group
             return e.program.routing_groups(op.group)
         case "spread":  # tokens of a routing group / tokens of it on one rank
             if e.meshes is None:
                 return 1
-            return e.meshes.dense.size("tp") * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
+            return e.meshes.pieces * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
     raise AssertionError(name)

@@ -5,6 +5,7 @@ No kernel is stored. At the first call, the kernels that run are rendered from t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -268,5 +269,10 @@ def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
 
 def sources_of(program: Program, block: Block) -> int:
     """The number of ranks that ragged rows arrive from, source by source; 1 for padded rows, which lie by expert."""
-    exchange = next((op for op in block.ops if isinstance(op, o.ExchangeCounts)), None)
-    return program.meshes_of(block).size(exchange.axis) if exchange is not None else 1
+    axes = {
+        axis
+        for op in block.ops
+        if isinstance(op, o.ExchangeCounts | o.GatherCounts | o.ExchangeAndGatherCounts)
+        for axis in op.attributes().values()
+    }
+    return math.prod(map(program.meshes_of(block).size, axes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -42,24 +43,22 @@ def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
-    """Warns of an `ep` whose layers all have no experts (MOE0375)."""
+    """Warns of an `ep` or `etp` whose layers all have no experts (MOE0375)."""
     if not spec.has_model:
         return
     parallel, mixtures = spec.parallel, [layer.moe for layer in spec.model.layers]
     every = range(len(mixtures))
-    for layers, ep, span in (
-        (every, parallel.ep, parallel.span("ep")),
-        *((block.layers or every, block.ep, block.span("ep")) for block in parallel.layers),
-    ):
+    blocks = ((every, parallel), *((block.layers or every, block) for block in parallel.layers))
+    for (layers, block), word in itertools.product(blocks, ("ep", "etp")):
         numbers = [number for number in layers if number < len(mixtures)]
-        if ep is None or not numbers or any(mixtures[number] for number in numbers):
+        if getattr(block, word) is None or not numbers or any(mixtures[number] for number in numbers):
             continue
         layer = spec.model.layers[numbers[0]]
         declared = layer.span("ffn") or layer.span()
         labels = labels_at((declared, f"layer {numbers[0]} has this instead of experts"))
         help = "leave it out, or select layers with a `moe`" if layers is not every else "leave it out"
         message = f"it concerns no layer: {numbered(numbers)} {'have' if len(numbers) > 1 else 'has'} no experts"
-        yield diagnose("MOE0375", span, message, labels=labels, help=help, severity=Severity.WARNING)
+        yield diagnose("MOE0375", block.span(word), message, labels=labels, help=help, severity=Severity.WARNING)
 
 
 def states_cluster(spec: Spec) -> bool:
@@ -69,8 +68,8 @@ def states_cluster(spec: Spec) -> bool:
 
 
 def _data_parallel(spec: Spec) -> int:
-    tp = spec.parallel.tp
-    return max(1, spec.cluster.ranks // (tp if isinstance(tp, int) else 1))
+    tp, cp = ((degree if isinstance(degree, int) else 1) for degree in (spec.parallel.tp, spec.parallel.cp))
+    return max(1, spec.cluster.ranks // (tp * cp))
 
 
 def _prefers_near(moe: Moe) -> bool:

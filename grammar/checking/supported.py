@@ -161,8 +161,8 @@ def _unsupported_layers(spec: Spec) -> Iterator[Diagnostic]:
         for layer in spec.layers:
             if layer.name not in used:
                 yield refused(layer.span(), "a `layer` beside a `model` that no expert is", "", numbers=None)
-    elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
-        yield refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "", numbers=False)
+    else:
+        yield from _degrees_of_layer(spec)
     if not spec.has_model and spec.train is not None and spec.train.replay:
         help = "a layer by itself sees one mixture of its host's; use it in a `model`"
         yield elsewhere(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
@@ -182,6 +182,16 @@ def _unsupported_layers(spec: Spec) -> Iterator[Diagnostic]:
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
             yield elsewhere(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
+
+
+def _degrees_of_layer(spec: Spec) -> Iterator[Diagnostic]:
+    """Degrees above 1 that the file of one layer may not have yet."""
+    parallel = spec.parallel
+    stated = [(parallel, "tp"), (parallel, "cp"), *((block, "etp") for block in (parallel, *parallel.layers))]
+    for block, word in stated:
+        degree = getattr(block, word)
+        if isinstance(degree, int) and degree > 1:
+            yield refused(block.span(word), f"`{word} = {degree}` in the file of one `layer`", "", numbers=False)
 
 
 def _all_mixtures(spec: Spec) -> Iterator[Moe]:

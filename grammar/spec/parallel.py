@@ -28,7 +28,9 @@ class ParallelLayers(Node):
     ep: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
     ] = None
-    etp: Annotated[Degree, NotYet(neutral=1), Doc("tensor parallel inside an expert")] = None
+    etp: Annotated[
+        Degree, NotYet(("auto",), lists=True), Doc("expert slicing; divides the hidden widths of these layers' experts")
+    ] = None
     recompute: Annotated[Recompute | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = None
 
 
@@ -43,8 +45,22 @@ class Parallel(Node):
     ] = None
     tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of all but experts; default 1")] = None
     pp: Annotated[Degree, NotYet(neutral=1), Doc("pipeline parallel; default 1")] = None
-    etp: Annotated[Degree, NotYet(neutral=1), Doc("tensor parallel inside an expert; default 1")] = None
-    cp: Annotated[Degree, NotYet(neutral=1), Doc("context parallel; default 1")] = None
+    etp: Annotated[
+        Degree,
+        NotYet(("auto",), lists=True),
+        Doc(
+            "tensor parallel inside an expert (expert slicing, Rajbhandari et al. 2022, arXiv 2201.05596, section 5); "
+            "divides the hidden widths of experts, and ep * etp the ranks; default 1"
+        ),
+    ] = None
+    cp: Annotated[
+        Degree,
+        NotYet(("auto",), lists=True),
+        Doc(
+            "context parallel: cuts each sequence, and in attention its heads instead (Jacobs et al. 2023, arXiv "
+            "2309.14509, section 3.1); cp * tp divides heads and sequence; default 1"
+        ),
+    ] = None
     zero: Annotated[
         Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
         NotYet(("auto",)),

@@ -11,6 +11,8 @@ from moec.commands.inspecting.summary import recomputing_layers
 from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
+from moec.passes.degrees.expert_slices import whole_experts
+from moec.passes.degrees.stated_degrees import mixtures_of
 from moec.passes.ir import Program
 
 Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
@@ -25,6 +27,7 @@ class ExpertDegrees:
     ep: int
     ep_stated: bool
     """Whether the file says it."""
+    etp: int
     edp: int
 
 
@@ -34,8 +37,11 @@ class DegreesDocument:
 
     dp: int
     dp_stated: bool
+    cp: int
     tp: int
     experts: list[ExpertDegrees]
+    whole_experts: dict[str, list[int]]
+    """The layers with experts that their `etp` does not cut, by kind: `etp` gives these more data-parallel ranks."""
 
 
 @document
@@ -140,11 +146,19 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
         degrees=DegreesDocument(
             dp=degrees.dp,
             dp_stated="dp" in degrees.stated,
+            cp=degrees.cp,
             tp=degrees.tp,
             experts=[
-                ExpertDegrees(layers=list(experts.layers), ep=experts.ep, ep_stated=experts.stated, edp=experts.edp)
+                ExpertDegrees(
+                    layers=list(experts.layers),
+                    ep=experts.ep,
+                    ep_stated=experts.stated,
+                    etp=experts.etp,
+                    edp=experts.edp,
+                )
                 for experts in degrees.experts
             ],
+            whole_experts=whole_experts(spec, mixtures_of(spec)),
         ),
         zero=degrees.zero,
         recompute=recomputing_layers(program),

@@ -41,8 +41,9 @@ class Step:
         return self.is_view or isinstance(self.op, Add | AddBias)
 
     def without_saving(self) -> Step:
-        """This op where backward computes everything again, except a router's choices."""
-        return replace(self, saved=dict(self.results) if self.op.scores or self.op.chooses else {})
+        """This op where backward computes everything again, except a router's choices and the counts of their rows."""
+        is_kept = self.op.scores or self.op.chooses or self.op.copies_to_host
+        return replace(self, saved=dict(self.results) if is_kept else {})
 
     def without_inner(self) -> Step:
         """An op of experts that saves its operands, and whose backward runs its forward again."""

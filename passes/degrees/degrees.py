@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,12 +14,12 @@ from moec.grammar.spec import Spec
 from moec.passes.degrees.degree_rules import problems_of
 from moec.passes.degrees.near_rules import near_problems
 from moec.passes.degrees.stated_degrees import (
-    Mixtures,
-    divisors,
+    PlacedMixture,
     microbatches_of,
     mixtures_of,
     number_of,
     recomputed_of,
+    sharers_of,
     stated_names,
     zero_of,
 )
@@ -35,8 +36,8 @@ class ExpertDegrees(NamedTuple):
 
     layers: tuple[int, ...]
     ep: int
+    etp: int
     edp: int
-    etp: int = 1
     stated: bool = False
 
 
@@ -47,19 +48,19 @@ class Degrees(NamedTuple):
     backward pass computes again. `microbatches`: the parts of a rank's sequences of a step. `sequence_parallel`: each
     rank of a tp group has a piece of a sequence between layers. `stated`: the words among these that the file has.
 
-    Not supported yet, and so at their defaults: `cp`, `pp`, `virtual` (stages of a rank), `schedule` (of a pipeline),
+    Not supported yet, and so at their defaults: `pp`, `virtual` (stages of a rank), `schedule` (of a pipeline),
     `overlap` (parts of an exchange) and `exchange` (its algorithm).
     """
 
     ranks: int
     dp: int
+    cp: int
     tp: int
     experts: tuple[ExpertDegrees, ...]
     zero: int
     recompute: tuple[Recompute, ...]
     microbatches: int
     sequence_parallel: bool
-    cp: int = 1
     pp: int = 1
     virtual: int = 1
     schedule: str | None = None
@@ -72,10 +73,20 @@ class Degrees(NamedTuple):
         """`ep` of each layer with a mixture."""
         return {layer: experts.ep for experts in self.experts for layer in experts.layers}
 
+    @property
+    def etp_of(self) -> Mapping[int, int]:
+        """`etp` of each layer with a mixture."""
+        return {layer: experts.etp for experts in self.experts for layer in experts.layers}
+
     def with_ep(self, ep: int) -> Degrees:
-        """These degrees with one `ep` for all layers with a mixture."""
-        layers = tuple(sorted(layer for experts in self.experts for layer in experts.layers))
-        return self._replace(experts=(ExpertDegrees(layers, ep, self.ranks // ep),) if layers else ())
+        """These degrees with one `ep` for all layers with a mixture, each with its own `etp`."""
+        layers_of: dict[int, list[int]] = {}
+        for experts in self.experts:
+            layers_of.setdefault(experts.etp, []).extend(experts.layers)
+        placed = (
+            ExpertDegrees(tuple(sorted(layers)), ep, etp, self.ranks // (ep * etp)) for etp, layers in layers_of.items()
+        )
+        return self._replace(experts=tuple(sorted(placed, key=lambda experts: experts.layers)))
 
     def recomputing(self, word: Recompute) -> Degrees:
         """These degrees, where each layer recomputes `word`, unless the file has a word for it.
@@ -113,25 +124,26 @@ class Degrees(NamedTuple):
 
     def require_near(self, spec: Spec) -> None:
         """Raises `DiagnosticError` unless gates `topology` find the experts that they ask for near each rank."""
-        if problems := near_problems(spec, self.tp, self.ep_of):
+        if problems := near_problems(spec, self):
             raise DiagnosticError(problems)
 
 
 def choose_degrees(spec: Spec) -> Degrees:
     """The degrees of `spec`: what it states, and the defaults of the language for the rest.
 
-    `ep` is the largest that divides the ranks and the experts of every layer without a stated one; `tp = 1`; `dp` is
-    ranks / `tp`. Raises `DiagnosticError` with every rule that a stated degree breaks.
+    `ep` is the largest with which `ep` * `etp` divides the ranks, and `ep` the experts, of every layer without a stated
+    one; `tp = 1`, `cp = 1`, `etp = 1`; `dp` is ranks / (`cp` * `tp`). Raises `DiagnosticError` with every rule that a
+    stated degree breaks.
     """
     ranks, parallel = spec.cluster.ranks, spec.parallel
     mixtures = mixtures_of(spec)
     if problems := problems_of(spec, mixtures):
         raise DiagnosticError(problems)
-    tp = number_of(parallel.tp) or 1
     degrees = Degrees(
         ranks=ranks,
-        dp=number_of(parallel.dp) or ranks // tp,
-        tp=tp,
+        dp=number_of(parallel.dp) or ranks // sharers_of(spec),
+        cp=number_of(parallel.cp) or 1,
+        tp=number_of(parallel.tp) or 1,
         experts=_experts(ranks, mixtures),
         zero=zero_of(spec),
         recompute=tuple(recomputed_of(spec)),
@@ -143,23 +155,25 @@ def choose_degrees(spec: Spec) -> Degrees:
     return degrees
 
 
-def _experts(ranks: int, mixtures: Mixtures) -> tuple[ExpertDegrees, ...]:
-    """One factorisation per distinct `ep`. Layers without a stated `ep` get the largest that fits all of them."""
-    default = _largest_ep(ranks, [count for moe, stated, _ in mixtures if stated is None for count in moe.counts])
-    layers: dict[int, list[int]] = {}
-    by_default: set[int] = set()
-    for _, stated, numbers in mixtures:
-        ep = stated.ep if stated else default
-        layers.setdefault(ep, []).extend(numbers)
-        by_default |= set() if stated else {ep}
+def _experts(ranks: int, mixtures: list[PlacedMixture]) -> tuple[ExpertDegrees, ...]:
+    """One factorisation per distinct pair of `ep` and `etp`. Layers without a stated `ep` get the largest that fits all
+    of them."""
+    default = _largest_ep(ranks, [mixture for mixture in mixtures if mixture.ep is None])
+    layers: dict[tuple[int, int], list[int]] = {}
+    by_default: set[tuple[int, int]] = set()
+    for mixture in mixtures:
+        pair = mixture.ep.degree if mixture.ep else default, mixture.etp.degree if mixture.etp else 1
+        layers.setdefault(pair, []).extend(mixture.layers)
+        by_default |= set() if mixture.ep else {pair}
     degrees = (
-        ExpertDegrees(layers=tuple(sorted(numbers)), ep=ep, edp=ranks // ep, stated=ep not in by_default)
-        for ep, numbers in layers.items()
+        ExpertDegrees(tuple(sorted(numbers)), ep, etp, ranks // (ep * etp), stated=(ep, etp) not in by_default)
+        for (ep, etp), numbers in layers.items()
     )
     return tuple(sorted(degrees, key=lambda degree: degree.layers[0]))
 
 
-def _largest_ep(ranks: int, expert_counts: list[int]) -> int:
-    if not expert_counts:
+def _largest_ep(ranks: int, mixtures: list[PlacedMixture]) -> int:
+    if not mixtures:
         return 1
-    return max(d for d in divisors(ranks) if all(count % d == 0 for count in expert_counts))
+    per_slice = (ranks // (mixture.etp.degree if mixture.etp else 1) for mixture in mixtures)
+    return math.gcd(*per_slice, *(count for mixture in mixtures for count in mixture.moe.counts))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.spec import Moe, Spec, Topology
 
+if TYPE_CHECKING:
+    from moec.passes.degrees.degrees import Degrees
 
-def near_problems(spec: Spec, tp: int, ep_of: Mapping[int, int]) -> list[Diagnostic]:
-    """A diagnostic for each level without a bandwidth, and for each node with too few experts.
 
-    `ep_of` is the degree of each layer with a mixture.
-    """
+def near_problems(spec: Spec, degrees: Degrees) -> list[Diagnostic]:
+    """A diagnostic for each level without a bandwidth, and for each node with too few experts."""
     problems: list[Diagnostic] = []
+    experts_of = {layer: experts for experts in degrees.experts for layer in experts.layers}
     for number, moe in enumerate(spec.subject.mixtures):
         if moe is not None and isinstance(moe.gate, Topology):
+            ep, etp = experts_of[number].ep, experts_of[number].etp
             problems += _unknown(spec, moe.gate)
-            problems += _far(spec, moe, moe.gate, tp, ep_of[number])
+            problems += _far(spec, moe, moe.gate, near_experts(spec, moe, degrees.cp * degrees.tp, ep, etp))
     return list(dict.fromkeys(problems))
 
 
@@ -35,12 +38,9 @@ def _unknown(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
             )
 
 
-def _far(spec: Spec, moe: Moe, gate: Topology, tp: int, ep: int) -> Iterator[Diagnostic]:
+def _far(spec: Spec, moe: Moe, gate: Topology, near: int) -> Iterator[Diagnostic]:
     """With `share` a token may choose again in its own node, which must then have k experts."""
-    if gate.share is None:
-        return
-    near = min(near_parts(spec.cluster.ranks, ranks_of_node(spec), tp, ep)) * moe.num_experts // ep
-    if near < gate.k:
+    if gate.share is not None and near < gate.k:
         yield diagnose(
             "MOE0329",
             gate.span("share"),
@@ -50,19 +50,26 @@ def _far(spec: Spec, moe: Moe, gate: Topology, tp: int, ep: int) -> Iterator[Dia
         )
 
 
+def near_experts(spec: Spec, moe: Moe, sharers: int, ep: int, etp: int) -> int:
+    """The fewest experts that a token finds in its own node."""
+    return min(near_parts(spec.cluster.ranks, ranks_of_node(spec), sharers, ep, etp)) * moe.num_experts // ep
+
+
 def ranks_of_node(spec: Spec) -> int:
     """The ranks of a node: of everything inside of the cluster's outermost level."""
     return math.prod(level.size for level in spec.cluster.levels[:-1])
 
 
-def near_parts(ranks: int, node: int, tp: int, ep: int) -> Iterator[int]:
-    """For each data-parallel rank, the ep ranks whose experts each of its tp ranks has in its own node of `node`.
+def near_parts(ranks: int, node: int, sharers: int, ep: int, etp: int) -> Iterator[int]:
+    """For each data-parallel rank, the ep ranks whose experts each of its ranks has in its own node of `node`.
 
-    Of a rank these are neighbours: those of its expert-parallel group that are in its node.
+    A data-parallel rank is `sharers` consecutive ranks, of cp and tp. Of a rank these are neighbours: those of its
+    expert-parallel group, `etp` ranks apart, that are in its node.
     """
-    for first_rank in range(0, ranks, tp):
+    for first_rank in range(0, ranks, sharers):
         low, high = 0, ep
-        for rank in range(first_rank, first_rank + tp):
-            group, node_start = rank // ep * ep, rank // node * node
-            low, high = max(low, node_start - group), min(high, node_start + node - group)
+        for rank in range(first_rank, first_rank + sharers):
+            first_of_group, node_start = rank // (ep * etp) * ep * etp + rank % etp, rank // node * node
+            low = max(low, -((first_of_group - node_start) // etp))
+            high = min(high, -((first_of_group - node_start - node) // etp))
         yield max(0, high - low)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from moec.grammar.spec import Layer, Moa, Spec
-from moec.passes.degrees.stated_degrees import number_of
+from moec.passes.degrees.stated_degrees import Sharers, stated_sharers
 
 
-def sequence_pieces(spec: Spec) -> int:
-    """The number of equal pieces that a plan cuts a sequence into somewhere: `tp`, or 1 where it cuts none.
+def sequence_pieces(spec: Spec, sharers: Sharers | None = None) -> int:
+    """The number of equal pieces that a plan cuts a sequence into somewhere: 1 where it cuts none.
 
-    With `sequence_parallel` ranks of a tp group have a piece each between all parts of a layer. Without it a gate and
-    its experts get a piece from each rank, so that none is sent twice, and an RMS norm over whole projections needs
-    tokens with all their heads.
+    `cp` always cuts it. With `sequence_parallel` ranks of a tp group have a piece each between all parts of a layer.
+    Without it a gate and its experts get a piece from each rank, so that none is sent twice, and an RMS norm over whole
+    projections needs tokens with all their heads. `sharers` replaces the degrees that the file states.
     """
-    tp = number_of(spec.parallel.tp) or 1
+    cp, tp = sharers or stated_sharers(spec)
     if not spec.has_model or spec.parallel.sequence_parallel:
-        return tp
-    return tp if any(_cuts(layer) for layer in {id(layer): layer for layer in spec.model.layers}.values()) else 1
+        return cp * tp
+    cut_over_tp = any(_cuts(layer) for layer in {id(layer): layer for layer in spec.model.layers}.values())
+    return cp * tp if cut_over_tp else cp
 
 
 def _cuts(layer: Layer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Parallel, Spec
@@ -12,15 +12,27 @@ if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute
 
 
-WORDS = ("dp", "tp", "ep", "zero", "recompute", "microbatches", "sequence_parallel")
+WORDS = ("dp", "tp", "cp", "ep", "etp", "zero", "recompute", "microbatches", "sequence_parallel")
 """The words of `parallel` that are degrees."""
 
 
 class Stated(NamedTuple):
-    """An `ep` that the file states, and its span."""
+    """An `ep` or `etp` that the file states, and its span."""
 
-    ep: int
+    degree: int
     span: Span | None
+
+
+class Sharers(NamedTuple):
+    """The degrees whose ranks share each sequence."""
+
+    cp: int
+    tp: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.cp * self.tp
 
 
 def number_of(degree: object) -> int | None:
@@ -37,22 +49,37 @@ def zero_of(spec: Spec) -> int:
 
 def data_parallel_size(spec: Spec) -> int:
     """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
-    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // (number_of(spec.parallel.tp) or 1))
+    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // sharers_of(spec))
 
 
-def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
-    """Every stated `ep` with its layers; for a layer with several, the last one counts."""
+def stated_sharers(spec: Spec) -> Sharers:
+    """`cp` and `tp`, stated or 1."""
+    return Sharers(number_of(spec.parallel.cp) or 1, number_of(spec.parallel.tp) or 1)
+
+
+def sharers_of(spec: Spec) -> int:
+    """Number of ranks that share a sequence: `cp` * `tp`."""
+    return stated_sharers(spec).ranks
+
+
+def stated_of_layers(spec: Spec, word: Literal["ep", "etp"]) -> list[tuple[Iterable[int], Stated]]:
+    """Every stated `ep` or `etp` with its layers; for a layer with several, the last one counts."""
     all_layers, parallel = range(spec.subject.depth), spec.parallel
-    blocks: list[tuple[Iterable[int], object, Span | None]] = [(all_layers, parallel.ep, parallel.span("ep"))]
-    blocks += [(block.layers or all_layers, block.ep, block.span("ep")) for block in parallel.layers]
-    return [(layers, Stated(ep, span)) for layers, degree, span in blocks if (ep := number_of(degree)) is not None]
+    blocks = [(all_layers, parallel), *((block.layers or all_layers, block) for block in parallel.layers)]
+    return [
+        (layers, Stated(degree, block.span(word)))
+        for layers, block in blocks
+        if (degree := number_of(getattr(block, word))) is not None
+    ]
 
 
 def stated_names(spec: Spec) -> frozenset[str]:
     """The words of `parallel` that the file has; `layers.ep` and `recompute.3` are those of a block of `layers`."""
     parallel, defaults, all_layers = spec.parallel, Parallel(), range(spec.subject.depth)
     names = {name for name in WORDS if parallel.given(name) or getattr(parallel, name) != getattr(defaults, name)}
-    names |= {"layers.ep" for block in parallel.layers if block.ep is not None}
+    names |= {
+        f"layers.{word}" for block in parallel.layers for word in ("ep", "etp") if getattr(block, word) is not None
+    }
     blocks = [block for block in parallel.layers if block.recompute is not None]
     return frozenset(names | {f"recompute.{number}" for block in blocks for number in block.layers or all_layers})
 
@@ -80,23 +107,28 @@ def recomputed_of(spec: Spec) -> list[Recompute]:
     return words
 
 
-Mixtures = list[tuple[Moe, Stated | None, list[int]]]
-"""Triples of a mixture, its stated `ep`, and the layers with both."""
+class PlacedMixture(NamedTuple):
+    """A mixture, the `ep` and the `etp` that the file states for it, and the layers with all three."""
+
+    moe: Moe
+    ep: Stated | None
+    etp: Stated | None
+    layers: list[int]
 
 
-def mixtures_of(spec: Spec) -> Mixtures:
-    """Each distinct mixture with each `ep` stated for it, in the order of the layers."""
-    mixtures = spec.subject.mixtures
-    stated: list[Stated | None] = [None] * len(mixtures)
-    for layers, ep in stated_eps(spec):
-        for number in layers:
-            stated[number] = ep
-    layers_of: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
-    for number, moe in enumerate(mixtures):
+def mixtures_of(spec: Spec) -> list[PlacedMixture]:
+    """Each distinct mixture with each `ep` and `etp` stated for it, in the order of the layers."""
+    ep_of, etp_of = _by_layer(spec, "ep"), _by_layer(spec, "etp")
+    placed: dict[tuple[int, int, int], PlacedMixture] = {}
+    for number, moe in enumerate(spec.subject.mixtures):
         if moe is not None:
-            ep_of_layer = stated[number]
-            layers_of.setdefault((id(moe), id(ep_of_layer)), (moe, ep_of_layer, []))[2].append(number)
-    return list(layers_of.values())
+            ep, etp = ep_of.get(number), etp_of.get(number)
+            placed.setdefault((id(moe), id(ep), id(etp)), PlacedMixture(moe, ep, etp, [])).layers.append(number)
+    return list(placed.values())
+
+
+def _by_layer(spec: Spec, word: Literal["ep", "etp"]) -> dict[int, Stated]:
+    return {number: stated for layers, stated in stated_of_layers(spec, word) for number in layers}
 
 
 def divisors(n: int) -> list[int]:

@@ -33,7 +33,7 @@ class Partial:
 
 
 Placement = Shard | Partial
-_PLACED = re.compile(r"(?P<axis>[a-z]+):(shard\((?P<dim>[0-9])\)|partial\((?P<reduce>sum|max)\))")
+_PLACED = re.compile(r"(?P<axis>[a-z_]+):(shard\((?P<dim>[0-9])\)|partial\((?P<reduce>sum|max)\))")
 
 
 @dataclass(frozen=True, slots=True)

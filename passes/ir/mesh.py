@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -23,17 +24,22 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`; 1 for an axis that this mesh does not have."""
-        return dict(self.axes).get(axis, 1)
+        """Number of ranks along `axis`, which may be a joint one; 1 for an axis that this mesh does not have."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(part, 1) for part in parts_of(axis))
 
     def wide_axes(self) -> tuple[str, ...]:
         """The axes with more than one rank: the only ones a layout names."""
         return tuple(axis for axis, size in self.axes if size > 1)
 
+    def joint_axes(self) -> tuple[str, ...]:
+        """The joint axes of several wide axes: parameters lie on them, values do not."""
+        return tuple(joint for joint in JOINT_AXES if min(self.size(part) for part in parts_of(joint)) > 1)
+
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`; an axis that this mesh does not have is of size 1."""
-        names = [name for name, _ in self.axes]
-        inner = names.index(axis) + 1 if axis in names else len(names)
+        names, innermost = [name for name, _ in self.axes], parts_of(axis)[-1]
+        inner = names.index(innermost) + 1 if innermost in names else len(names)
         return math.prod(size for _, size in self.axes[inner:])
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -48,8 +54,26 @@ class Mesh:
 
 
 EXPERT_AXES = ("edp", "ep", "etp")
-ZERO_AXES = ("dp", "edp")
-"""The axes that ZeRO cuts: dense parameters over `dp`, experts over `edp`."""
+JOINT_AXES = {"dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
+"""Neighbouring axes of the dense mesh as one: the ranks with the same dense weights and other tokens, and those that
+share sequences."""
+
+ZERO_AXES = ("dp", "cp", "dp_cp", "edp")
+"""The axes that ZeRO cuts: dense parameters over `dp` and `cp`, experts over `edp`."""
+
+CUT_ORDER = ("dp", "cp", "tp", "etp", "edp", "ep")
+"""The order in which axes cut one dim of a parameter, the outermost cut first."""
+
+
+def parts_of(axis: str) -> tuple[str, ...]:
+    """The axes of a joint axis; any other axis by itself."""
+    return JOINT_AXES.get(axis, (axis,))
+
+
+def joined(axes: Iterable[str]) -> tuple[str, ...]:
+    """`axes` of a sum of gradients, sorted, with `dp_cp` in place of both of its parts."""
+    names, parts = set(axes), {*parts_of("dp_cp")}
+    return tuple(sorted((names - parts) | {"dp_cp"} if names >= parts else names))
 
 
 def group_name(axis: str, experts_mesh: str | None) -> str:

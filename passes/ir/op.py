@@ -29,7 +29,7 @@ class Type:
     ragged: str | None = None
 
 
-TOKEN_DIM_OF = {"dp": 0, "tp": 1}
+TOKEN_DIM_OF = {"dp": 0, "cp": 1, "tp": 1}
 """Which dim of `[batch, sequence]` an axis of the dense mesh shards."""
 
 
@@ -52,8 +52,14 @@ class Meshes:
 
     @property
     def own_tokens(self) -> Layout:
-        """The layout with different tokens on every rank: sequences cut over `dp`, each sequence over `tp`."""
+        """The layout with different tokens on every rank: sequences cut over `dp`, each sequence over `cp`, then
+        over `tp`."""
         return Layout.of({axis: Shard(TOKEN_DIM_OF[axis]) for axis in self.dense.wide_axes()})
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces into which a mixture's tokens cut a sequence: the ranks of `cp` and `tp`."""
+        return self.dense.size("cp") * self.dense.size("tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ class Op(ABC):
     chooses: ClassVar[str] = ""
     """Names of int64 results that depend on an order of scores, beside those of `scores`: recomputation keeps them, and
     `moec verify` repeats them in other dtypes."""
+    copies_to_host: ClassVar[bool] = False
+    """Whether the host waits for the device to read a result: recomputation keeps the results."""
     sparse: ClassVar[bool] = False
     """Of an op that chooses experts: whether a token has a choice of each expert, of which most are −1."""
     constants: ClassVar[frozenset[str]] = frozenset()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.mesh import parts_of
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import Call, Conversion
 from moec.passes.ir.order_rules import scheduled
@@ -118,7 +119,7 @@ def wide_axes(program: Program, block: Block) -> dict[str, int]:
     names = {"dense", block.experts, *(program.block(name).experts for name in called)} - {None}
     axes: dict[str, int] = {}
     for mesh in (program.mesh_map[name] for name in sorted(filter(None, names)) if name in program.mesh_map):
-        for axis in mesh.wide_axes():
+        for axis in (*mesh.wide_axes(), *mesh.joint_axes()):
             axes[axis] = math.gcd(axes.get(axis, 0), mesh.size(axis))
     return axes
 
@@ -161,7 +162,10 @@ def connected(program: Program) -> None:
             complaint = parameter_complaint(parameter, axes)
             _check(not complaint, block, complaint)
         meshes = program.meshes_of(block)
-        summed = {f"@{p.name}": frozenset(p.sum_over or ()) for p in block.parameters}
+        summed = {
+            f"@{p.name}": frozenset(part for axis in p.sum_over or () for part in parts_of(axis))
+            for p in block.parameters
+        }
         for op in block.ops:
             operands = block.operands(op)
             with _rule(block, op):

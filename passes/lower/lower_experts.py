@@ -11,6 +11,7 @@ from moec.grammar.spec.base import Node
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.ops.mixture_ops import HIDDEN
 from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.lower_feed_forward import parameters_of
 
@@ -18,13 +19,17 @@ UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Ma
 """The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
 
 SHARD = {"ep": 0}
+SLICED = {"ep": 0, "etp": HIDDEN}
+"""The cuts of weights with a hidden width: over `ep` by experts, over `etp` by that width (expert slicing, Rajbhandari
+et al. 2022, "DeepSpeed-MoE", section 5.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     """The rows of experts `[experts, rows, dim]`, their `counts` if they are ragged, and a prefix for parameters.
 
-    `all_places`: whether padded rows are computed in empty places too, where no row changes rank.
+    `all_places`: whether padded rows are computed in empty places too, where no row changes rank. `are_slots`: whether
+    the rows are the slots of a soft mixture.
     """
 
     subject: Subject
@@ -33,6 +38,7 @@ class Sent:
     counts: str | None
     prefix: str
     all_places: bool = False
+    are_slots: bool = False
 
     @property
     def counted(self) -> Mapping[str, str]:
@@ -47,11 +53,11 @@ def apply_experts(b: Builder, sent: Sent) -> str:
 
 
 def activated_weights(
-    b: Builder, sent: Sent, shard: Mapping[str, int] = SHARD
+    b: Builder, sent: Sent, shard: Mapping[str, int]
 ) -> tuple[tuple[str, str], dict[str, str], dict[str, Any]]:
     """The names of up and down weights and of their biases (if any), and the activation as attributes of an op.
 
-    `shard` is {} where every rank has all experts.
+    `shard` maps the axes that cut the weights to dims: `SLICED`, or {} where every rank has all experts.
     """
     body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
     assert isinstance(body, Activated)
@@ -63,15 +69,16 @@ def activated_weights(
     biases = {}
     if body.bias:
         zeros, at = Init(kind="zeros"), body.span("bias")
+        by_expert = {axis: dim for axis, dim in shard.items() if dim == 0}
         biases = {
             "up_bias": b.parameter(f"{sent.prefix}.up.bias", up_shape[:-1], dtype, zeros, at, shard, EXPERTS),
-            "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, shard, EXPERTS),
+            "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, by_expert, EXPERTS),
         }
     return (up, down), biases, {"activation": body.word, **parameters_of(body)}
 
 
 def _activated(b: Builder, sent: Sent) -> str:
-    (up, down), biases, attributes = activated_weights(b, sent)
+    (up, down), biases, attributes = activated_weights(b, sent, SHARD if sent.are_slots else SLICED)
     span = sent.experts.span()
     if sent.counts is not None:
         return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, optional=biases, to="y", span=span, **attributes)

@@ -61,7 +61,9 @@ def _without_choices(
     (part,), sent, counts = moe.parts, _sent(subject, moe, h), list[Output]()
     inputs = GateInputs(subject=subject, experts=part.count, h=h, by_role=by_role)
     if isinstance(gate, Soft):
-        mixed, rows = soft_mixture(b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows)))
+        mixed, rows = soft_mixture(
+            b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows, are_slots=True))
+        )
         counts.append(Output(rows, "counts"))
     else:
         weights, biases, attributes = activated_weights(b, sent, shard={})

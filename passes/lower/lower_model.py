@@ -27,19 +27,22 @@ from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
 
-def lower(spec: Spec, tp: int = 1, ep_of: Mapping[int, int] | None = None) -> Program:
+def lower(
+    spec: Spec, sharers: int = 1, ep_of: Mapping[int, int] | None = None, etp_of: Mapping[int, int] | None = None
+) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
     loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
-    groups to the stated `ep`, and for the gate `topology`, whose formula has `tp` and the `ep` of its layer.
+    groups to the stated `ep`, and for the gate `topology`, whose formula has the number of ranks that share
+    a sequence and the `ep` and `etp` of its layer.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for words that no pass compiles yet, so later passes never see them.
     """
     require_supported(spec)
-    spec = with_places(with_device_groups(spec), tp, ep_of or {})
+    spec = with_places(with_device_groups(spec), sharers, ep_of or {}, etp_of or {})
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     blocks = freeze(blocks, spec.train.frozen if spec.train else ())
     return Program(name=spec.subject.name, blocks=tuple(blocks), layers=called_layers(blocks))

@@ -18,6 +18,7 @@ from moec.passes.ir import (
     Shard,
     Value,
 )
+from moec.passes.ir.mesh import joined
 from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.ops.conversion import Conversion, kind_of, matching
 
@@ -100,7 +101,7 @@ def _connect(program: Program, block: Block) -> Block:
     if block.final:
         outputs = tuple(replace(output, name=connector.output(output.name)) for output in outputs)
     parameters = tuple(
-        replace(p, sum_over=() if p.frozen else tuple(sorted(connector.sums.get(p.name, ())))) for p in block.parameters
+        replace(p, sum_over=() if p.frozen else joined(connector.sums.get(p.name, ()))) for p in block.parameters
     )
     return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
 
@@ -129,9 +130,10 @@ class _Connector:
         placing = op.place(given, self.meshes, self.blocks)
         sums, names = gradient_sums(op, given, placing), []
         for name, value, wanted, summed in zip(op.operands, given, placing.operands, sums, strict=True):
-            if isinstance(value, Parameter):  # ops take it as it is
+            if isinstance(value, Parameter):  # its own gradient is summed, after those of its conversions
                 self.sums.setdefault(value.name, set()).update(summed)
-            names.append(name if isinstance(value, Parameter) else self._convert(name, wanted, summed, op))
+                summed = frozenset[str]()
+            names.append(self._convert(name, wanted, summed, op))
         self.emit(replace(op, operands=tuple(names)))
 
     def emit(self, op: Op) -> None:
@@ -195,7 +197,11 @@ class _Connector:
         return conversion.other_operands(op)
 
     def _fresh(self, like: Value) -> Value:
+        """A new value of the type of `like`, named after it: `rows.1` after `rows`, `down_bias` after the parameter."""
         stem = like.name.split(".")[0]
+        if isinstance(like, Parameter):
+            stem = "_".join(like.name.split(".")[-2:])
+            like = Value(name=stem, shape=like.shape, dtype=like.dtype)
         name, number = stem, 0
         taken = {*self.scope, *self.block.scope}
         while name in taken:

@@ -17,7 +17,6 @@ from moec.passes.ir import (
     Value,
 )
 from moec.passes.ir.interface import FORWARD
-from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.roles import ROLES
 from moec.passes.ir.value import Dim
@@ -28,8 +27,8 @@ from moec.passes.place.shard_zero import cut_by_zero
 class ShardLayouts:
     """Lays out tokens by `Program.tokens`, parameters by their declaration, and results by the rules of ops.
 
-    `zero` is the stage of ZeRO, 0 to 3 (`shard_zero.py`). It cuts a parameter if every use sums its gradient over the
-    axis: kv heads that `tp` repeats are summed later, and stay whole.
+    `zero` is the stage of ZeRO, 0 to 3 (`shard_zero.py`). It cuts a parameter over the axes over which every use sums
+    its gradient: kv heads that `tp` repeats are summed later, and stay whole.
 
     An operand's layout may still differ from the one that its op needs: `communicate` inserts conversions.
     """
@@ -65,15 +64,10 @@ def _shard_block(program: Program, block: Block, zero: int) -> Block:
         scope.update({v.name: v for v in results})
         ops.append(op.with_results(results))
     cut = tuple(
-        cut_by_zero(p, meshes, over, zero) if (over := _zero_axis(before)) in summed.get(p.name, ()) else p
+        cut_by_zero(p, meshes, zero, summed.get(p.name, frozenset()), dict(before.shard).get("etp"))
         for before, p in zip(declared, parameters, strict=True)
     )
     return replace(block, ops=tuple(ops), parameters=cut)
-
-
-def _zero_axis(parameter: Parameter) -> str:
-    """The axis of the ranks that hold the same part of a parameter and other tokens."""
-    return "edp" if any(axis in EXPERT_AXES for axis, _ in parameter.shard) else "dp"
 
 
 def _shard_parameter(parameter: Parameter, meshes: Meshes) -> Parameter:

@@ -7,22 +7,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moec.passes.ir import Meshes, Parameter, Shard
+from moec.passes.ir import Meshes, Parameter, Shard, local_shape
+from moec.passes.ir.mesh import ZERO_AXES, joined
 
 
-def cut_by_zero(parameter: Parameter, meshes: Meshes, axis: str, stage: int) -> Parameter:
-    """`parameter`, placed and without ZeRO, with the layouts of ZeRO's `stage` (0 to 3) over `axis`.
+def cut_by_zero(
+    parameter: Parameter, meshes: Meshes, stage: int, summed: frozenset[str], hidden: int | None = None
+) -> Parameter:
+    """`parameter`, placed and without ZeRO, with the layouts of ZeRO's `stage` (0 to 3).
 
-    Cuts the first dim that the axis divides and that nothing else cuts; without such a dim the parameter stays whole.
+    Cuts over the ranks that have the same part of the weight and other tokens: of the axes `summed`, over which the
+    gradient is summed, those of ZeRO. It takes the first dim that these ranks divide and that nothing else cuts; of
+    weights whose dim 0 is cut, `hidden` first, the experts' width, which `etp` may have cut before. Without such a dim
+    the parameter stays whole.
+
     Stage 1 cuts the optimizer state, 2 the gradient too, 3 the weight too: never what ops use. A frozen parameter has
     only a weight.
     """
     if parameter.frozen and stage < 3:
         return parameter
-    layout, ranks = parameter.layout, meshes.size(axis)
+    layout, (axis, *_) = parameter.layout, (*joined(summed.intersection(ZERO_AXES)), "")
     assert layout is not None
-    free = (d for d, n in enumerate(parameter.shape) if not layout.cuts(d) and isinstance(n, int) and n % ranks == 0)
-    dim = next(free, None) if stage and ranks > 1 else None
+    ranks = meshes.size(axis)
+    whole = local_shape(parameter.shape, layout, meshes)
+    free = [
+        d for d, n in enumerate(whole) if (d == hidden or not layout.cuts(d)) and isinstance(n, int) and not n % ranks
+    ]
+    dim = min(free, key=lambda d: (d > 0, d != hidden, d), default=None) if stage and ranks > 1 else None
     if dim is None:
         return parameter
     cut = layout.replace(axis, Shard(dim))

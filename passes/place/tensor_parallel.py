@@ -1,4 +1,4 @@
-"""tensor_parallel: rewrites kv heads and the cross-entropy so that `tp` can shard them."""
+"""tensor_parallel: rewrites kv heads and the cross-entropy so that `tp` can shard them, and kv heads for `cp`."""
 
 from __future__ import annotations
 
@@ -13,46 +13,73 @@ from moec.passes.ir.value import promoted
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Two exact rewrites for `tp` > 1.
+    """Three exact rewrites.
 
-    Fewer kv heads than ranks: each kv head is repeated, and every rank slices its copy before the projection. Logits
-    with a sharded vocabulary: the cross-entropy becomes a maximum, two sums and the remaining per-token terms, with
-    reductions over `tp` in between.
+    Fewer kv heads than ranks of `tp`: each kv head is repeated, and every rank slices its copy before the projection.
+    Fewer kv heads on a rank of `tp` than ranks of `cp`: keys and values are repeated before ranks of `cp` change tokens
+    for heads. Logits with a sharded vocabulary: the cross-entropy becomes a maximum, two sums and the remaining
+    per-token terms, with reductions over `tp` in between.
     """
 
     def apply(self, program: Program) -> Program:
         """The rewritten Program, with the same semantics."""
-        tp = program.mesh("dense").size("tp")
-        if tp == 1:
-            return program
-        blocks = tuple(_rewrite(program, block, tp) for block in program.blocks)
-        return replace(program, blocks=blocks)
+        dense = program.mesh("dense")
+        for size, rewrite in ((dense.size("tp"), _for_tp), (dense.size("cp"), _for_cp)):
+            if size > 1:
+                blocks = tuple(rewrite(program, block, size) for block in program.blocks)
+                program = replace(program, blocks=blocks)
+        return program
 
 
-def _rewrite(program: Program, block: Block, tp: int) -> Block:
+def _for_tp(program: Program, block: Block, tp: int) -> Block:
     if (logits := block.input("logits")) is not None:
         vocab = logits.shape[-1]
         assert isinstance(vocab, int)
         whole = len(logits.shape) == 2 or vocab % tp  # classes of images are on every rank
         return block if whole else _Rewriter(program, block).run(_cross_entropy_in_parts)
-    attention = next((op for op in block.ops if isinstance(op, o.Attention)), None)
-    heads = block.scope[attention.keys_and_values[0]].shape[2] if attention is not None else tp
-    assert isinstance(heads, int)
+    attention = _attention_of(block)
+    heads = _num_kv_heads(block, attention) if attention is not None else tp
     if attention is None or heads % tp == 0:
         return block
     weights = _kv_weights(block, attention)
-    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv_heads(rewriter, op, weights, tp // heads))
+    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_weights(rewriter, op, weights, tp // heads))
+
+
+def _for_cp(program: Program, block: Block, cp: int) -> Block:
+    attention = _attention_of(block)
+    heads = _num_kv_heads(block, attention) // program.mesh("dense").size("tp") if attention is not None else cp
+    if attention is None or heads % cp == 0:
+        return block
+    kv = _kv_heads(block, attention)
+    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv(rewriter, op, kv, cp // heads))
+
+
+def _attention_of(block: Block) -> o.Attention | None:
+    return next((op for op in block.ops if isinstance(op, o.Attention)), None)
+
+
+def _num_kv_heads(block: Block, attention: o.Attention) -> int:
+    heads = block.scope[attention.keys_and_values[0]].shape[2]
+    assert isinstance(heads, int)
+    return heads
+
+
+def _kv_heads(block: Block, attention: o.Attention) -> set[str]:
+    """The names of the keys and values that attention takes, and of all heads from which they are computed."""
+    heads = set(attention.keys_and_values)
+    for op in reversed(block.ops):
+        if heads & {result.name for result in op.results}:
+            heads |= {n for n, v in zip(op.operands, block.operands(op), strict=True) if len(v.shape) == 4}
+    return heads
 
 
 def _kv_weights(block: Block, attention: o.Attention) -> dict[str, Parameter]:
     """The parameters that have a part for each kv head: of the ops whose results are heads of keys or values."""
-    heads = set(attention.keys_and_values)
-    weights: dict[str, Parameter] = {}
-    for op in reversed(block.ops):
+    heads, weights = _kv_heads(block, attention), dict[str, Parameter]()
+    for op in block.ops:
         if heads & {result.name for result in op.results}:
-            operands = dict(zip(op.operands, block.operands(op), strict=True))
-            heads |= {name for name, value in operands.items() if len(value.shape) == 4}
-            weights |= {n: v for n, v in operands.items() if isinstance(v, Parameter) and len(v.shape) > 1}
+            operands = zip(op.operands, block.operands(op), strict=True)
+            weights |= {n: v for n, v in operands if isinstance(v, Parameter) and len(v.shape) > 1}
     return weights
 
 
@@ -91,7 +118,7 @@ class _Rewriter:
         return to
 
 
-def _repeat_kv_heads(rewriter: _Rewriter, op: Op, weights: Mapping[str, Parameter], copies: int) -> None:
+def _repeat_weights(rewriter: _Rewriter, op: Op, weights: Mapping[str, Parameter], copies: int) -> None:
     operands = list(op.operands)
     for i, operand in enumerate(operands):
         if operand in weights:
@@ -100,6 +127,17 @@ def _repeat_kv_heads(rewriter: _Rewriter, op: Op, weights: Mapping[str, Paramete
             if weights[operand].shard:
                 operands[i] = rewriter.one(o.Slice, [operands[i]], f"{stem}_copy", op, axis="tp", dim=0)
     rewriter.append(replace(op, operands=tuple(operands)))
+
+
+def _repeat_kv(rewriter: _Rewriter, op: Op, kv: set[str], copies: int) -> None:
+    """Repeats keys and values for the first op that takes whole sequences of some heads."""
+    if isinstance(op, o.Rope | o.Attention):
+        operands = list(op.operands)
+        for i, operand in enumerate(operands):
+            if operand in kv and operand not in rewriter.renamed:
+                operands[i] = rewriter.one(o.RepeatHeads, [operand], f"{operand}_heads", op, copies=copies, dim=2)
+        op = replace(op, operands=tuple(operands))
+    rewriter.append(op)
 
 
 def _cross_entropy_in_parts(rewriter: _Rewriter, op: Op) -> None:

@@ -1,4 +1,4 @@
-"""Compares custom losses within a tp group, whose ranks compute the same one: else gradients are of other losses."""
+"""Compares custom losses of ranks that share sequences, which compute the same one: else gradients are of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 
 
 def unlike_in_group(computed: LossComputed) -> Complaint | None:
-    """Why the losses of this rank's tp group are not equal, or None. A collective of the group."""
+    """Why the losses of ranks that share this one's sequences are not equal, or None. A collective of these ranks."""
     loss = computed.summed
     value = math.nan if loss is None else float(loss.detach())
     is_number, number = not math.isnan(value), 0.0 if math.isnan(value) else value

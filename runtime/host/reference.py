@@ -72,5 +72,5 @@ class SingleProcessHostedHome(SingleProcessHome):
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:
     """The lowered Program of `spec`, for one process with the sequences of all ranks and micro-batches."""
     degrees = choose_degrees(spec) if depends_on_ranks(spec) else None
-    program = lower(spec, degrees.tp, degrees.ep_of) if degrees else lower(spec)
+    program = lower(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of) if degrees else lower(spec)
     return replace(program, data_ranks=data_parallel_size(spec), microbatches=microbatches)

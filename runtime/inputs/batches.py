@@ -22,7 +22,7 @@ LARGER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Ids are below `vocab`, sequences at most `context` long; ranks of a tp group cut each into `pieces`.
+    """Ids are below `vocab`, sequences at most `context` long; the ranks that share one cut it into `pieces`.
 
     A rank's batch splits into `routing_groups` equal parts. Tokens with the id `padding` reach no expert.
     """
@@ -76,7 +76,7 @@ class Limits:
         if ids.shape[1] % self.pieces:
             fits = ids.shape[1] // self.pieces * self.pieces
             remedy = f"cut them to {fits}, or pad them to {fits + self.pieces}"
-            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}: {remedy}"
+            return f"{name} are {ids.shape[1]} long, not a multiple of {self.pieces}, the ranks of cp and tp: {remedy}"
         if ids.shape[0] % self.routing_groups:
             return (
                 f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "

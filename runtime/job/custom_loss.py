@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moec.passes.ir import Shard
 from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import LossComputed
@@ -50,9 +49,7 @@ def custom_loss(
     if step.loss is not None:
         tensors = {"logits": job.whole_logits(output), "labels": labels}
     else:
-        tp = job.plan.result_layout.get("tp")
-        cut = tp.dim if isinstance(tp, Shard) else None
-        logprobs = label_log_probabilities(output.logits, labels, cut, f"{job.number}tp")
+        logprobs = label_log_probabilities(output.logits, labels, job.plan.result_layout, job.number)
         tensors = {"logprobs": logprobs, "labels": labels}
     summed, error = call_user_function(function, tensors, inputs)
     complaint = _scalar_complaint(summed)
@@ -64,7 +61,7 @@ def custom_loss(
     del tensors  # frees the whole logits before the ranks agree
     computed = LossComputed(
         name, None if complaint or error else summed, labels, by_labels=step.count is None,
-        group=f"{job.number}tp", group_size=job.plan.sharers,
+        group=job.number + job.plan.sharers_axis, group_size=job.plan.sharers,
         seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
     )  # fmt: skip
     guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint

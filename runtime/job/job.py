@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.codegen.unknown_names import KnownNames
 from moec.passes.degrees.sequence_cuts import sequence_pieces
-from moec.passes.ir import Shard
 from moec.runtime import other_names
 from moec.runtime.action_log import note_action
 from moec.runtime.backends import select
@@ -30,7 +29,7 @@ from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name, require_model, require_own, states_by_name
-from moec.runtime.ops.dense_collectives import all_gather_alike
+from moec.runtime.ops.dense_collectives import whole_along
 from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, watch_steps
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
@@ -256,13 +255,13 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
     def whole_logits(self, output: ModelOutput) -> Tensor:
         """`output.logits` gathered over vocabulary and sequence, `[batch, sequence, vocab]`, differentiable.
 
-        All ranks of a tp group must compute the same with them. A collective: every rank must call it, or none.
+        All ranks that share sequences, those of `cp` and `tp`, must compute the same with them. A collective: every
+        rank must call it, or none.
         """
         _require_class("output", output, ModelOutput, "what the model returned", "`job.whole_logits(model(tokens))`")
-        logits, placement = output.logits, self.plan.result_layout.get("tp")
-        if not isinstance(placement, Shard):
-            return logits
-        gathered: Tensor = all_gather_alike(logits, placement.dim, f"{self.number}tp", "whole logits")
+        gathered = whole_along(output.logits, self.plan.result_layout, (1, 2), self.number, "whole logits")
+        if gathered is output.logits:
+            return gathered
         if not self._running:  # `step` and `accumulate` divide losses themselves
             look_at(LogitsGiven(gathered, self.data_size, seen=self._seen))
         return gathered

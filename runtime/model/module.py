@@ -199,7 +199,8 @@ class PlanModule(StepModule):
         numbers (default: those of the ranks' prompts one after the other).
 
         It computes in evaluation mode and without gradients, and leaves the model's mode as it is. A collective: every
-        rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.
+        rank of a job calls it, with its own prompts and the same options; ranks that share sequences with the same
+        prompts.
 
         Raises `JobError` on every rank: MOE0741 for a model that cannot generate, MOE0742 for more tokens than its
         context, MOE0702, MOE0728 and MOE0740 for invalid prompts and options, MOE0708 and MOE0743 for logits that are

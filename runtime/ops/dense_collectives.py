@@ -11,12 +11,14 @@ all ranks then use in the same way; hence two operators, `all_reduce` and `copy_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.passes.ir import Layout, Shard
 from moec.passes.ir import ops as o
 from moec.runtime.ops.define_conversion import define_conversion
 from moec.runtime.ops.registry import check
@@ -24,7 +26,7 @@ from moec.runtime.ranks.groups import resolve
 from moec.runtime.ranks.watch import Layer, collective
 
 # Renamed in torch 2.13, where the old names warn.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # ---- the arithmetic on one rank's tensor ---------------------------------------------------------------
@@ -54,7 +56,7 @@ def _gathered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = No
     # Flat: gloo requires dim 0 of the output to be as long as all inputs together, and a scalar has no dim 0.
     flat, local = pieces.view(-1), x.contiguous().view(-1)
     with collective("all_gather", group, site, layer) as peers:
-        _all_gather_single(flat, local, group=peers)
+        all_gather_single(flat, local, group=peers)
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 
@@ -71,12 +73,25 @@ def _sliced(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None
     return x.chunk(peers.size(), dim)[peers.rank()].clone(memory_format=torch.contiguous_format)
 
 
+def _kept_on_first(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if resolve(group).rank() == 0 else torch.zeros_like(x)
+
+
 def _exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
     pieces = torch.stack(x.chunk(resolve(group).size(), wanted))
     received = torch.empty_like(pieces)
     with collective("all_to_all_padded", group, site, layer) as peers:
         dist.all_to_all_single(received, pieces, group=peers)
     return torch.cat(received.unbind(0), given)
+
+
+def whole_along(x: Tensor, layout: Layout, dims: Sequence[int], groups: str, site: str) -> Tensor:
+    """x gathered along the `dims` that `layout` cuts, over the groups whose names begin with `groups`; differentiable,
+    for results that every rank uses alike."""
+    for axis, placement in reversed(layout.placements):
+        if isinstance(placement, Shard) and placement.dim in dims:
+            x = all_gather_alike(x, placement.dim, groups + axis, site)
+    return x
 
 
 # ---- checks and fakes ------------------------------------------------------------------------------------
@@ -169,6 +184,14 @@ slice_ = define_conversion(
     kernel=_sliced,
 )
 """This rank's piece of x along `dim`; x is the same on all ranks. Backward: all_gather."""
+
+keep_on_first = define_conversion(
+    o.KeepOnFirst,
+    fake=_fake_like,
+    check=_check_group,
+    kernel=_kept_on_first,
+)
+"""x on the first rank of the group, zeros on the others: terms whose sum is x. Backward: the identity."""
 
 all_gather = define_conversion(
     o.AllGather,

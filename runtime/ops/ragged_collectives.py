@@ -1,5 +1,8 @@
 """The operators of conversions of ragged rows, and of their counts.
 
+Sizes of rows are known on the device alone, and a collective wants them on the host. The conversions of counts make the
+one copy (`to_host`); those of rows take its result as `splits`, forward and backward, and never wait for the device.
+
 What each converts, and the conversion that its backward runs, its class declares
 (`passes/ir/ops/ragged_conversions.py`). Groups are named (`moec.runtime.ranks.groups`); the other conversions are in
 `moec.runtime.ops.dense_collectives`.
@@ -7,17 +10,37 @@ What each converts, and the conversion that its backward runs, its class declare
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops import ragged_conversions as o
 from moec.runtime.ops.define_conversion import define_conversion
-from moec.runtime.ops.registry import check
+from moec.runtime.ops.dense_collectives import all_gather_single
+from moec.runtime.ops.registry import check, define
 from moec.runtime.ranks.groups import resolve
 from moec.runtime.ranks.watch import Layer, collective, located
 
-# ---- exchange_counts ---------------------------------------------------------------------------------
+# ---- counts of rows ----------------------------------------------------------------------------------
+
+
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """The int64 tensors in the host's memory, by one copy: the host waits for the device once."""
+    on_host = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = torch.split(on_host, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _check_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> None:
+    resolve(group)
+    check(
+        counts.dim() == 2 and counts.dtype == torch.int64,
+        lambda: f"moec: counts of rows must be int64 [sources, E], not {counts.dtype} {list(counts.shape)}",
+    )
 
 
 def _check_exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> None:
@@ -32,17 +55,32 @@ def _check_exchange_counts(counts: Tensor, group: str, site: str = "", layer: La
     )
 
 
-def _exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
-    sent = counts.reshape(resolve(group).size(), -1)
-    received = torch.empty_like(sent)
-    with collective("exchange_counts", group, site, layer) as peers:
-        dist.all_to_all_single(received, sent, group=peers)
-    # One copy to the host brings the sums and the negative counts, which a sum can hide.
-    sums = [function(counts) for function in (_row_sum, _negative_sum) for counts in (sent, received)]
-    totals = torch.stack(sums).cpu()
-    for row, direction in ((2, "to"), (3, "from")):
-        _check_not_negative("exchange_counts", totals[row].tolist(), direction, group, located(site, layer))
-    return received, totals[:2].clone()
+def _check_both(counts: Tensor, group: str, gather_group: str, site: str = "", layer: Layer = None) -> None:
+    _check_exchange_counts(counts, group)
+    resolve(gather_group)
+
+
+class _Totals(NamedTuple):
+    """Rows to send to, and to receive from, each rank of a group, and the same sums of the counts below 0."""
+
+    on_device: Tensor
+    name: str
+    group: str
+
+    @classmethod
+    def of(cls, sent: Tensor, received: Tensor, name: str, group: str) -> _Totals:
+        """From the counts that go to and come from each rank `[ranks, …]`."""
+        sums = [function(counts) for function in (_row_sum, _negative_sum) for counts in (sent, received)]
+        return cls(torch.stack(sums), name, group)
+
+
+def _splits(totals: Sequence[_Totals], location: str) -> list[Tensor]:
+    """The splits `[2, ranks]` on the host, by one copy, which brings the negative counts that a sum can hide too."""
+    found = to_host(*(each.on_device for each in totals))
+    for (_, name, group), sums in zip(totals, found, strict=True):
+        for row, direction in ((2, "to"), (3, "from")):
+            _check_not_negative(name, sums[row].tolist(), direction, group, location)
+    return [sums[:2].clone() for sums in found]
 
 
 def _row_sum(counts: Tensor) -> Tensor:
@@ -67,9 +105,60 @@ def _location(group: str, site: str) -> str:
     return f'"{group}" in {site}' if site else f'"{group}"'
 
 
+def _exchanged(counts: Tensor, group: str, site: str, layer: Layer) -> tuple[Tensor, _Totals]:
+    sent = counts.reshape(resolve(group).size(), -1)
+    received = torch.empty_like(sent)
+    with collective("exchange_counts", group, site, layer) as peers:
+        dist.all_to_all_single(received, sent, group=peers)
+    return received, _Totals.of(sent, received, "exchange_counts", group)
+
+
+def _gathered_counts(counts: Tensor, group: str, site: str, layer: Layer) -> tuple[Tensor, _Totals]:
+    size = resolve(group).size()
+    gathered = counts.new_empty((size * counts.shape[0], counts.shape[1]))
+    with collective("gather_counts", group, site, layer) as peers:
+        all_gather_single(gathered, counts.contiguous(), group=peers)
+    sent = counts.reshape(1, -1).expand(size, -1)
+    return gathered, _Totals.of(sent, gathered.view(size, -1), "gather_counts", group)
+
+
+def _exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
+    received, totals = _exchanged(counts, group, site, layer)
+    (splits,) = _splits([totals], located(site, layer))
+    return received, splits
+
+
+def _gather_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
+    gathered, totals = _gathered_counts(counts, group, site, layer)
+    (splits,) = _splits([totals], located(site, layer))
+    return gathered, splits
+
+
+def _exchange_and_gather_counts(
+    counts: Tensor, group: str, gather_group: str, site: str = "", layer: Layer = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    received, to_experts = _exchanged(counts, group, site, layer)
+    gathered, to_all = _gathered_counts(received, gather_group, site, layer)
+    splits, all_splits = _splits([to_experts, to_all], located(site, layer))
+    return received, gathered, splits, all_splits
+
+
 def _fake_exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
     size = resolve(group).size()
     return counts.new_empty((size, counts.shape[1] // size)), counts.new_empty((2, size), device="cpu")
+
+
+def _fake_gather_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
+    size = resolve(group).size()
+    return counts.new_empty((size * counts.shape[0], counts.shape[1])), counts.new_empty((2, size), device="cpu")
+
+
+def _fake_exchange_and_gather_counts(
+    counts: Tensor, group: str, gather_group: str, site: str = "", layer: Layer = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    received, splits = _fake_exchange_counts(counts, group)
+    all_counts, all_splits = _fake_gather_counts(received, gather_group)
+    return received, all_counts, splits, all_splits
 
 
 exchange_counts = define_conversion(
@@ -86,37 +175,80 @@ counts [1, E] int64, this rank's rows for each expert ->
     `RuntimeError` for counts below 0, on the ranks that send or receive them.
 """
 
-# ---- all_to_all --------------------------------------------------------------------------------------
+gather_counts = define_conversion(
+    o.GatherCounts,
+    fake=_fake_gather_counts,
+    check=_check_counts,
+    kernel=_gather_counts,
+)
+"""Tell every peer how many rows of each source this rank has, before all ranks get the rows of all.
+
+counts [S, E] int64 -> all_counts [n S, E] int64, and splits as those of `exchange_counts`: a rank sends all its rows to
+each peer.
+"""
+
+exchange_and_gather_counts = define(
+    schema_of(o.ExchangeAndGatherCounts),
+    fake=_fake_exchange_and_gather_counts,
+    check=_check_both,
+    kernel=_exchange_and_gather_counts,
+    gives_integers=True,
+)
+"""`exchange_counts` over `group`, then `gather_counts` of the received counts over `gather_group`, with one copy to the
+host: received, all_counts, and the splits of both."""
+
+# ---- rows --------------------------------------------------------------------------------------------
 
 
-def _check_all_to_all(
-    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
-) -> None:
+def _check_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> None:
     size = resolve(group).size()
     check(
         splits.shape == (2, size) and splits.dtype == torch.int64,
-        lambda: (
-            f'moec::all_to_all: splits must be int64 [2, {size}] over "{group}", '
-            f"not {splits.dtype} {list(splits.shape)}"
-        ),
+        lambda: f'moec: splits must be int64 [2, {size}] over "{group}", not {splits.dtype} {list(splits.shape)}',
     )
-    check(rows.dim() >= 1, lambda: "moec::all_to_all: rows must be [R, ...], not a scalar")
+    check(rows.dim() >= 1, lambda: "moec: rows must be [R, ...], not a scalar")
 
 
-def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None) -> Tensor:
+def _check_exchanged(
+    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
+) -> None:
+    _check_rows(rows, splits, group)
+
+
+def _fake_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
+
+
+def _fake_exchanged(
+    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
+) -> Tensor:
+    return _fake_rows(rows, splits, group)
+
+
+def _sizes(
+    name: str, num_rows: int, splits: Tensor, group: str, location: str, *, reverse: bool = False
+) -> tuple[list[int], list[int]]:
+    """The rows to send to, and to receive from, each peer, of `num_rows` in all to send.
+
+    gloo moves what it is told and notices nothing: a wrong split is wrong numbers, or a hang.
+    """
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
-    _check_not_negative("all_to_all", send, "to", group, located(site, layer))
-    _check_not_negative("all_to_all", receive, "from", group, located(site, layer))
-    # gloo moves what it is told and notices nothing: a wrong split is wrong numbers, or a hang.
+    _check_not_negative(name, send, "to", group, location)
+    _check_not_negative(name, receive, "from", group, location)
     check(
-        rows.shape[0] == sum(send),
+        num_rows == sum(send),
         lambda: (
-            f"moec::all_to_all: rank {dist.get_rank()} has {rows.shape[0]} rows, "
-            f"but the splits send {sum(send)} over {_location(group, located(site, layer))}"
+            f"moec::{name}: rank {dist.get_rank()} has {num_rows} rows to send, "
+            f"but the splits send {sum(send)} over {_location(group, location)}"
         ),
     )
+    return send, receive
+
+
+def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    send, receive = _sizes("all_to_all", len(rows), splits, group, located(site, layer), reverse=reverse)
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     rows = rows.contiguous()
     with collective("all_to_all", group, site, layer) as peers:
@@ -124,16 +256,10 @@ def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: s
     return out
 
 
-def _fake_all_to_all(
-    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
-) -> Tensor:
-    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
-
-
 all_to_all = define_conversion(
     o.AllToAll,
-    fake=_fake_all_to_all,
-    check=_check_all_to_all,
+    fake=_fake_exchanged,
+    check=_check_exchanged,
     kernel=_all_to_all,
 )
 """Send rows to peers, as many to each as `splits` (of `exchange_counts`) says, and receive theirs, source by source.
@@ -151,97 +277,53 @@ the sum of the splits to send, or a split is below 0.
 # send the same number of bytes as a ring does, and none for padding.
 
 
-def _check_gathered(rows: Tensor, counts: Tensor, group: str, site: str = "", layer: Layer = None) -> None:
-    size = resolve(group).size()
-    check(
-        counts.dim() == 2 and counts.dtype == torch.int64,
-        lambda: f"moec: counts of gathered rows must be int64 [sources, E], not {counts.dtype} {list(counts.shape)}",
-    )
-    check(
-        counts.shape[0] % size == 0,
-        lambda: f'moec: counts of {counts.shape[0]} sources do not divide over the {size} ranks of "{group}"',
-    )
-    check(rows.dim() >= 1, lambda: "moec: gathered rows must be [R, ...], not a scalar")
-
-
-def _rows_of_ranks(name: str, counts: Tensor, group: str, location: str) -> list[int]:
-    """Number of rows of each rank of the group, from the counts of all: a copy from device to host.
-
-    Raises `RuntimeError`, on every rank, for counts below 0.
-    """
-    counts_by_rank = counts.reshape(resolve(group).size(), -1)
-    totals, negative = torch.stack([_row_sum(counts_by_rank), _negative_sum(counts_by_rank)]).tolist()
-    _check_not_negative(name, negative, "from", group, location)
-    return list(totals)
-
-
-def _check_row_count(name: str, rows: Tensor, counted: int, group: str, location: str) -> None:
-    check(
-        rows.shape[0] == counted,
-        lambda: (
-            f"moec::{name}: rank {dist.get_rank()} has {rows.shape[0]} rows, "
-            f"but the counts say {counted} over {_location(group, location)}"
-        ),
-    )
-
-
-def _gathered(name: str, rows: Tensor, counts: Tensor, group: str, site: str, layer: Layer) -> Tensor:
-    location = located(site, layer)
-    sizes, rank = _rows_of_ranks(name, counts, group, location), resolve(group).rank()
-    _check_row_count(name, rows, sizes[rank], group, location)
-    out = rows.new_empty((sum(sizes), *rows.shape[1:]))
-    copies = torch.cat([rows for _ in sizes])
+def _gathered(name: str, rows: Tensor, splits: Tensor, group: str, site: str, layer: Layer) -> Tensor:
+    copies = torch.cat([rows] * resolve(group).size())
+    send, receive = _sizes(name, len(copies), splits, group, located(site, layer))
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
     with collective(name, group, site, layer) as peers:
-        dist.all_to_all_single(out, copies, sizes, [rows.shape[0] for _ in sizes], group=peers)
+        dist.all_to_all_single(out, copies, receive, send, group=peers)
     return out
 
 
-def _all_gather_rows(rows: Tensor, counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    return _gathered("all_gather_rows", rows, counts, group, site, layer)
+def _all_gather_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return _gathered("all_gather_rows", rows, splits, group, site, layer)
 
 
-def _all_gather_rows_alike(rows: Tensor, counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    return _gathered("all_gather_rows_alike", rows, counts, group, site, layer)
+def _all_gather_rows_alike(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return _gathered("all_gather_rows_alike", rows, splits, group, site, layer)
 
 
-def _reduce_scatter_rows(rows: Tensor, all_counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+def _reduce_scatter_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
     location = located(site, layer)
-    sizes = _rows_of_ranks("reduce_scatter_rows", all_counts, group, location)
-    _check_row_count("reduce_scatter_rows", rows, sum(sizes), group, location)
-    num_local = sizes[resolve(group).rank()]
-    terms = rows.new_empty((len(sizes), num_local, *rows.shape[1:]))
+    send, receive = _sizes("reduce_scatter_rows", len(rows), splits, group, location, reverse=True)
+    terms = rows.new_empty((len(receive), receive[0], *rows.shape[1:]))
     with collective("reduce_scatter_rows", group, site, layer) as peers:
-        dist.all_to_all_single(terms.flatten(0, 1), rows.contiguous(), [num_local for _ in sizes], sizes, group=peers)
+        dist.all_to_all_single(terms.flatten(0, 1), rows.contiguous(), receive, send, group=peers)
     return terms.sum(0)
 
 
-def _slice_rows(rows: Tensor, all_counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    location = located(site, layer)
-    sizes = _rows_of_ranks("slice_rows", all_counts, group, location)
-    _check_row_count("slice_rows", rows, sum(sizes), group, location)
+def _slice_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    sizes, _ = _sizes("slice_rows", len(rows), splits, group, located(site, layer), reverse=True)
     return torch.split(rows, sizes)[resolve(group).rank()].clone(memory_format=torch.contiguous_format)
-
-
-def _fake_rows(rows: Tensor, counts: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
 
 
 all_gather_rows = define_conversion(
     o.AllGatherRows,
     fake=_fake_rows,
-    check=_check_gathered,
+    check=_check_rows,
     kernel=_all_gather_rows,
 )
 """Every rank's rows, rank by rank, for operators that are sharded over the ranks. Backward: reduce_scatter_rows.
 
-rows [R, ...], counts [sources of all ranks, E] int64, the same on all ranks -> [R of all ranks, ...]. Any R may be 0.
-Raises `RuntimeError`, before anything moves, for counts below 0, and where R is not what the counts say.
+rows [R, ...], splits of `gather_counts` -> [R of all ranks, ...]. Any R may be 0. Raises `RuntimeError`, before
+anything moves, if R is not the split to send, or a split is below 0.
 """
 
 all_gather_rows_alike = define_conversion(
     o.AllGatherRowsAlike,
     fake=_fake_rows,
-    check=_check_gathered,
+    check=_check_rows,
     kernel=_all_gather_rows_alike,
 )
 """`all_gather_rows` for results that are consumed the same way on every rank. Backward: slice_rows."""
@@ -249,7 +331,7 @@ all_gather_rows_alike = define_conversion(
 reduce_scatter_rows = define_conversion(
     o.ReduceScatterRows,
     fake=_fake_rows,
-    check=_check_gathered,
+    check=_check_rows,
     kernel=_reduce_scatter_rows,
 )
 """This rank's rows of the sum of every rank's rows, all in the order of `all_gather_rows`, which is its backward."""
@@ -257,7 +339,7 @@ reduce_scatter_rows = define_conversion(
 slice_rows = define_conversion(
     o.SliceRows,
     fake=_fake_rows,
-    check=_check_gathered,
+    check=_check_rows,
     kernel=_slice_rows,
 )
 """This rank's rows of rows that are the same on all ranks. Backward: all_gather_rows. Communicates nothing."""

@@ -5,7 +5,7 @@ pass does, the first of each kind, or none. On CPU "first" checks every pass.
 
 Ranks agree by one all_reduce. Each rank sends the hash of what must match times its rank's factor. All factors add up
 to 0 modulo 2^64, so the sum is 0 if the hashes match, and almost surely not 0 otherwise. A second product compares the
-ranks of each tp group. Ranks exchange messages only if a sum is not 0.
+ranks that share sequences. Ranks exchange messages only if a sum is not 0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MustMatch(NamedTuple):
 
 
 class TpInputs(NamedTuple):
-    """Tensors that must be the same on the ranks of a tp group: their shapes and, with `reads_values`, their values."""
+    """Tensors that must be the same on the ranks that share sequences: their shapes, and values with `reads_values`."""
 
     tensors: tuple[Tensor | None, ...]
     reads_values: bool
@@ -128,7 +128,7 @@ class Checks:
 class JobChecks(Checks):
     """Checks of all ranks of a job, by a collective over the job's group for CPU tensors.
 
-    `tp_ranks`: the ranks of this rank's tp group, which must get the same sequences.
+    `tp_ranks`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class JobChecks(Checks):
 class _Report:
     """The report of one rank to the others.
 
-    `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group. `line`: the line of
+    `inputs`: a fingerprint of its inputs; `first`: the first rank that shares its sequences. `line`: the line of
     its script, in a report of an error.
     """
 
@@ -221,7 +221,8 @@ class _Report:
 
 
 def _difference(reports: Sequence[_Report]) -> Complaint:
-    """Describes the first difference between ranks: the site, a number that must match, or a tp group's inputs."""
+    """Describes the first difference between ranks: the site, a number that must match, or inputs of ranks that share
+    sequences."""
     sites = sorted({report.site for report in reports})
     if len(sites) > 1:
         return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]), SAME_CALLS)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
-from moec.passes.ir.mesh import group_name
+from moec.passes.ir.mesh import CUT_ORDER, group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
 from moec.runtime.ranks.groups import HOST, STAGE
 from moec.runtime.ranks.verdict import ranks_text
@@ -175,13 +175,18 @@ def new_connection() -> Store:
 
 
 def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
-    """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out."""
+    """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out.
+
+    Axes are in the order in which they cut a dim: DTensor knows no other.
+    """
     by_name = {}
     for name, mesh in meshes.items():
         axes = mesh.wide_axes()
         if axes:
             ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
-            by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+            in_order = sorted(axes, key=CUT_ORDER.index)
+            ranks = ranks.permute([axes.index(axis) for axis in in_order])
+            by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(in_order))
     return by_name
 
 
@@ -201,8 +206,13 @@ def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
         getattr(mesh, "_pg_registry", {}).clear()  # torch.compile's; collectives find groups by their names
 
 
-def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """A job's process groups by the plan's names, and `STAGE` and `HOST`: a job has one stage today, of all ranks."""
+def process_groups(
+    dense: Mesh, meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta
+) -> dict[str, ProcessGroup]:
+    """A job's process groups by the plan's names, and `STAGE` and `HOST`: a job has one stage today, of all ranks.
+
+    `dense` is the plan's mesh, whose joint axes no DeviceMesh has.
+    """
     by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
@@ -211,6 +221,9 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
         world = dist.group.WORLD
         assert world is not None
         by_name[STAGE] = world
+        for axis in dense.joint_axes():
+            lists = [list(ranks) for ranks in dense.groups(axis)]
+            by_name[axis] = world if len(lists) == 1 else dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
         takes_cpu_tensors = device_type == "cpu" or "cpu:" in str(dist.get_backend_config())
         by_name[HOST] = world if takes_cpu_tensors else dist.new_group(backend="gloo")
     for group in by_name.values():

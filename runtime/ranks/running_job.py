@@ -88,7 +88,7 @@ class RunningJob:
             stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
             self._meshes = device_meshes(self.plan.meshes, self.device_type)
             stack.callback(forget_meshes, self._meshes.values())
-            named = process_groups(self._meshes, self.device_type, self._timeout)
+            named = process_groups(self.plan.meshes["dense"], self._meshes, self.device_type, self._timeout)
             if self.world_size > 1:
                 seconds, number = self._timeout.total_seconds(), number_in_store(self.rank)
                 store = PrefixStore(f"watch_{number}", new_connection())

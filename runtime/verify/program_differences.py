@@ -13,7 +13,7 @@ from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.ops import Conversion
 from moec.runtime.verify.verify_report import Difference
 
-NOT_COMPARED = frozenset({"tp", "ep", "block"})
+NOT_COMPARED = frozenset({"sharers", "ep", "etp", "block"})
 """Attributes that are not compared: rules require the degrees to be the meshes', and the names of blocks are free."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -113,7 +114,8 @@ class RankHome:
         """
         if data.zero_cut is not None:
             return tuple(group for group in data.sum_over if group != data.zero_cut.group)
-        if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
+        ranks = math.prod(len(self.plan.groups[group][0]) for group in data.sum_over)
+        if len(data.sum_over) > 1 and ranks == self.plan.stage_size:
             return (STAGE,)
         return data.sum_over
 

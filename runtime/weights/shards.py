@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Layout, Mesh, Program, Shard, State
+from moec.passes.ir.mesh import CUT_ORDER, JOINT_AXES, parts_of
 from moec.passes.ir.order_rules import order_complaint
 from moec.runtime import philox
 from moec.runtime.errors import JobError
@@ -54,13 +55,16 @@ def require_order(program: Program) -> None:
 def require_gatherable(parameters: Mapping[str, PlanParameter]) -> None:
     """Raises `JobError` unless a job can gather weights and scatter gradients, layer by layer.
 
-    ZeRO's cut must be the only cut of its dim, and the gradient must be summed over the cut's axis.
+    ZeRO's cut must be the last cut of its dim, cuts in DTensor's order, and the gradient summed over the cut's axis.
     """
     for name, data in parameters.items():
         if (cut := data.zero_cut) is None:
             continue
-        if data.master.cuts(cut.dim) != (cut.axis,):
-            raise _not_executable(f"the optimizer state of {name} is {data.master}, with two cuts of one dim")
+        in_order = data.master.in_order_of((*JOINT_AXES, *CUT_ORDER))
+        if not data.master.can_undo(cut.axis) or data.master != in_order:
+            raise _not_executable(
+                f"the optimizer state of {name} is {data.master}, with two cuts of one dim in this order"
+            )
         if not data.frozen and cut.group not in data.sum_over:
             raise _not_executable(f"{name} is cut over {cut.axis}, over which its gradient is not summed")
 
@@ -72,6 +76,8 @@ def _not_executable(reason: str) -> JobError:
 def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...]:
     """A parameter's layout as DTensor placements. Raises `JobError` unless dims are cut in the mesh's order."""
     axes = mesh.mesh_dim_names or ()
+    cuts = ((part, placement) for axis, placement in layout.placements for part in parts_of(axis))
+    layout = Layout.of(cuts)
     if layout != layout.in_order_of(axes):
         raise JobError(
             "MOE0700",

@@ -40,12 +40,14 @@ PLANS: dict[str, Options] = {
     "zero 1": {"ranks": 4, "ep": 2, "zero": 1, "recompute": "experts"},
     "zero 2": {"ranks": 2, "ep": 1, "zero": 2, "microbatches": 2},
     "zero 3": {"ranks": 4, "ep": 1, "tp": 2, "zero": 3, "microbatches": 2, "recompute": "layer"},
+    "slices": {"ranks": 4, "ep": 1, "etp": 2, "cp": 2, "zero": 2},
 }
 SAVED = [
     ("tp 2, ep 2", ["tp 2, ep 2", "zero 3"]),
     ("one rank", ["ep per layer"]),
     ("ep per layer", ["dp 2"]),
-    ("zero 3", ["one rank"]),
+    ("zero 3", ["slices"]),
+    ("slices", ["one rank"]),
 ]
 """`make test-all` loads every plan's checkpoint under every plan."""
 

@@ -172,7 +172,7 @@ def send_too_few() -> None:
 
 
 def test_rows_that_do_not_match_the_splits_are_refused_before_anything_moves(gloo: GlooPool) -> None:
-    with pytest.raises(RuntimeError, match=r'rank [01] has 3 rows, but the splits send 4 over "ep"'):
+    with pytest.raises(RuntimeError, match=r'rank [01] has 3 rows to send, but the splits send 4 over "ep"'):
         gloo.run(2, send_too_few)
 
 

@@ -75,6 +75,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "4 ranks": FOUR,
     "4 ranks, bf16": {**FOUR, "dtype": "bf16", "model": "keep_in_fp32 = [routers]"},
     "4 ranks, recompute": {**FOUR, "recompute": "layer"},
+    "4 ranks, cp 2": {"ranks": 4, "cp": 2, "ep": 2, "etp": 2, "zero": 1},
     **{f"2 ranks, zero {stage}": {**MIXED, "zero": stage} for stage in (1, 2, 3)},
     **{f"4 ranks, zero {stage}": {**FOUR, "zero": stage} for stage in (1, 2, 3)},
 }
@@ -92,6 +93,11 @@ OFTEN = {
         "a loss by hand, with the balance terms",
         "a layer that the last micro-batch skips",
         "a rank without a valid token",
+        "a loss of one's own, in micro-batches",
+        "a loss of log-probabilities, in micro-batches",
+    ],
+    "4 ranks, cp 2": [
+        "a loss by hand, with the balance terms",
         "a loss of one's own, in micro-batches",
         "a loss of log-probabilities, in micro-batches",
     ],
@@ -113,7 +119,7 @@ def errors_of(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Error
     @cache
     def run(place: str) -> list[dict[str, float | str]]:
         options, folder = PLACES[place], tmp_path_factory.mktemp("checkpoint")
-        cases = cases_in(str(folder), options["ranks"] // options.get("tp", 1))
+        cases = cases_in(str(folder), options["ranks"] // (options.get("tp", 1) * options.get("cp", 1)))
         tried = {claim: cases[claim] for claim in (CLAIMS if extent.everything else OFTEN[place])}
         return gloo.run(options["ranks"], contract.errors, options, tried, initialize=False, timeout=240.0)
 

@@ -18,7 +18,7 @@ from torch.library import opcheck
 
 from moec.passes.ir.ops.conversion import Conversion, conversion_classes
 from moec.runtime.errors import JobError
-from moec.runtime.ops import dense_collectives, ragged_collectives
+from moec.runtime.ops import dense_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
 from moec.runtime.ranks import groups
 from moec.runtime.verify.cluster.shuffles import NODES
@@ -191,11 +191,11 @@ def test_what_does_not_divide_is_refused(gloo: GlooPool):
 # ---- counts that cannot be ----------------------------------------------------------------------------
 
 
-def refused(name: str, rows: int, counts: Tensor) -> str:
-    """What this rank says to that many rows; a rank that waits for another would not answer."""
+def refused(name: str, *operands: Tensor) -> str:
+    """What this rank says to these operands; a rank that waits for another would not answer."""
     with groups.use({"tp": dist.group.WORLD}):
         try:
-            operator(name)(torch.ones(rows, 2), counts, "tp", "layer 3 (tiny.moe:9)")
+            operator(name)(*operands, "tp", "layer 3 (tiny.moe:9)")
         except RuntimeError as error:
             return str(error)
     return "nothing"
@@ -204,38 +204,50 @@ def refused(name: str, rows: int, counts: Tensor) -> str:
 OF_ROWS = ["all_gather_rows", "all_gather_rows_alike", "reduce_scatter_rows", "slice_rows"]
 
 
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_counts_below_0_are_refused_by_every_rank_before_anything_moves(gloo: GlooPool, name: str):
-    counts = torch.tensor([[3, 1], [4, -1]])  # The sums, 4 and 3, do not show it.
-    for rank, text in enumerate(gloo.run(2, refused, name, 3, counts)):
-        where = 'over "tp" in layer 3 (tiny.moe:9)'
-        assert text == f"moec::{name}: rank {rank} counts -1 rows from rank 1 {where}"
+WHERE = 'over "tp" in layer 3 (tiny.moe:9)'
+
+
+def refused_counts() -> str:
+    return refused("gather_counts", torch.tensor([[4, -1 if dist.get_rank() else 0]]))  # The sum, 3, does not show it.
+
+
+def test_counts_below_0_are_refused_by_every_rank_before_rows_move(gloo: GlooPool):
+    assert gloo.run(2, refused_counts) == [
+        f"moec::gather_counts: rank 0 counts -1 rows from rank 1 {WHERE}",
+        f"moec::gather_counts: rank 1 counts -1 rows to rank 0 {WHERE}",
+    ]
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
-def test_rows_that_the_counts_do_not_count_are_refused_before_anything_moves(gloo: GlooPool, name: str):
-    counted = 3 if name.startswith("all_gather") else 6
-    for rank, text in enumerate(gloo.run(2, refused, name, 5, torch.tensor([[1, 2], [3, 0]]))):
-        assert text.startswith(f"moec::{name}: rank {rank} has 5 rows, but the counts say {counted} over ")
+def test_splits_below_0_are_refused_by_every_rank_before_anything_moves(gloo: GlooPool, name: str):
+    direction = "from" if name.startswith("all_gather") else "to"
+    for rank, text in enumerate(gloo.run(2, refused, name, torch.ones(3, 2), torch.tensor([[3, 3], [4, -1]]))):
+        assert text == f"moec::{name}: rank {rank} counts -1 rows {direction} rank 1 {WHERE}"
 
 
-def refused_shapes(counts: Tensor) -> str:
-    with groups.use({"tp": dist.group.WORLD}), pytest.raises(RuntimeError) as caught:
-        ragged_collectives.all_gather_rows(torch.ones(3, 2), counts, "tp")
-    return str(caught.value)
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_that_the_splits_do_not_count_are_refused_before_anything_moves(gloo: GlooPool, name: str):
+    given, counted = (10, 6) if name.startswith("all_gather") else (5, 7)
+    for rank, text in enumerate(gloo.run(2, refused, name, torch.ones(5, 2), torch.tensor([[3, 3], [3, 4]]))):
+        assert text == f"moec::{name}: rank {rank} has {given} rows to send, but the splits send {counted} {WHERE}"
 
 
 @pytest.mark.parametrize(
-    ("counts", "says"),
+    ("name", "given", "says"),
     [
-        (torch.ones(3, 2, dtype=torch.int64), 'counts of 3 sources do not divide over the 2 ranks of "tp"'),
-        (torch.ones(2, 2), "must be int64"),
-        (torch.ones(4, dtype=torch.int64), "must be int64"),
+        (
+            "all_gather_rows",
+            [torch.ones(3, 2), torch.ones(2, 3, dtype=torch.int64)],
+            'splits must be int64 [2, 2] over "tp"',
+        ),
+        ("all_gather_rows", [torch.ones(3, 2), torch.ones(2, 2)], "splits must be int64"),
+        ("gather_counts", [torch.ones(2, 2)], "counts of rows must be int64 [sources, E]"),
+        ("gather_counts", [torch.ones(4, dtype=torch.int64)], "counts of rows must be int64 [sources, E]"),
     ],
-    ids=["sources", "dtype", "dims"],
+    ids=["ranks of splits", "dtype of splits", "dtype of counts", "dims of counts"],
 )
-def test_counts_of_another_form_are_refused(gloo: GlooPool, counts: Tensor, says: str):
-    assert all(says in text for text in gloo.run(2, refused_shapes, counts))
+def test_splits_and_counts_of_another_form_are_refused(gloo: GlooPool, name: str, given: list[Tensor], says: str):
+    assert all(says in text for text in gloo.run(2, refused, name, *given))
 
 
 # ---- derivatives beyond backward -----------------------------------------------------------------------

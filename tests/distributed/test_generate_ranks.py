@@ -71,8 +71,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "two ranks: ep 2": {"ranks": 2, "ep": 2},
     "two ranks: ep 2, zero 3": {"ranks": 2, "ep": 2, "zero": 3},
     "two ranks: tp 2, ep 2": {"ranks": 2, "tp": 2, "ep": 2},
+    "cp 2, tp 2, etp 2": {"cp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 2},
+    "two ranks: cp 2, etp 2, kv heads repeated": {
+        "ranks": 2, "cp": 2, "ep": 1, "etp": 2, "attention": "gqa(heads = 4, kv_heads = 1, sinks = true, window = 3)"
+    },
 }  # fmt: skip
-FAST = ["tp 2, ep 2, zero 3", *list(PLANS)[13:17]]
+FAST = ["tp 2, ep 2, zero 3", *list(PLANS)[13:17], list(PLANS)[-1]]
 
 
 def options_of(plan: str) -> dict[str, Any]:

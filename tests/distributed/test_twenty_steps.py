@@ -1,4 +1,4 @@
-"""Twelve random plans on 2 to 8 gloo ranks train for twenty steps as the unsharded model does."""
+"""Twenty random plans on 2 to 8 gloo ranks train for twenty steps as the unsharded model does."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ RECOMPUTE = ("", "experts", "layer", "layers 1 { recompute = experts } layers 2 
 
 
 def drawn(number: int) -> dict[str, Any]:
-    """Degrees on 2 to 8 ranks. Each stage of ZeRO comes three times, each way of recomputation too."""
+    """Degrees on 2 to 8 ranks. Each stage of ZeRO comes in turn, each way of recomputation too; from 12 on, `cp` and
+    `etp` too, on at least 4 ranks."""
     generator = random.Random(number)
     ranks = (2, 4, 8, 4, 2, 8)[number % 6]
     tp = generator.choice([size for size in (1, 2, 4) if ranks % size == 0])
-    ep = generator.choice([size for size in (1, 2, 4, 8) if ranks % size == 0])
-    microbatches = generator.choice([size for size in (1, 2, 4) if MODEL["batch"] % (size * ranks // tp) == 0])
+    cp = etp = 1
+    if number >= 12:
+        ranks, tp = max(ranks, 4), min(tp, 2)
+        cp, etp = 2, generator.choice([2, 4])
+    ep = generator.choice([size for size in (1, 2, 4, 8) if ranks % (size * etp) == 0])
+    microbatches = generator.choice([size for size in (1, 2, 4) if MODEL["batch"] % (size * ranks // (cp * tp)) == 0])
     return {
-        "ranks": ranks, "tp": tp, "ep": ep, "zero": number % 4, "recompute": RECOMPUTE[number // 3],
+        "ranks": ranks, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": number % 4,
+        "recompute": RECOMPUTE[number // 3 % 4],
         "microbatches": microbatches,
     }  # fmt: skip
 
 
-PLANS = [drawn(number) for number in range(12)]
-FAST = 3
+PLANS = [drawn(number) for number in range(20)]
+FAST = 15
 """The one of `make test`, for eight steps."""
 
 

@@ -110,7 +110,7 @@ def test_state_dicts_hold_dtensors_of_the_masters_and_the_same_values_at_every_s
     assert cut["placements"] == cut["moments"]
     assert cut["placements"]["layers.1.attention.q.weight"] == ("S(1)", "S(0)")  # dp, tp
     assert whole["placements"]["layers.1.attention.q.weight"] == ("R", "S(0)")
-    assert cut["placements"]["layers.1.moe.experts.up.weight"] == ("S(1)", "S(0)")  # edp, ep
+    assert cut["placements"]["layers.1.moe.experts.up.weight"] == ("S(2)", "S(0)")  # edp, ep
     for name, tensor in whole["whole"].items():
         torch.testing.assert_close(cut["whole"][name], tensor, rtol=0, atol=1e-6)
 

@@ -57,9 +57,11 @@ def test_torchs_own_ranks_give_what_the_virtual_cluster_and_the_unsharded_model_
     assert distance(torchs, unsharded(plan)) < BOUND
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
-def test_so_do_they_of_experts_over_a_second_axis(copied: bool):
-    plan = sliced_plan(copied=copied)
+@pytest.mark.parametrize(
+    "options", [{}, {"copied": True}, {"ep": 1}], ids=["cut over etp", "copied over etp", "cut over etp alone"]
+)
+def test_so_do_they_of_experts_over_a_second_axis(options: dict[str, Any]):
+    plan = sliced_plan(**options)
     torchs, virtual = run_both(plan)
     assert distance(torchs, virtual) < BOUND
     assert distance(torchs, unsharded(plan)) < BOUND
@@ -75,7 +77,7 @@ def test_evaluation_has_its_own_capacity_there_too():
 
 def test_every_conversion_is_among_these_plans():
     plans = [moe_plan(**PLANS[name], batch=8) for name in OFTEN]
-    plans += [sliced_plan(), sliced_plan(copied=True)]
+    plans += [moe_plan(expert="gelu(4, bias = true)", ep=ep, etp=2) for ep in (1, 2)] + [sliced_plan(copied=True)]
     graphs = (emit_graph(plan.program, block) for plan in plans for block in plan.program.blocks)
     used = {target_name(node) for graph in graphs for node in graph.nodes}
     assert NODES.keys() <= used

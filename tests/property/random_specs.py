@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -75,6 +76,12 @@ def common_divisors(ranks: int, experts: int) -> list[int]:
     return [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
 
 
+def _slices(etp: int, expert: str) -> bool:
+    """Whether `etp` cuts such experts, or is left to replicas of them."""
+    kind, width = re.match(r"(\w+)(?:\((\d+))?", expert).groups()
+    return kind in ("lora", "linear", "conv") or (width is not None and int(width) % etp == 0)
+
+
 @st.composite
 def specs(
     draw: st.DrawFn,
@@ -97,14 +104,16 @@ def specs(
     experts. `ffns` and `paths` are templates for hidden widths, as in `BESIDE`.
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
-    experts = draw(st.sampled_from(counts))
-    mixtures = draw(st.lists(mixture(ranks, experts, counts), max_size=max_layers - 1))
+    experts, expert = draw(st.sampled_from(counts)), draw(st.sampled_from(experts_of))
+    etp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0 and _slices(degree, expert)]))
+    mixtures = draw(st.lists(mixture(ranks // etp, experts, counts), max_size=max_layers - 1))
     undecided = [count for count, ep in mixtures if ep is None]
     k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
     order = draw(st.sampled_from(["before", "after"]))
     normalize = draw(st.sampled_from(["true", "false"]))
     tp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0]))
+    cp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % (tp * degree) == 0 and tp * degree <= 4]))
     sequence_parallel = draw(st.booleans())
     hidden = (6, 5, 32) if tp == 1 else (2 * tp, 4, 8)
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
@@ -124,11 +133,13 @@ def specs(
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
+        cp=cp if cp > 1 else None,
+        etp=etp if etp > 1 else None,
         sequence_parallel=sequence_parallel,
         zero=draw(st.integers(0, 3)),
-        ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
+        ep=draw(st.sampled_from([*common_divisors(ranks // etp, math.gcd(experts, *undecided)), None])),
         experts=experts,
-        expert=draw(st.sampled_from(experts_of)),
+        expert=expert,
         gate=gate,
         balance=balance,
         model=model,
@@ -141,7 +152,7 @@ def specs(
         depth=draw(st.integers(2, min(4, max_layers))),
         dtype=dtype,
         batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
-        sequence=tp * draw(st.integers(1, 9 // tp)),
+        sequence=tp * cp * draw(st.integers(1, 9 // (tp * cp))),
         mixtures=tuple(mixtures),
         microbatches=microbatches,
         recompute=draw(st.sampled_from(RECOMPUTED)),

@@ -35,7 +35,7 @@ def plans() -> Iterator[Plan]:
     """Plans with every op of the registry."""
     yield from map(moec.compile, WORDS)
     yield moe_plan(tp=4, ep=2, ffn="conv(4)", attention="gqa(heads = 4, kv_heads = 2)")
-    yield from (sliced_plan(copied=copied) for copied in (False, True))
+    yield from (sliced_plan(), sliced_plan(copied=True), sliced_plan(ep=1))
 
 
 def changed(program: Program) -> Iterator[tuple[str, str, Program]]:

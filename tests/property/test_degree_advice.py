@@ -27,20 +27,22 @@ class File:
     hidden: int
     shared: int
     experts: tuple[int, int]
+    kinds: tuple[str, str]
     attention: str
     dense: dict[str, object] = field(default_factory=dict)
-    layers: tuple[int | None, int | None] = (None, None)
+    layers: tuple[dict[str, int | None], ...] = ()
     train: dict[str, int] = field(default_factory=dict)
     context: int = 64
 
     def text(self) -> str:
         """The file: every number of its own stands on a line of its own."""
         degrees = [f"{name} = {value}" for name, value in self.dense.items() if value is not None]
-        degrees += [f"layers {n} {{ ep = {ep} }}" for n, ep in enumerate(self.layers, 1) if ep is not None]
+        for n, words in enumerate(self.layers, 1):
+            degrees += [f"layers {n} {{", *(f"{w} = {value}" for w, value in words.items() if value is not None), "}"]
         mixtures = [
-            f"layers {n} {{ moe {{ experts = {count} * gelu(8); gate = topk(1, score = sigmoid);"
+            f"layers {n} {{ moe {{ experts = {count} * {kind}; gate = topk(1, score = sigmoid);"
             f" shared = gelu({self.shared}) }} }}"
-            for n, count in enumerate(self.experts, 1)
+            for n, (count, kind) in enumerate(zip(self.experts, self.kinds, strict=True), 1)
             if count
         ]
         train = "; ".join(f"{name} = {value}" for name, value in self.train.items())
@@ -64,8 +66,8 @@ def files(draw: st.DrawFn) -> File:
     kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
     heads = kv_heads * draw(st.sampled_from([1, 2, 3, 4]))
     norm = draw(st.sampled_from(["none", "projection"]))
-    maybe = st.none() | DEGREES
-    dense = {name: draw(maybe) for name in ("dp", "tp", "ep", "microbatches")}
+    maybe, kinds = st.none() | DEGREES, st.sampled_from(["gelu(6)", "gelu(8)", "swiglu(12)", "lora(5)"])
+    dense = {name: draw(maybe) for name in ("dp", "tp", "cp", "ep", "etp", "microbatches")}
     dense["sequence_parallel"] = draw(st.sampled_from([None, "false"]))
     return File(
         ranks=draw(st.sampled_from([1, 2, 4, 6, 8, 12, 16])),
@@ -74,9 +76,10 @@ def files(draw: st.DrawFn) -> File:
         hidden=draw(st.sampled_from([4, 6, 8, 12, 30])),
         shared=draw(st.sampled_from([4, 6, 8, 12])),
         experts=(draw(st.sampled_from([0, 4, 6, 8])), draw(st.sampled_from([0, 3, 8, 60]))),
+        kinds=(draw(kinds), draw(kinds)),
         attention=f"gqa(heads = {heads}, kv_heads = {kv_heads}, head_dim = 4, qk_norm = {norm})",
         dense=dense,
-        layers=(draw(maybe), draw(maybe)),
+        layers=tuple({word: draw(maybe) for word in ("ep", "etp")} for _ in range(2)),
         train={"batch": draw(st.integers(1, 48)), "sequence": draw(st.sampled_from([1, 7, 8, 12, 63, 64]))},
     )
 
@@ -103,7 +106,7 @@ def edits_of(text: str, error: Diagnostic, way: int = 0) -> set[Edit]:
     found = ADVICE.findall(ways[way] if way < len(ways) else "")
     edits: set[Edit] = set()
     for name, value, of_experts in found:
-        if name == "ep":
+        if name in ("ep", "etp"):
             span = error.span
         elif of_experts or name in ("heads", "kv_heads", "hidden"):
             span = error.labels[0].span
@@ -168,6 +171,6 @@ def test_errors_of_one_file_advise_one_value_for_each_degree(file: File) -> None
     advised: dict[tuple[str, object], set[str]] = {}
     for error in errors(text):
         for name, value, _ in ADVICE.findall(error.help.split(" or ")[0]):
-            place = error.span if name == "ep" else None
+            place = error.span if name in ("ep", "etp") else None
             advised.setdefault((name, place), set()).add(value)
     assert all(len(values) == 1 for values in advised.values()), advised

@@ -60,16 +60,23 @@ class Case:
         """Each operand of the operator on every rank."""
         whole, of_type = _whole(self, ranks, seed=0), type(self.conversion)
         _, *names = (name for name in operand_names(of_type)[0] if name not in of_type.typing)
-        return [whole.laid(self.conversion.source()), *(BESIDE[name](counts_of(ranks, self.load)) for name in names)]
+        operands = [BESIDE[name](self.conversion, counts_of(ranks, self.load)) for name in names]
+        return [whole.laid(self.conversion.source()), *operands]
 
     def results(self, ranks: int) -> list[Tensor]:
         """The first result on every rank."""
-        return _whole(self, ranks, seed=0).laid(self.conversion.target())
+        whole, target = _whole(self, ranks, seed=0), self.conversion.target()
+        if isinstance(target, Partial):  # terms of the value: itself, and zeros
+            first, *others = whole.laid(None)
+            return [first, *map(torch.zeros_like, others)]
+        return whole.laid(target)
 
     def given_gradients(self, ranks: int) -> list[Tensor]:
         """The gradient of the result that each rank's consumers give."""
         whole, target = _whole(self, ranks, seed=1), self.conversion.target()
-        return whole.laid(Partial() if self.conversion.partial_gradient else target)
+        if self.conversion.partial_gradient:
+            return whole.laid(Partial())
+        return whole.laid(None if isinstance(target, Partial) else target)
 
     def gradients(self, ranks: int) -> list[Tensor]:
         """The gradient of the operand on every rank; every term of a sum has the sum's gradient."""
@@ -101,16 +108,16 @@ def counts_of(ranks: int, load: str) -> Tensor:
     return counts
 
 
-def _splits(counts: Tensor) -> list[Tensor]:
-    """The rows that each rank sends to, and receives from, each other rank, when rows go to their experts."""
-    to = counts.view(len(counts), len(counts), -1).sum(2)
+def _splits(conversion: Conversion, counts: Tensor) -> list[Tensor]:
+    """The rows that each rank sends to, and receives from, each other rank, when rows leave the rank of their tokens:
+    for the rank of their experts, or for every rank."""
+    leave_for_experts = Shard(0) in (conversion.source(), conversion.target())
+    to = counts.view(len(counts), len(counts), -1).sum(2) if leave_for_experts else counts.sum(1, keepdim=True)
+    to = to.expand(len(counts), len(counts))
     return [torch.stack([to[rank], to[:, rank]]) for rank in range(len(counts))]
 
 
-BESIDE: Mapping[str, Callable[[Tensor], list[Tensor]]] = {
-    "splits": _splits,
-    "all_counts": lambda counts: [counts.clone() for _ in counts],
-}
+BESIDE: Mapping[str, Callable[[Conversion, Tensor], list[Tensor]]] = {"splits": _splits}
 """Operands beside the value, on every rank, by the names that classes declare."""
 
 

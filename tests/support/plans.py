@@ -26,6 +26,8 @@ def moe_text(
     ep: int | None = 2,
     dp: int | None = None,
     tp: int | None = None,
+    cp: int | None = None,
+    etp: int | None = None,
     zero: int = 0,
     sequence_parallel: bool = True,
     experts: int = 8,
@@ -60,7 +62,15 @@ def moe_text(
     So does `layers` with other words of their blocks, such as `moe { gate = switch }`.
     """
     depth = max(len(mixtures), len(layers)) + 1 if mixtures or layers else depth
-    stated: dict[str, object] = {"dp": dp, "tp": tp, "ep": ep, "zero": zero or None, "microbatches": microbatches}
+    stated: dict[str, object] = {
+        "dp": dp,
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp,
+        "zero": zero or None,
+        "microbatches": microbatches,
+    }
     stated["sequence_parallel"] = None if sequence_parallel else "false"
     degrees = "".join(f"  {name} = {value}\n" for name, value in stated.items() if value is not None)
     if recompute:

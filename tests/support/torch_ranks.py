@@ -81,11 +81,11 @@ class AllRanks(LocalTensorMode):
             stand_in = STAND_INS.get(str(func))
             return stand_in(*args) if stand_in else func._op_dk(DispatchKey.CPU, *args)
 
-    def _summed_and_cut(self, rows: Tensor, gathered: Tensor, group: str, *_: object) -> Any:
+    def _summed_and_cut(self, rows: Tensor, splits: Tensor, group: str, *_: object) -> Any:
         with AllRanks(self._plan):
             whole = rows.clone()
             dist.all_reduce(whole, group=groups.resolve(group))
-        return self._one_by_one(torch.ops.moec.slice_rows.default, (whole, gathered, group))
+        return self._one_by_one(torch.ops.moec.slice_rows.default, (whole, splits, group))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         results = {}
@@ -119,12 +119,8 @@ def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, *_: obj
     return moved
 
 
-def _all_gather_rows(rows: Tensor, counts: Tensor, group: str, *_: object) -> Tensor:
-    peers = groups.resolve(group)
-    sizes, own = counts.reshape(peers.size(), -1).sum(1).tolist(), rows.shape[0]
-    sent = torch.cat([rows for _ in sizes])
-    moved: Tensor = torch.ops._c10d_functional.all_to_all_single(sent, sizes, [own for _ in sizes], peers.group_name)
-    return moved
+def _all_gather_rows(rows: Tensor, splits: Tensor, group: str, *_: object) -> Tensor:
+    return _all_to_all(torch.cat([rows] * groups.resolve(group).size()), splits, False, group)
 
 
 STAND_INS = {

@@ -70,12 +70,12 @@ def _loss(
 
 def _penalties(op: o.TopologyLoss, like: Tensor, ranks: Tensor) -> Tensor:
     """Seconds per byte from each data rank to each expert [data ranks, E], over their mean over experts."""
-    tp_ranks, holders = _places(op, ranks)
+    sharers, holders = _places(op, ranks)
     local_seconds, *level_seconds = (op.bandwidths[0] / bandwidth for bandwidth in op.bandwidths)
     zeros = aten.mul.Tensor(aten.zeros_like.default(holders), aten.new_zeros.default(like, []))
     seconds = aten.add.Scalar(zeros, local_seconds)
     for size, level_second in zip(_inside_of_levels(op), level_seconds, strict=True):
-        crosses_level = aten.ne.Tensor(_floor_divided(tp_ranks, size), _floor_divided(holders, size))
+        crosses_level = aten.ne.Tensor(_floor_divided(sharers, size), _floor_divided(holders, size))
         seconds = aten.where.ScalarSelf(crosses_level, level_second, seconds)
     mean = aten.mean.dim(seconds, [1])
     penalties: Tensor = aten.div.Tensor(mean, aten.mean.dim(mean, [-1], True))
@@ -137,19 +137,23 @@ def _chosen_near(op: o.ChooseNear, groups: int, scores: Tensor, kept: Tensor, ra
 
 
 def _places(op: Placed, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The tp ranks of each data rank [data ranks, tp, 1], and the rank that holds each expert [data ranks, tp, E]."""
-    first_ranks = aten.mul.Scalar(aten.unsqueeze.default(ranks, -1), op.tp)
-    tp_ranks = aten.unsqueeze.default(aten.add.Tensor(first_ranks, _numbers(ranks, op.tp)), -1)
+    """The ranks of each data rank [data ranks, n, 1], and the rank that holds each expert for each of them
+    [data ranks, n, E]."""
+    first_ranks = aten.mul.Scalar(aten.unsqueeze.default(ranks, -1), op.sharers)
+    sharers = aten.unsqueeze.default(aten.add.Tensor(first_ranks, _numbers(ranks, op.sharers)), -1)
     offsets = [_floor_divided(aten.mul.Scalar(_numbers(ranks, n), op.ep), n) for n in op.parts]
-    group_starts = aten.mul.Scalar(_floor_divided(tp_ranks, op.ep), op.ep)
-    return tp_ranks, aten.add.Tensor(group_starts, aten.cat.default(offsets))
+    numbers = aten.mul.Scalar(aten.cat.default(offsets), op.etp)
+    in_group = op.ep * op.etp
+    group_starts = aten.mul.Scalar(_floor_divided(sharers, in_group), in_group)
+    group_starts = aten.add.Tensor(group_starts, aten.remainder.Scalar(sharers, op.etp))
+    return sharers, aten.add.Tensor(group_starts, numbers)
 
 
 def _near(op: Placed, ranks: Tensor) -> Tensor:
-    """Whether each expert is in the node of each of a data rank's tp ranks [data ranks, E]."""
-    tp_ranks, holders = _places(op, ranks)
+    """Whether each expert is in the node of each of a data rank's ranks [data ranks, E]."""
+    sharers, holders = _places(op, ranks)
     *_, node = _inside_of_levels(op)
-    near: Tensor = aten.all.dim(aten.eq.Tensor(_floor_divided(tp_ranks, node), _floor_divided(holders, node)), 1)
+    near: Tensor = aten.all.dim(aten.eq.Tensor(_floor_divided(sharers, node), _floor_divided(holders, node)), 1)
     return near
 
 

@@ -16,7 +16,8 @@ from moec.passes.cost.buffers import Bytes
 from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.degrees.degrees import choose_degrees
-from moec.passes.degrees.stated_degrees import zero_of
+from moec.passes.degrees.expert_slices import whole_experts
+from moec.passes.degrees.stated_degrees import mixtures_of, zero_of
 from moec.passes.ir import Program
 
 LARGEST_PARTS = 4
@@ -38,6 +39,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         f"  {subject_line(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(degrees_lines(degrees)),
+        *_whole(spec),
         *_frozen(plan),
         *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {saved}",
@@ -63,6 +65,14 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
     return "\n".join(lines)
 
 
+def _whole(spec: Spec) -> list[str]:
+    """The layers whose experts `etp` does not cut, by kind."""
+    return [
+        f"  whole     {word} experts of {numbered(layers)}: etp does not cut them, and gives more data-parallel ranks"
+        for word, layers in whole_experts(spec, mixtures_of(spec)).items()
+    ]
+
+
 def _frozen(plan: Plan) -> list[str]:
     """The number of parameters that train; nothing if all train."""
     parts = plan.spec.train.frozen if plan.spec.train else ()
@@ -75,7 +85,8 @@ def _frozen(plan: Plan) -> list[str]:
 def _zero(spec: Spec) -> list[str]:
     """The tensors that ZeRO cuts, and that `offload`, which needs CPUs as devices, has no effect."""
     zero, offload = zero_of(spec), spec.parallel.offload
-    lines = [f"  zero      {zero}: cut over dp, of experts over edp, are {_CUT[zero]}"] if zero else []
+    dense = "dp" if spec.parallel.cp in (None, 1) else "dp and cp"
+    lines = [f"  zero      {zero}: cut over {dense}, of experts over edp, are {_CUT[zero]}"] if zero else []
     return lines + ([f"  offload   {offload}: changes nothing, the devices are CPUs"] if offload != "none" else [])
 
 

@@ -9,6 +9,7 @@ from moec.passes.ir.ops.dense_conversions import (
     AllReduce,
     AllToAllPadded,
     CopyTo,
+    KeepOnFirst,
     ReduceScatter,
     Slice,
 )
@@ -46,7 +47,7 @@ from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, Permut
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.part_ops import ConcatCounts, CountMade, SelectExperts
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
-from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
+from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeAndGatherCounts, ExchangeCounts, GatherCounts
 from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.sampling_ops import SampledWeights, SampleExperts
 from moec.passes.ir.ops.segment_ops import CountInSegments, KeepInSegments, NumberSegments, SegmentLoss, Segments
@@ -98,6 +99,7 @@ __all__ = [
     "Embed",
     "EmbedPositions",
     "EveryExpert",
+    "ExchangeAndGatherCounts",
     "ExchangeCounts",
     "ExpectedLoads",
     "ExpertLinear",
@@ -107,6 +109,7 @@ __all__ = [
     "FirstChoices",
     "FirstToken",
     "GateHeads",
+    "GatherCounts",
     "GridWindows",
     "GroupTotals",
     "HashRoute",
@@ -116,6 +119,7 @@ __all__ = [
     "KeepChoices",
     "KeepFirst",
     "KeepInSegments",
+    "KeepOnFirst",
     "LabelLogit",
     "LargestLoad",
     "LargestScores",

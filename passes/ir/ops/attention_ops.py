@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from moec.passes.ir.attribute_types import Bounds, Count, Longest, Positive
+from moec.passes.ir.attribute_types import Bounds, Count, DimNumber, Longest, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
@@ -31,10 +31,10 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
     """
     layout, is_shared = reduced_layout(operands[0], meshes), operands[0].shape[2] == 1
     for axis, placement in layout.placements:
-        if placement == Shard(1):
-            layout = layout.replace(axis, None if is_shared else Shard(2))
-        elif placement not in (Shard(0), Shard(2)):
+        if placement not in (Shard(0), Shard(1), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
+    for axis in reversed(layout.cuts(1)):  # `tp` cuts heads first, as it cuts projections
+        layout = layout.replace(axis, None if is_shared else Shard(2))
     token_layout = layout.only(Shard(0))
     head_layout = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
 
@@ -216,19 +216,23 @@ class JoinShared(TokenOp):
 
 @op("repeat_heads", "x -> copies")
 class RepeatHeads(TokenOp):
-    """Repeats each head `copies` times: `[heads, …]` → `[heads · copies, …]`, copies side by side.
+    """Repeats each head `copies` times: `[heads, …]` → `[heads · copies, …]`, copies side by side; or the heads of
+    tokens, `[batch, sequence, heads, head_dim]`, if `dim` is 2.
 
-    Grouped-query attention over the copies is exact, and tensor parallelism may cut between copies.
+    Grouped-query attention over the copies is exact, and ranks may cut between copies.
     """
 
     copies: Count
+    dim: DimNumber = 0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        heads, *dims = x.shape
+        heads = x.shape[self.dim] if self.dim in (0, 2) and self.dim < len(x.shape) else None
         require(isinstance(heads, int), self, "wants a known number of heads")
         assert isinstance(heads, int)
-        return (Type(shape=(heads * self.copies, *dims), dtype=x.dtype),)
+        shape = (*x.shape[: self.dim], heads * self.copies, *x.shape[self.dim + 1 :])
+        return (Type(shape=shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return Placing((REPLICATED,), (REPLICATED,))
+        layout = reduced_layout(operands[0], meshes) if self.dim else REPLICATED
+        return Placing((layout,), (layout,))

@@ -92,6 +92,24 @@ class Slice(Conversion):
         return AllGather.over(self.axis, dim=self.dim)
 
 
+@op("keep_on_first", operator="keep_on_first", carries={"dense"}, sends=(0, 0))
+class KeepOnFirst(Conversion):
+    """Replicate → Partial. Forward: the first rank of the axis keeps the value, the others have zeros. Backward:
+    identity.
+
+    A bias of which each rank would add the whole to its term of a sum counts once.
+    """
+
+    def source(self) -> Placement | None:
+        return None
+
+    def target(self) -> Placement | None:
+        return Partial()
+
+    def backward(self) -> Unconverted:
+        return "identity"
+
+
 @op("all_gather", operator="all_gather", partial_gradient=True, sends=(1, 1))
 class AllGather(Conversion):
     """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
@@ -108,7 +126,7 @@ class AllGather(Conversion):
         return ReduceScatter.over(self.axis, dim=self.dim)
 
 
-@op("all_gather_alike", operator="all_gather_alike", sends=(1, 0))
+@op("all_gather_alike", operator="all_gather_alike", carries={"dense"}, sends=(1, 0))
 class AllGatherAlike(Conversion):
     """Shard(dim) → Replicate, for ops that are replicated on the axis. Forward: all_gather. Backward: slice."""
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count, WindowFunction
-from moec.passes.ir.layout import Shard
 from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
-from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
+from moec.passes.ir.ops.mixture_ops import ExpertsPlacing
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.window_ops import require_window, window_saved
 from moec.passes.ir.value import Value
@@ -49,11 +48,8 @@ class ExpertLinear(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        weight_layout = weights_layout(self, by_name["weight"])
-        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
-        counts = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(1)), Shard(0))
-        layouts = {"rows": rows, "counts": counts}
-        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
+        placing = ExpertsPlacing.of(self, by_name["weight"], meshes)
+        return Placing(placing.of_operands(by_name), (placing.results,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)

@@ -49,6 +49,8 @@ class Linear(TokenOp):
                     x_placements[axis], result_placements[axis] = Shard(num_kept + dim - out), Partial()
                 case None, Shard(dim=dim) as placement if dim < num_kept:
                     x_placements[axis] = result_placements[axis] = placement
+                case None, Shard() if (tokens := meshes.own_tokens.get(axis)) is not None:  # heads become tokens again
+                    x_placements[axis] = result_placements[axis] = tokens
                 case placements:
                     raise LayoutError(f"linear has no rule for {axis}: weight and x are {placements}")
         return Placing((Layout.of(x_placements), weight_layout), (Layout.of(result_placements),))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
-from moec.passes.ir.layout import REPLICATED, Layout, Placement, Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_activation, require_choices
@@ -112,16 +112,45 @@ def require_weights(op: Op, rows: Value, by_name: Mapping[str, Value]) -> None:
     require(fits, op, "wants a weight for each row, or none")
 
 
-def weights_layout(op: Op, up: Value) -> Layout:
-    """The layout that an op needs for up, down and biases: each expert whole on every rank of one `ep` coordinate.
+HIDDEN = 2
+"""The hidden dim of up `[experts, parts, hidden, dim]`, of its bias, and of down `[experts, dim, hidden]`."""
 
-    A cut over `edp`, which divides an expert's storage among its replicas, is undone before the op.
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlacing:
+    """The layouts of experts that `ep` cuts, and whose hidden width `etp` may cut, of their rows and their results.
+
+    Where `etp` cuts them, its ranks have the rows of all of them, and each computes a term of every result. Where it
+    does not, its ranks have different rows, as those of `edp` have.
     """
-    layout = layout_of(up)
-    for axis, placement in layout.placements:
-        if not isinstance(placement, Shard) or axis not in ("ep", "edp") or (axis == "ep" and placement.dim):
-            raise LayoutError(f"{op.mnemonic} has no rule for experts with {axis}:{placement}")
-    return layout.replace("edp", None)
+
+    weights: Layout
+    rows: Layout
+    counts: Layout
+    results: Layout
+
+    @classmethod
+    def of(cls, op: Op, weight: Value, meshes: Meshes) -> ExpertsPlacing:
+        """The layouts by that of `weight`. Raises `LayoutError` for another cut."""
+        weights = layout_of(weight)
+        by_ep, by_etp = weights.get("ep"), weights.get("etp")
+        if weights != Layout.of({axis: p for axis, p in (("ep", by_ep), ("etp", by_etp)) if p is not None}) or (
+            by_ep not in (None, Shard(0)) or by_etp not in (None, Shard(HIDDEN))
+        ):
+            raise LayoutError(f"{op.mnemonic} has no rule for experts that lie as {weights}")
+        received = {} if by_ep is None else {"ep": Shard(0)}
+        rows = experts_layout(meshes, received, Shard(1))
+        counts = experts_layout(meshes, {axis: Shard(1) for axis in received}, Shard(0))
+        if by_etp is None:
+            return cls(weights, rows, counts, rows)
+        rows, counts = rows.replace("etp", None), counts.replace("etp", None)
+        return cls(weights, rows, counts, rows.replace("etp", Partial()))
+
+    def of_operands(self, by_name: Mapping[str, Value]) -> tuple[Layout, ...]:
+        """The layouts of an op's operands. The bias of down, which is a term of every result, is added once."""
+        down_bias = self.weights.replace("etp", Partial()) if self.weights.get("etp") else self.weights
+        layouts = {"rows": self.rows, "weights": self.rows, "counts": self.counts, "down_bias": down_bias}
+        return tuple(layouts.get(name, self.weights) for name in by_name)
 
 
 @op("expert_mlp", "rows counts up down up_bias? down_bias? weights? -> y", operator="expert_mlp", saved="hidden table")
@@ -138,11 +167,8 @@ class ExpertMlp(Activates):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        weight_layout = weights_layout(self, by_name["up"])
-        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
-        counts = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(1)), Shard(0))
-        layouts = {"rows": rows, "counts": counts, "weights": rows}
-        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
+        placing = ExpertsPlacing.of(self, by_name["up"], meshes)
+        return Placing(placing.of_operands(by_name), (placing.results,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)

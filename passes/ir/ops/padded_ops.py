@@ -12,11 +12,11 @@ from moec.passes.ir.op import Meshes, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.gating.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import (
     Activates,
+    ExpertsPlacing,
     experts_layout,
     experts_of,
     require_experts,
     require_weights,
-    weights_layout,
 )
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_choices
@@ -117,10 +117,8 @@ class ExpertMlpPadded(Activates):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         by_name = self.named(operands)
-        weight_layout = weights_layout(self, by_name["up"])
-        rows = experts_layout(meshes, dict.fromkeys(weight_layout.axes, Shard(0)), Shard(1))
-        layouts = {"rows": rows, "weights": rows}
-        return Placing(tuple(layouts.get(name, weight_layout) for name in by_name), (rows,))
+        placing = ExpertsPlacing.of(self, by_name["up"], meshes)
+        return Placing(placing.of_operands(by_name), (placing.results,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         by_name = self.named(operands)

@@ -6,37 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from moec.passes.ir.attribute_types import AxisName
 from moec.passes.ir.layout import Partial, Placement, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, op, require
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, op, require
 from moec.passes.ir.ops.conversion import Conversion, Kind, Unconverted
-from moec.passes.ir.ops.dense_conversions import AllGatherAlike
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
 
 
-@op(
-    "exchange_counts",
-    "counts -> received splits",
-    operator="exchange_counts",
-    carries={"row counts"},
-    purpose="counts",
-    sends=(1, 0),
-)
-class ExchangeCounts(Conversion):
-    """Exchanges row counts: counts `[sources, experts]` → received counts, splits `[2, ranks]` (sent and received).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountsConversion(Conversion):
+    """Base of conversions of row counts: counts `[sources, experts]` → counts on other ranks, splits `[2, ranks]`.
 
-    Ranks exchange counts before rows. Not differentiated.
+    `splits` are on the host: the rows that the rank sends to, and receives from, each rank of the axis. Ranks convert
+    counts before rows, once for all conversions of these rows, forward and backward. Not differentiated.
     """
+
+    takes: ClassVar[str] = "counts"
+    gives: ClassVar[str] = "received splits"
+    carries: ClassVar[frozenset[Kind]] = frozenset({"row counts"})
+    purpose: ClassVar[str] = "counts"
+    sends: ClassVar[tuple[int, int]] = (1, 0)
+    copies_to_host: ClassVar[bool] = True
 
     def source(self) -> Placement | None:
         return Shard(0)
-
-    def target(self) -> Placement | None:
-        return Shard(1)
 
     def backward(self) -> Unconverted:
         return "none"
@@ -51,21 +50,83 @@ class ExchangeCounts(Conversion):
         # Splits differ between ranks: the rows that the rank sends and receives.
         return Placing((layout,), (layout.replace(self.axis, self.target()), layout))
 
+
+@op("exchange_counts", operator="exchange_counts")
+class ExchangeCounts(CountsConversion):
+    """Counts of the rows of a rank's tokens → those of its experts."""
+
+    def target(self) -> Placement | None:
+        return Shard(1)
+
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
         """Bytes of the rank's counts."""
         return workload.bytes(operands[0])
 
 
+@op("gather_counts", operator="gather_counts")
+class GatherCounts(CountsConversion):
+    """Counts of the rows of a rank's tokens → those of all ranks' tokens, source by source."""
+
+    def target(self) -> Placement | None:
+        return None
+
+
+@op(
+    "exchange_and_gather_counts",
+    "counts -> received all_counts splits all_splits",
+    operator="exchange_and_gather_counts",
+    resolved={"axis": "str group", "gather_axis": "str gather_group"},
+    sited=True,
+    moves=True,
+    copies_to_host=True,
+)
+class ExchangeAndGatherCounts(TokenOp):
+    """`exchange_counts` over an axis, then `gather_counts` over another, whose splits go to the host in one copy.
+
+    `join_counts` writes it for rows that go to their experts and are then gathered.
+    """
+
+    axis: AxisName
+    gather_axis: AxisName
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        received, splits = ExchangeCounts.over(self.axis).infer(operands, blocks)
+        return received, received, splits, splits
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        exchanged = ExchangeCounts.over(self.axis).place(operands, meshes, blocks)
+        received, splits = exchanged.results
+        gathered = GatherCounts.over(self.gather_axis).place([replace(operands[0], layout=received)], meshes, blocks)
+        return Placing(exchanged.operands, (received, gathered.results[0], splits, gathered.results[1]))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        received, all_counts, splits, all_splits = results
+        exchange = ExchangeCounts.over(self.axis).cost(operands, (received, splits), workload)
+        gather = GatherCounts.over(self.gather_axis).cost((received,), (all_counts, all_splits), workload)
+        work = elementwise(self, operands, results, workload).work
+        return Cost(work=work, sent=(*exchange.sent, *gather.sent))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsConversion(Conversion):
-    """Base of conversions of ragged rows. The last operand, `counts`, counts the rows of the result."""
+    """Base of conversions of ragged rows. `counts` counts the rows of the result.
 
+    `splits`, of the conversion of the counts over the same axis, say how many rows go to and come from each rank. They
+    are saved for backward.
+    """
+
+    takes: ClassVar[str] = "rows splits counts"
     carries: ClassVar[frozenset[Kind]] = frozenset({"rows"})
     typing: ClassVar[frozenset[str]] = frozenset({"counts"})
 
+    def other_operands(self, counting: Op) -> tuple[str, ...]:
+        received, splits = counting.results
+        return splits.name, counting.operands[0] if self.restores_rows() else received.name
+
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, *_, counts = self.named(operands).values()
+        rows, splits, counts = operands
         self.require_kind(rows)
+        require(splits.dtype == "int64" and splits.shape == (2, "sources"), self, "wants splits [2, sources]")
         require(counts.is_row_counts, self, "wants counts [sources, experts]")
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=counts.name),)
 
@@ -75,6 +136,10 @@ class RowsConversion(Conversion):
             raise LayoutError(f"{self.mnemonic} over {self.axis} to rows that %{counts.name} does not count")
         return Conversion.place(self, operands, meshes, blocks)
 
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        splits = Saved(operands[1].name, 2 * workload.meshes.size(self.axis) * workload.width("int64"))
+        return replace(Conversion.cost(self, operands, results, workload), saved=(splits,))
+
 
 def _counts_placement(rows: Placement | None) -> Placement | None:
     """The placement of counts `[sources, experts]` on an axis where their rows `[experts, rows, …]` have `rows`."""
@@ -83,10 +148,7 @@ def _counts_placement(rows: Placement | None) -> Placement | None:
 
 @op("all_to_all", "rows splits counts -> received", operator="all_to_all", purpose="all_to_all of rows", sends=(1, 1))
 class AllToAll(RowsConversion):
-    """Ragged shard(1) → shard(0), tokens to experts; `reverse`: experts to tokens. Backward: the other direction.
-
-    Operands rows, splits, counts: `splits` of `exchange_counts` say how many rows go to and come from each rank.
-    """
+    """Ragged shard(1) → shard(0), tokens to experts; `reverse`: experts to tokens. Backward: the other direction."""
 
     reverse: bool
 
@@ -105,15 +167,6 @@ class AllToAll(RowsConversion):
     def restores_rows(self) -> bool:
         return self.reverse
 
-    def other_operands(self, counting: Op) -> tuple[str, ...]:
-        received, splits = counting.results
-        return splits.name, counting.operands[0] if self.reverse else received.name
-
-    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        splits = self.named(operands)["splits"]
-        require(splits.dtype == "int64" and splits.shape == (2, "sources"), self, "wants splits [2, sources]")
-        return RowsConversion.infer(self, operands, blocks)
-
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         rows = operands[0]
         axes = [axis for axis in (meshes.experts.wide_axes() if meshes.experts else ()) if axis != self.axis]
@@ -126,53 +179,27 @@ class AllToAll(RowsConversion):
         """Bytes of the rank's rows before or after the all-to-all, whichever is more."""
         return max(workload.bytes(operands[0]), workload.bytes(*results))
 
-    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        splits = Saved(operands[1].name, 2 * workload.meshes.size(self.axis) * workload.width("int64"))
-        return replace(Conversion.cost(self, operands, results, workload), saved=(splits,))
-
 
 # ---- rows of a rank's tokens ↔ rows of all ranks' tokens, for experts cut or copied over the axis ---------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredRows(RowsConversion):
-    """Base of conversions to or from the rows of all ranks' tokens, source by source.
+    """Base of conversions to or from the rows of all ranks' tokens, source by source."""
 
-    `all_counts` `[sources of all ranks, experts]` counts them on every rank: `all_gather_alike` of the counts. It is
-    saved for backward.
-    """
-
-    takes: ClassVar[str] = "rows all_counts counts"
     gives: ClassVar[str] = "own_rows"
     purpose: ClassVar[str] = "gathered rows"
 
     def counts_conversion(self) -> Conversion:
-        return AllGatherAlike.over(self.axis, dim=0)
+        return GatherCounts.over(self.axis)
 
     def restores_rows(self) -> bool:
         return self.target() is not None
 
-    def other_operands(self, counting: Op) -> tuple[str, ...]:
-        all_counts = counting.results[0].name
-        return (all_counts, counting.operands[0]) if self.restores_rows() else (all_counts,)
 
-    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        if self.restores_rows():
-            rows, all_counts, _ = self.named(operands).values()
-            require(rows.ragged == all_counts.name, self, f"rows are counted by {rows.ragged}, not {all_counts.name}")
-        return RowsConversion.infer(self, operands, blocks)
-
-    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        all_counts = operands[1]
-        if layout_of(all_counts).get(self.axis) is not None:
-            raise LayoutError(f"{self.mnemonic} over {self.axis} with %{all_counts.name}, which not every rank has")
-        return RowsConversion.place(self, operands, meshes, blocks)
-
-    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        return replace(Conversion.cost(self, operands, results, workload), saved=workload.keep(operands[1]))
-
-
-@op("all_gather_rows", "rows all_counts -> all_rows", operator="all_gather_rows", partial_gradient=True, sends=(1, 1))
+@op(
+    "all_gather_rows", "rows splits counts -> all_rows", operator="all_gather_rows", partial_gradient=True, sends=(1, 1)
+)
 class AllGatherRows(GatheredRows):
     """Ragged shard(1) → Replicate, for experts cut over the axis: the rows of all ranks, source by source.
 
@@ -189,7 +216,7 @@ class AllGatherRows(GatheredRows):
         return ReduceScatterRows.over(self.axis)
 
 
-@op("all_gather_rows_alike", "rows all_counts -> all_rows", operator="all_gather_rows_alike", sends=(1, 0))
+@op("all_gather_rows_alike", "rows splits counts -> all_rows", operator="all_gather_rows_alike", sends=(1, 0))
 class AllGatherRowsAlike(GatheredRows):
     """Ragged shard(1) → Replicate, for experts that are copied over the axis. Backward: slice_rows."""
 

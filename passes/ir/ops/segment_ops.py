@@ -1,7 +1,7 @@
 """Packed sequences: which text of its sequence a token belongs to, its position there, and texts as routing groups.
 
 With `group = sequence` a packed text, a segment, is a routing group: experts have a capacity for each segment, and
-balance terms are sums over segments. The ops that count segments take whole sequences, on every rank of a tp group.
+balance terms are sums over segments. The ops that count segments take whole sequences, on all ranks that share them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _read_program(lines: Lines) -> Program:
         if meshes.setdefault(mesh.name, mesh) is not mesh:
             raise UnreadableLineError(f"the mesh {quoted(mesh.name)} stands twice")
         at_most(len(meshes), MAX_MESHES, "meshes")
-    types = TypeReader({axis for mesh in meshes.values() for axis, _ in mesh.axes})
+    types = TypeReader({axis for mesh in meshes.values() for axis in (*dict(mesh.axes), *mesh.joint_axes())})
     tokens = REPLICATED
     if lines.next_starts_with("  tokens "):
         tokens = types.layout(lines.take_match(_TOKENS, "a layout of tokens")[1])

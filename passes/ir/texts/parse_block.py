@@ -40,12 +40,12 @@ _BLOCK = re.compile(
 _INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?( frozen)?"
-    r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
-    r"(?: sum_over\(([a-z, ]*+)\))?"
+    r"(?: shard\(([a-z_]++ = [0-9](?:, [a-z_]++ = [0-9])*+)\))?"
+    r"(?: sum_over\(([a-z_, ]*+)\))?"
     rf"(?: weight\(({LAYOUT})\))?(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
     rf"(?: matrices\(([0-9]), ([0-9])\)( hidden)?+)?+{_AT}"
 )
-_CUT = re.compile(r"([a-z]++) = ([0-9])")
+_CUT = re.compile(r"([a-z_]++) = ([0-9])")
 _SETTING = re.compile(rf"    setting \$([a-z]++): ({TYPE}) = ([0-9]++) in ([0-9]++)\.\.([0-9]++)")
 _STATE = re.compile(rf"    state \^([a-z0-9_.]++): ({TYPE}) = (ones|zeros){_AT}")
 _OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$^][a-z0-9_.%@$^, =]*)(?= [{:])")

@@ -12,7 +12,7 @@ from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.limits import MAX_DIGITS, MAX_DIM, MAX_ELEMENTS, MAX_RANK
 from moec.passes.ir.value import DTYPE_BYTES, SYMBOLS, Dim
 
-_PLACED = r"[a-z]++:[a-z]++\([a-z0-9]++\)"
+_PLACED = r"[a-z_]++:[a-z]++\([a-z0-9]++\)"
 LAYOUT = rf"(?:replicate|{_PLACED}(?: {_PLACED})*+)"
 """Matches a layout; `TypeReader.layout` reads it."""
 TYPE = rf"[a-z0-9]++\[[a-z0-9_%., ]*+\](?: @ {LAYOUT})?+"

@@ -13,14 +13,14 @@ from moec.codegen.emit.decodable import Refusal, refusal
 from moec.codegen.emit.decoding import Decoding, DecodingLayer, Rotation
 from moec.codegen.emit.emit_decoding import emit_decoding
 from moec.passes.fuse import Fuse
-from moec.passes.ir import Program, Shard
+from moec.passes.ir import REPLICATED, Program
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.backends.torch.torch_rope import rope_tables
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.generation.prompts import Prompts
 from moec.runtime.model.plan_layer import Layer, layer_inside
-from moec.runtime.ops.dense_collectives import all_gather_alike
+from moec.runtime.ops.dense_collectives import whole_along
 from moec.runtime.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -34,18 +34,14 @@ class DecodingGraphs:
         self._program, self._groups, self._float64 = program, groups, float64
         self._decoding: Decoding | None = None
         self._refused: Refusal | None = None
-        layout = program.block(FORWARD).output_values()[0].layout
-        cut = None if layout is None else layout.get("tp")
-        self.cut_dim = cut.dim if isinstance(cut, Shard) else None
-        """The dim of logits [batch, sequence, vocab] that tp cuts: 1, 2 or None."""
+        self._layout = program.block(FORWARD).output_values()[0].layout or REPLICATED
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodingGraphs:
         return self
 
-    @property
-    def group(self) -> str:
-        """The name of the group over which logits are gathered."""
-        return f"{self._groups}tp"
+    def whole_along(self, dim: int, logits: Tensor) -> Tensor:
+        """Logits [batch, sequence, vocab] gathered along a dim that ranks cut."""
+        return whole_along(logits, self._layout, (dim,), self._groups, "logits")
 
     def emitted(self) -> Decoding:
         """The graphs. Raises `JobError` for a model that cannot generate."""
@@ -165,12 +161,9 @@ class Decoder:
 
     def _last_logits(self, logits: Tensor, new: NewTokens) -> Tensor:
         """The logits over the whole vocabulary of each sequence's `last` token."""
-        dim = self._graphs.cut_dim
-        if dim == 1:  # tokens are cut, and every rank has the whole vocabulary
-            logits = all_gather_alike(logits, 1, self._graphs.group, "logits")
         if not self._decoding.forward.selects:
-            logits = logits[self._rows, new.last]
-        return all_gather_alike(logits, 1, self._graphs.group, "logits") if dim == 2 else logits
+            logits = self._graphs.whole_along(1, logits)[self._rows, new.last]
+        return self._graphs.whole_along(2, logits[:, None])[:, 0]
 
     def close(self) -> None:
         """Drops prefetched gathers that no use has taken."""

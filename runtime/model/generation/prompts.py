@@ -19,7 +19,7 @@ class Prompts:
     """`ids` int64 `[batch, T]`, padded at the end to a multiple of `pieces`, and `lengths` int64 `[batch]` without it.
 
     `longest` is the largest length, `new` how many tokens follow, `room` the number of places that a cache needs,
-    `fill` the id of padding. Ranks of a tp group cut each sequence into `pieces`.
+    `fill` the id of padding. The ranks that share a sequence cut it into `pieces`.
     """
 
     ids: Tensor

@@ -194,12 +194,14 @@ class Lockstep:
 
     def _call_in_groups(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         operands = [values[arg] for arg in node.args if isinstance(arg, fx.Node)]
-        group = next(arg for arg in node.args if isinstance(arg, str))
-        run_node, results = NODES[target_name(node)], [None for _ in self.ranks]
-        for ranks in self._groups[group]:
-            inputs = [[operand[rank] for rank in ranks] for operand in operands]
-            for rank, result in zip(ranks, run_node(node.args, inputs), strict=True):
-                results[rank] = result
+        run_node, results = NODES[target_name(node)], list[Any]()
+        for group in (arg for arg in node.args if isinstance(arg, str)):
+            results = [None for _ in self.ranks]
+            for ranks in self._groups[group]:
+                inputs = [[operand[rank] for rank in ranks] for operand in operands]
+                for rank, result in zip(ranks, run_node(node.args, inputs), strict=True):
+                    results[rank] = result
+            operands = [results]
         return results
 
 

@@ -31,8 +31,11 @@ F = TypeVar("F", bound=Shuffle)
 Args = Sequence[Any]
 """The arguments of a node, which include its operands."""
 
-RunNode = Callable[[Args, list[list[Tensor]]], list[Any]]
-"""Takes a node's arguments, and its operands on each rank of a group. Returns the result on each rank."""
+RunNode = Callable[[Args, list[list[Any]]], list[Any]]
+"""Takes a node's arguments, and its operands on each rank of a group. Returns the result on each rank.
+
+A node of two groups runs over the first, and then over the second: there its operand is the first result.
+"""
 
 NODES: dict[str, RunNode] = {}
 """Conversions, and ops that depend on a rank's index in its group, by the name of a node's target, such as
@@ -121,6 +124,11 @@ def _sliced(op: o.Slice, tensors: Tensors) -> list[Tensor]:
     return [tensor.chunk(len(tensors), op.dim)[rank].clone() for rank, tensor in enumerate(tensors)]
 
 
+@shuffle(o.KeepOnFirst)
+def _kept_on_first(_: Conversion, tensors: Tensors) -> list[Tensor]:
+    return [tensors[0].clone(), *map(torch.zeros_like, tensors[1:])]
+
+
 @shuffle(o.ReduceScatter)
 def _scattered(op: Any, tensors: Tensors) -> list[Tensor]:
     return _sliced(op, _summed(op, tensors))
@@ -136,15 +144,38 @@ def _swapped(op: o.AllToAllPadded, tensors: Tensors) -> list[Tensor]:
 # ---- ragged rows and their counts --------------------------------------------------------------------
 
 
+def _splits(sent: Tensors, received: Tensors) -> list[Tensor]:
+    """The rows to send and to receive, from each rank's counts of them `[ranks, …]`."""
+    return [torch.stack([there.sum(1), here.sum(1)]) for there, here in zip(sent, received, strict=True)]
+
+
 @shuffle(rows.ExchangeCounts)
-def _exchanged_counts(_: Conversion, counts: Tensors) -> list[Any]:
+def _exchanged_counts(_: object, counts: Tensors) -> list[Any]:
     """The counts that each rank receives from each rank, `[ranks, experts]`, and its splits: rows sent and received."""
     sent = [rank_counts.reshape(len(counts), -1) for rank_counts in counts]
     received = [torch.stack([rank_counts[rank] for rank_counts in sent]) for rank in range(len(sent))]
-    return [
-        (counts_in, torch.stack([counts_out.sum(1), counts_in.sum(1)]))
-        for counts_out, counts_in in zip(sent, received, strict=True)
-    ]
+    return list(zip(received, _splits(sent, received), strict=True))
+
+
+@shuffle(rows.GatherCounts)
+def _gathered_counts(_: object, counts: Tensors) -> list[Any]:
+    """The counts of all ranks, and the splits of each: all its rows to every rank, and those of every rank."""
+    gathered = torch.stack(list(counts))
+    sent = [rank_counts.expand_as(gathered).flatten(1) for rank_counts in counts]
+    splits = _splits(sent, [gathered.flatten(1)] * len(counts))
+    return [(gathered.flatten(0, 1), rank_splits) for rank_splits in splits]
+
+
+def _exchanged_and_gathered_counts(args: Args, inputs: list[list[Any]]) -> list[Any]:
+    (counts,) = inputs
+    if isinstance(counts[0], Tensor):
+        return _exchanged_counts(args, counts)
+    received, splits = zip(*counts, strict=True)
+    all_counts, all_splits = zip(*_gathered_counts(args, received), strict=True)
+    return list(zip(received, all_counts, splits, all_splits, strict=True))
+
+
+NODES[f"moec.{rows.ExchangeAndGatherCounts.operator}.default"] = _exchanged_and_gathered_counts
 
 
 @shuffle(rows.AllToAll)
@@ -164,31 +195,27 @@ def _exchanged(op: rows.AllToAll, tensors: Tensors, splits: Tensors) -> list[Ten
     return list(torch.split(moved, sent.sum(0).tolist()))
 
 
-def _rows_of_ranks(counts: Tensors) -> list[int]:
-    sums: list[int] = counts[0].reshape(len(counts), -1).sum(1).tolist()
-    return sums
-
-
 @shuffle(rows.AllGatherRows)
 @shuffle(rows.AllGatherRowsAlike)
-def _gathered_rows(_: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
-    if [len(tensor) for tensor in tensors] != _rows_of_ranks(counts):
-        raise ValueError(f"{[len(tensor) for tensor in tensors]} rows, counted as {_rows_of_ranks(counts)}")
+def _gathered_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
+    sizes = [len(tensor) for tensor in tensors]
+    if any(split[1].tolist() != sizes for split in splits):
+        raise ValueError(f"{sizes} rows, counted as {[split[1].tolist() for split in splits]}")
     gathered = torch.cat(list(tensors))
     return [gathered.clone() for _ in tensors]
 
 
 @shuffle(rows.SliceRows)
-def _sliced_rows(_: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
-    sizes = _rows_of_ranks(counts)
-    return [torch.split(tensor, sizes)[rank].clone() for rank, tensor in enumerate(tensors)]
+def _sliced_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
+    parts = (torch.split(tensor, split[1].tolist()) for tensor, split in zip(tensors, splits, strict=True))
+    return [of_rank[rank].clone() for rank, of_rank in enumerate(parts)]
 
 
 @shuffle(rows.ReduceScatterRows)
-def _scattered_rows(op: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
+def _scattered_rows(op: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
     """Each rank sums the terms of its rows in a wide accumulator, as the operator does."""
     total = torch.stack(list(tensors)).sum(0)
-    return _sliced_rows(op, [total for _ in tensors], counts)
+    return _sliced_rows(op, [total for _ in tensors], splits)
 
 
 # ---- ops that depend on a rank's index in its group, and communicate nothing -------------------------

@@ -275,6 +275,7 @@ TABLE = {
 IN_A_GROUP = {
     *(case.operator for case in CASES),
     *("embed_part", "embed_part_backward", "label_logit", "label_logit_backward"),
+    "exchange_and_gather_counts",
 }
 """`tests/distributed` checks these."""
 

@@ -25,7 +25,9 @@ def test_a_token_gets_its_best_near_experts_that_it_has_not_chosen(name: str) ->
     logits = LOGITS[name][None]
     _, _, experts, *_ = route(logits, None, 3, "softmax", "before", False)
     kept = torch.where(experts < 4, experts, -1)
-    op: Any = SimpleNamespace(levels=(1, 2), parts=(8,), tp=1, ep=2, results=[SimpleNamespace(shape=kept.shape)])
+    op: Any = SimpleNamespace(
+        levels=(1, 2), parts=(8,), sharers=1, ep=2, etp=1, results=[SimpleNamespace(shape=kept.shape)]
+    )
     chosen = _chosen_near(op, 1, logits, kept, torch.tensor([0]))
     for scores, before, after in zip(logits[0].tolist(), kept[0].tolist(), chosen[0].tolist(), strict=True):
         wanted = list(before)

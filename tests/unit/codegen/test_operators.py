@@ -143,7 +143,8 @@ def plans() -> dict[str, Plan]:
         nested = moe_text(expert="gelu(3)", gate=outer, balance="[switch_loss(0.1)]")
         made[f"nested, {outer}"] = moec.compile(nested.replace("8 * gelu(3)", '8 * mixture("inner")') + inner)
     made |= {"parts": moec.compile(parts), "a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
-    return made | {"sliced experts": sliced_plan(), "copied experts": sliced_plan(copied=True)}
+    made |= {f"sliced experts, ep {ep}": moe_plan(expert="gelu(4, bias = true)", ep=ep, etp=2) for ep in (1, 2)}
+    return made | {"copied experts": sliced_plan(copied=True)}
 
 
 @pytest.fixture(scope="module")

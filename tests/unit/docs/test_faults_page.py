@@ -24,8 +24,6 @@ LATER = re.compile(r"not built yet: `([^`]+)`")
 
 PARALLEL = "parallel {"
 REFUSED: dict[str, tuple[str, str]] = {
-    "cp": (PARALLEL, f"{PARALLEL} cp = 2;"),
-    "etp": (PARALLEL, f"{PARALLEL} etp = 2;"),
     "pp": (PARALLEL, f"{PARALLEL} pp = 2;"),
     "fp8": ("dtype = fp32", "dtype = fp8"),
     "adapt": (PARALLEL, f"adapt {{ placement = replicate(2) }}\n{PARALLEL}"),

@@ -35,7 +35,8 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),
         ({"tail": "parallel { layers 1..2 { ep = auto } }"}, "`ep = auto`", ""),
         ({"tail": "parallel { layers 1..2 { ep = [2, 4] } }"}, "a list for `ep`", ""),
-        ({"tail": "parallel { layers 1..2 { ep = 2; etp = 2 } }"}, "`etp`", ""),
+        ({"tail": "parallel { layers 1..2 { ep = 2; etp = [1, 2] } }"}, "a list for `etp`", ""),
+        ({"tail": "parallel { cp = auto }"}, "`cp = auto`", ""),
         ({"tail": "parallel { layers 1..2 { recompute = auto } }"}, "`recompute = auto`", "experts, layer, none"),
         ({"tail": "parallel { microbatches = auto }"}, "`microbatches = auto`", ""),
         ({"tail": "parallel { microbatches = [2, 4] }"}, "a list for `microbatches`", ""),
@@ -107,8 +108,9 @@ LAYER = 'layer "x" {{ dim = 8; moe {{ experts = {}; gate = topk(1) }} }}\n{}'
     [
         ("2 * gelu(4)", "parallel { tp = 2 }", "`tp = 2` in the file of one `layer`"),
         ("2 * gelu(4)", "parallel { pp = 2 }", "`pp`"),
-        ("2 * gelu(4)", "parallel { cp = 2 }", "`cp`"),
-        ("2 * gelu(4)", "parallel { etp = 2 }", "`etp`"),
+        ("2 * gelu(4)", "parallel { cp = 2 }", "`cp = 2` in the file of one `layer`"),
+        ("2 * gelu(4)", "parallel { etp = 2 }", "`etp = 2` in the file of one `layer`"),
+        ("2 * gelu(4)", "parallel { layers 0 { etp = 2 } }", "`etp = 2` in the file of one `layer`"),
     ],
 )
 def test_a_layer_file_refuses_what_a_layer_cannot_do_yet(experts: str, tail: str, what: str) -> None:

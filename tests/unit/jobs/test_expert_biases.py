@@ -15,7 +15,7 @@ from moec.runtime.verify.verification import verify
 
 EXPERT = "swiglu(16, bias = true)"
 CAPACITIES = ["dropless", "factor(1.25)", "dynamic", "dynamic(max = 0.75)"]
-DEGREES = [{"ep": 1}, {"ep": 2}, {"ep": 1, "tp": 2}, {"ep": 2, "tp": 2}]
+DEGREES = [{"ep": 1}, {"ep": 2}, {"ep": 1, "tp": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "etp": 2}]
 
 
 def biased(capacity: str = "dropless", expert: str = EXPERT, **options: object) -> Plan:

@@ -196,7 +196,7 @@ def test_the_routers_choices_are_kept_and_never_computed_again(monkeypatch: pyte
 
 def test_choices_that_are_computed_again_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
-    monkeypatch.setattr(recompute_module, "_chooses", lambda func: False)
+    monkeypatch.setattr(recompute_module, "_is_kept", lambda func: False)
     with moec.launch(moe_plan(**ONE), device="cpu") as job:
         wanted = drifted(counted, job.build(seed=1))
     with moec.launch(moe_plan(**ONE, recompute="layer"), device="cpu") as job:
@@ -206,7 +206,7 @@ def test_choices_that_are_computed_again_would_be_seen(monkeypatch: pytest.Monke
 
 
 def test_a_gate_with_scores_is_an_operator_whose_choices_are_kept() -> None:
-    assert {"moec::route", "aten::topk"} <= recompute_module.CHOOSING
+    assert {"moec::route", "aten::topk"} <= recompute_module.KEPT
 
 
 # ---- PyTorch around it ---------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_a_plan_of_other_distances_is_refused(fault: str) -> None:
     assert report.first_difference.layer.startswith("layers.1")
 
 
-@pytest.mark.parametrize("attributes", [{"ep": 2}, {"tp": 1}, {"levels": (2, 4)}])
+@pytest.mark.parametrize("attributes", [{"ep": 2}, {"sharers": 1}, {"levels": (2, 4)}])
 def test_a_program_of_other_ranks_is_refused_unread(attributes: dict[str, Any]) -> None:
     plan = moe_plan(ep=4, tp=2, **GATE)
     check_program(plan.program)
@@ -143,8 +143,8 @@ def test_a_program_of_other_ranks_is_refused_unread(attributes: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({"ep": 3, "tp": 1}, "3 ranks do not divide the experts"),
-        ({"tp": 3}, "wants whole groups of ranks"),
+        ({"ep": 3, "sharers": 1}, "3 ranks do not divide the experts"),
+        ({"sharers": 3}, "wants whole groups of ranks"),
         ({"parts": (4,)}, "wants parts of 8 experts"),
         ({"bandwidths": (1e9,)}, "wants a bandwidth for each level"),
         ({"levels": (2**20, 2**20)}, "wants at most"),

@@ -75,13 +75,12 @@ def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
     """The counts of the way back are those from before each gather or exchange, over its own axis."""
     program = sliced_plan().program
     assert moves(program) == [
-        "exchange_counts ep counts",
+        "exchange_and_gather_counts ep counts",
         "all_to_all ep rows splits counts.1",
         "all_to_all ep row_weights splits counts.1",
-        "all_gather_alike etp counts.1",
-        "all_gather_rows etp rows.1 counts.2",
-        "all_gather_rows etp row_weights.1 counts.2",
-        "reduce_scatter_rows etp weighted counts.2 counts.1",
+        "all_gather_rows etp rows.1 splits.1 counts.2",
+        "all_gather_rows etp row_weights.1 splits.1 counts.2",
+        "reduce_scatter_rows etp weighted splits.1 counts.1",
         "all_to_all ep weighted.1 splits counts",
     ]
     assert dict(program.mesh(MESH).axes) == {"ep": 2, "etp": 2}
@@ -91,10 +90,16 @@ def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
 
 def test_rows_of_copied_experts_are_gathered_alike_and_each_rank_keeps_its_own():
     found = [move.split()[:2] for move in moves(sliced_plan(copied=True).program)]
-    assert found[3:7] == [
-        ["all_gather_alike", "etp"], ["all_gather_rows_alike", "etp"], ["all_gather_rows_alike", "etp"],
-        ["slice_rows", "etp"],
+    assert found[3:6] == [
+        ["all_gather_rows_alike", "etp"], ["all_gather_rows_alike", "etp"], ["slice_rows", "etp"],
     ]  # fmt: skip
+
+
+def test_counts_of_rows_that_are_gathered_alone_are_gathered_by_themselves():
+    assert moves(sliced_plan(ep=1).program)[:2] == [
+        "gather_counts etp counts",
+        "all_gather_rows etp rows splits counts.1",
+    ]
 
 
 @each_row("copied", [False, True])

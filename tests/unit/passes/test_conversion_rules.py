@@ -62,7 +62,7 @@ def test_backward_takes_the_operands_of_forward(kind: type[Conversion]):
         return
     assert back.axis == "tp"
     assert tensors(type(back)) == tensors(kind)
-    assert back.carries == kind.carries
+    assert back.carries >= kind.carries
 
 
 def tensors(kind: type[Conversion]) -> int:

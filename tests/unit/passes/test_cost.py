@@ -115,7 +115,7 @@ def test_bytes_over_an_axis_are_said_for_each_direction() -> None:
 def test_gathered_rows_are_sent_once_each_way(copied: bool) -> None:
     """64 tokens' 128 rows, 16 wide in fp32, over ep 2: a rank of etp 2 gets 64 rows, half of them from the other.
 
-    Their counts, of 4 sources for 4 experts, are kept for backward.
+    The rows that it sends and receives are kept for backward.
     """
     plan = sliced_plan(copied=copied)
     cost = BlockCost.of(plan.program, plan.program.block("layers[1..2]"), Workload.of(plan.spec, plan.program).even)
@@ -129,7 +129,7 @@ def test_gathered_rows_are_sent_once_each_way(copied: bool) -> None:
         assert bytes_of["rows.2"] == ("etp", 2048, 2048, "reduce_scatter_rows")
         assert bytes_of["weighted.1"] == ("etp", 2048, 2048, "all_gather_rows")
     assert bytes_of["row_weights.2"][1] == 2048 / 16
-    assert [(saved.name, saved.bytes) for saved in found["rows.2"][1].saved] == [("counts.2", 4 * 4 * 8)]
+    assert [(saved.name, saved.bytes) for saved in found["rows.2"][1].saved] == [("splits.1", 2 * 2 * 8)]
 
 
 def test_processors_keep_more_of_a_norm_than_devices_with_a_fused_one() -> None:

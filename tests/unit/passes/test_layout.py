@@ -222,13 +222,13 @@ def test_counts_of_rows_are_exchanged_and_other_integers_move_as_all_dense_value
 OF_ROWS = {
     # Rows of a rank's tokens → rows of its experts: the counts first.
     ("dp:shard(1) cp:shard(1)", "dp:shard(1) cp:shard(0)"): ["exchange_counts cp", "all_to_all cp"],
-    ("cp:shard(1)", "replicate"): ["all_gather_alike cp", "all_gather_rows_alike cp"],
+    ("cp:shard(1)", "replicate"): ["gather_counts cp", "all_gather_rows_alike cp"],
     # The last cut is undone first: rows go to their experts, then each rank gets those of all.
     ("dp:shard(1) cp:shard(1)", "cp:shard(0)"): [
-        "exchange_counts cp", "all_to_all cp", "all_gather_alike dp", "all_gather_rows_alike dp",
+        "exchange_counts cp", "all_to_all cp", "gather_counts dp", "all_gather_rows_alike dp",
     ],
     ("dp:shard(1) cp:shard(1)", "replicate"): [
-        "all_gather_alike cp", "all_gather_rows_alike cp", "all_gather_alike dp", "all_gather_rows_alike dp",
+        "gather_counts cp", "all_gather_rows_alike cp", "gather_counts dp", "all_gather_rows_alike dp",
     ],
 }  # fmt: skip
 
@@ -255,7 +255,7 @@ def test_counts_are_converted_before_their_rows(source: str, target: str):
 
 @each_row("target", ["cp:shard(1)", "dp:shard(1) cp:shard(1)"])
 def test_rows_return_only_from_where_they_went(target: str):
-    with pytest.raises(LayoutError, match=r"slice_rows of %x: %c is no all_gather_alike"):
+    with pytest.raises(LayoutError, match=r"slice_rows of %x: %c is no gather_counts"):
         rows_converted("replicate", target)
 
 
@@ -277,26 +277,24 @@ def test_rows_of_several_ranks_do_not_go_to_their_experts():
 
 
 @each_row("kind", [ReduceScatterRows, SliceRows])
-def test_rows_return_by_counts_that_every_rank_has(kind: type[GatheredRows]):
+def test_rows_return_by_the_splits_of_their_counts(kind: type[GatheredRows]):
     layout = Layout.parse("cp:partial(sum)") if kind is ReduceScatterRows else Layout()
     rows = Value(name="x", shape=(6, "rows", 3), dtype="fp64", ragged="g", layout=layout)
     gathered = Value(name="g", shape=("sources", 6), dtype="int64", layout=Layout())
     counts = replace(gathered, name="c", layout=Layout.parse("cp:shard(0)"))
-    op = kind(operands=("x", "g", "c"), axis="cp")
-    assert op.infer([rows, gathered, counts], {})[0].ragged == "c"
-    assert op.place([rows, gathered, counts], Meshes(MESH), {}).results == (Layout.parse("cp:shard(1)"),)
-    with pytest.raises(LayoutError, match="which not every rank has"):
-        op.place([rows, replace(counts, name="g"), counts], Meshes(MESH), {})
+    splits = replace(counts, name="s", shape=(2, "sources"))
+    op = kind(operands=("x", "s", "c"), axis="cp")
+    assert op.infer([rows, splits, counts], {})[0].ragged == "c"
+    assert op.place([rows, splits, counts], Meshes(MESH), {}).results == (Layout.parse("cp:shard(1)"),)
     with pytest.raises(LayoutError, match="to rows that %g does not count"):
-        op.place([rows, gathered, gathered], Meshes(MESH), {})
-    with pytest.raises(TypeRuleError, match="rows are counted by other, not g"):
-        op.infer([replace(rows, ragged="other"), gathered, counts], {})
+        op.place([rows, splits, gathered], Meshes(MESH), {})
+    with pytest.raises(TypeRuleError, match="wants splits"):
+        op.infer([rows, gathered, counts], {})
 
 
 def test_what_no_conversion_gives_is_a_layout_error():
-    for source in ("replicate", "dp:shard(0)"):
-        with pytest.raises(LayoutError, match="no conversion of %x"):
-            communicated(Layout.parse(source), Layout.parse("dp:partial(sum)"))
+    with pytest.raises(LayoutError, match="no conversion of %x"):
+        communicated(Layout.parse("dp:shard(0)"), Layout.parse("dp:partial(sum)"))
 
 
 def test_an_op_that_would_undo_an_inner_cut_first_is_a_layout_error():

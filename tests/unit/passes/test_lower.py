@@ -90,8 +90,8 @@ def test_a_parameter_says_where_it_is_declared_which_dim_an_axis_cuts():
         "attention.o.weight": {"tp": 1},
         **{f"{path}.{name}.weight": hidden for path in ("ffn", "moe.shared") for name in ("up", "down")},
         "moe.shared.up.bias": hidden,
-        "moe.experts.up.weight": {"ep": 0},
-        "moe.experts.down.weight": {"ep": 0},
+        "moe.experts.up.weight": {"ep": 0, "etp": 2},
+        "moe.experts.down.weight": {"ep": 0, "etp": 2},
         "embedding.weight": vocabulary,
         "head.weight": vocabulary,
     }

@@ -196,7 +196,7 @@ def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):
     assert line.endswith("of [16]  replicate  gradient dp:shard(0)  optimizer state dp:shard(0) tp:shard(0)")
     stored = moe_plan(zero=3).save(tmp_path / "stored.plan")
     text = inspected(stored, 0)
-    assert "edp:shard(1) ep:shard(0)  in use ep:shard(0)\n" in text
+    assert "edp:shard(2) ep:shard(0)  in use ep:shard(0)\n" in text
     assert "gradient" not in text
     assert "in use" not in inspected(moe_plan().save(tmp_path / "whole.plan"), 0)
 

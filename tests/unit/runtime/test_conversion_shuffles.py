@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_a_conversion_moves_a_value_and_its_gradient(case: Case, ranks: int):
 
 def test_every_registered_conversion_is_among_the_cases():
     assert {type(case.conversion) for case in CASES} == set(conversion_classes())
-    assert {case.operator for case in CASES} | {"embed_part", "label_logit"} == {
+    others = {"embed_part", "label_logit", "exchange_and_gather_counts"}
+    assert {case.operator for case in CASES} | others == {
         name.removeprefix("moec.").removesuffix(".default") for name in NODES
     }
 
@@ -101,9 +103,11 @@ def test_every_wrong_backward_is_found(case: Case, monkeypatch: pytest.MonkeyPat
 # ---- in a model ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
-def test_experts_over_a_second_axis_do_as_the_unsharded_model(copied: bool):
-    report = verify(sliced_plan(copied=copied), float32=False)
+@pytest.mark.parametrize(
+    "options", [{}, {"copied": True}, {"ep": 1}], ids=["cut over etp", "copied over etp", "cut over etp alone"]
+)
+def test_experts_over_a_second_axis_do_as_the_unsharded_model(options: dict[str, Any]):
+    report = verify(sliced_plan(**options), float32=False)
     assert report.ok
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
 

@@ -27,8 +27,12 @@ HEADS = 2
 
 
 def _token_layout(op: Op, x: Value, weight: Layout, heads: int, meshes: Meshes) -> Layout:
-    """The layout of tokens that an op needs: that of x, whole where `weight` is cut by its dim `heads`."""
+    """The layout of tokens that an op needs: that of x, whole where `weight` is cut by its dim `heads`, and cut where x
+    is cut by its heads."""
     layout = reduced_layout(x, meshes)
+    for axis, placement in layout.placements:
+        if placement == Shard(HEADS) and axis not in weight.axes:
+            layout = layout.replace(axis, meshes.own_tokens.get(axis))
     for axis, placement in weight.placements:
         if placement != Shard(heads):
             raise LayoutError(f"{op.mnemonic} has no rule for groups of heads with {axis}:{placement}")

@@ -98,7 +98,7 @@ class StackRoutes(Op):
 
 @op("whole_sequences", "x -> whole", moves=True)
 class WholeSequences(TokenOp):
-    """The same whole numbers `[batch, sequence, …]`, of whole sequences on every rank of a tp group, as tokens are."""
+    """The same whole numbers `[batch, sequence, …]`, of whole sequences on all ranks that share them, as tokens are."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands

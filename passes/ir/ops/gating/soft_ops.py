@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.attribute_types import Count
-from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, op, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, group_layout
 from moec.passes.ir.ops.padding_ops import require_real
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
 
 SLOTS = 2
-"""The dim of `[batch, experts, slots, dim]` that `tp` cuts: each of its ranks sends other slots to the experts."""
+"""The dim of `[batch, experts, slots, dim]` that `cp` and `tp` cut: each rank sends other slots to the experts."""
 
 
 def _slots(meshes: Meshes) -> Layout:
-    cuts = {"dp": Shard(0), "tp": Shard(SLOTS)}
-    return Layout.of((axis, placement) for axis, placement in cuts.items() if meshes.size(axis) > 1)
+    return Layout.of((axis, Shard(SLOTS) if p == Shard(1) else p) for axis, p in meshes.own_tokens.placements)
 
 
 @op("slot_weights", "logits real? -> dispatch combine")
@@ -81,9 +80,8 @@ class SlotInputs(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        placements: dict[str, Placement] = {"dp": Shard(0), "tp": Partial()}
-        result = Layout.of((axis, placement) for axis, placement in placements.items() if axis in tokens.axes)
-        return Placing((tokens, tokens), (result,))
+        sums = Layout.of((axis, Partial() if p == Shard(1) else p) for axis, p in tokens.placements)
+        return Placing((tokens, tokens), (sums,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, dispatch = operands

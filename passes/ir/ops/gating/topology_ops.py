@@ -31,15 +31,17 @@ class Placed(Op):
     """An op that knows where data-parallel ranks and experts are: the base of those below.
 
     `levels` are the sizes of the cluster's levels, from the innermost out; ranks are numbered innermost first. Data
-    rank d is the ranks `d · tp … d · tp + tp − 1`. For the tokens of rank r, expert j of a part of n experts is on the
-    rank `⌊r / ep⌋ · ep + ⌊j · ep / n⌋` of its expert-parallel group; `parts` has the n of each part. So the text of a
-    Program holds no table of ranks and experts, whatever their number.
+    rank d is the `sharers` ranks from `d · sharers` on, those of `cp` and `tp`. For the tokens of rank r, expert j of a
+    part of n experts is on the rank `⌊r / (ep · etp)⌋ · ep · etp + ⌊j · ep / n⌋ · etp + r mod etp` of its
+    expert-parallel group, and a slice of it on each other rank of that one's `etp` group; `parts` has the n of each
+    part. So the text of a Program holds no table of ranks and experts, whatever their number.
     """
 
     levels: tuple[Count, ...]
     parts: tuple[Count, ...]
-    tp: Count = 1
+    sharers: Count = 1
     ep: Count = 1
+    etp: Count = 1
 
     def require_placed(self, experts: object, ranks: Value) -> None:
         """Requires levels of all ranks, `ep` equal pieces of each part, and the number of each data rank."""
@@ -47,13 +49,14 @@ class Placed(Op):
         require(fits, self, f"wants at most {MAX_AXES} levels")
         require(sum(self.parts) == experts, self, f"wants parts of {experts} experts")
         require(all(n % self.ep == 0 for n in self.parts), self, f"{self.ep} ranks do not divide the experts")
-        divides = all(math.prod(self.levels) % degree == 0 for degree in (self.tp, self.ep))
+        divides = all(math.prod(self.levels) % degree == 0 for degree in (self.sharers, self.ep * self.etp))
         require(divides, self, "wants whole groups of ranks")
         require(ranks.dtype == "int64" and len(ranks.shape) == 1, self, "wants the number of each data rank")
 
     def require_meshes(self, meshes: Meshes) -> None:
         """Requires degrees of the meshes. Raises `LayoutError`."""
-        degrees, mesh_degrees = (self.tp, self.ep), (meshes.size("tp"), meshes.size("ep"))
+        degrees = self.sharers, self.ep, self.etp
+        mesh_degrees = meshes.pieces, meshes.size("ep"), meshes.size("etp")
         if degrees != mesh_degrees or math.prod(self.levels) != meshes.dense.ranks:
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 
@@ -86,7 +89,7 @@ class TopologyLoss(Placed):
     proportional to the bandwidth between the rank's tokens and expert e, so that pₑ is proportional to the seconds per
     byte. The paper leaves Norm open; here it divides by the mean over experts, so that equal bandwidths make p = 1 and
     the loss that of `switch_loss`. `bandwidths`, in bytes/s, are those inside of a rank and between two ranks that
-    `levels[0]`, `levels[1]`, … joins and no level below. With tp, the seconds are the mean over the rank's tp ranks,
+    `levels[0]`, `levels[1]`, … joins and no level below. The seconds are the mean over the data rank's ranks,
     each of which sends an equal part of the tokens. With the operand `real`, padding tokens are left out of P.
     """
 
@@ -122,7 +125,7 @@ class BoundFar(Placed, TokenOp):
 
     At most `⌊share / whole · n⌋` of a data rank's n choices may go to other nodes (He et al. 2022, FasterMoE,
     PPoPP, section 4.3). Those with the largest weights stay, of equal ones the earlier. A node is the ranks that share
-    every level below the outermost one. A choice is near where each of the data rank's tp ranks has the expert in its
+    every level below the outermost one. A choice is near where each of the data rank's ranks has the expert in its
     own node. With the operand `real`, choices of padding tokens are neither counted nor replaced. Not differentiated.
     """
 
