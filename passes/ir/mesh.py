@@ -53,7 +53,9 @@ class Mesh:
         return tuple(tuple(first + i * stride for i in range(size)) for first in first_ranks)
 
 
-EXPERT_AXES = ("edp", "ep", "etp")
+DENSE_AXES, EXPERT_AXES = ("dp", "cp", "tp"), ("edp", "ep", "etp")
+"""The axes of meshes, the outermost first. Ranks that share sequences, and joint axes, are neighbours by this order."""
+
 JOINT_AXES = {"dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
 """Neighbouring axes of the dense mesh as one: the ranks with the same dense weights and other tokens, and those that
 share sequences."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.mesh import parts_of
+from moec.passes.ir.mesh import DENSE_AXES, EXPERT_AXES, parts_of
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import Call, Conversion
 from moec.passes.ir.order_rules import scheduled
@@ -82,6 +82,10 @@ def placed(program: Program) -> None:
     _check_program(
         "dense" in names and len(names) == len(program.meshes), "two meshes have one name, or no mesh is called dense"
     )
+    for mesh in program.meshes:
+        axes = tuple(axis for axis, _ in mesh.axes)
+        in_order = tuple(axis for axis in (DENSE_AXES if mesh.name == "dense" else EXPERT_AXES) if axis in axes)
+        _check_program(axes == in_order, f"the mesh {mesh.name} has the axes {', '.join(axes)}")
     for axis, placement in program.tokens.placements:
         is_cut = placement == Shard(TOKEN_DIM_OF.get(axis, -1)) and program.mesh("dense").size(axis) > 1
         _check_program(is_cut, f"the residual stream cannot have {axis}:{placement}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.plans import BODY, moe_plan
 from support.verified import require_equal
 from support.wrong_plans import change_op, change_sums
 
 from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.ops import AllToAllPadded, Attention, KeepOnFirst
+from moec.passes.ir.verifier import check_program
 from moec.runtime.verify.verification import verify
 
 BIASED = "swiglu(16, bias = true)"
@@ -71,3 +75,10 @@ def test_sinks_are_those_of_a_ranks_heads() -> None:
     require_equal(plan)
     sinks = plan.parameters["layers.1.attention.sinks"]
     assert (str(sinks.layout), sinks.sum_over) == ("tp:shard(0)", ())
+
+
+def test_a_mesh_whose_axes_are_in_another_order_is_refused() -> None:
+    program = moe_plan(cp=2, ep=2).program
+    swapped = tuple(replace(mesh, axes=mesh.axes[::-1]) if mesh.name == "dense" else mesh for mesh in program.meshes)
+    with pytest.raises(InternalError, match="the mesh dense has the axes tp, cp, dp"):
+        check_program(replace(program, meshes=swapped))
