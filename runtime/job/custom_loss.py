@@ -43,12 +43,11 @@ def custom_loss(
     required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.count_takes_logits:
         total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
-    name, function = (
-        ("loss", step.loss) if step.loss is not None else ("logprob_loss", step.logprob_loss or _negative_sum)
-    )
     if step.loss is not None:
+        name, function = "loss", step.loss
         tensors = {"logits": job.whole_logits(output), "labels": labels}
     else:
+        name, function = "logprob_loss", _negative_sum if step.logprob_loss is None else step.logprob_loss
         logprobs = label_log_probabilities(output.logits, labels, job.plan.result_layout, job.number)
         tensors = {"logprobs": logprobs, "labels": labels}
     summed, error = call_user_function(function, tensors, inputs)

@@ -35,6 +35,14 @@ class UnwrappedParameters:
     forward_pass: ForwardPass | None = None
     is_ready: bool = False
 
+    @property
+    def needs_same(self) -> bool:
+        """Whether the parameters that require a gradient are the same ones as at the start of this pass."""
+        if self.is_ready or not torch.is_grad_enabled():
+            return True
+        needed = [parameter.requires_grad for parameter in self.parameters]
+        return not any(needed) if self.forward_pass is None else needed == self.forward_pass.needed
+
 
 class ForwardPass:
     """One forward pass: the layouts of its parameters, and the sums that its backward has started.
@@ -49,7 +57,7 @@ class ForwardPass:
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor], *, in_several: bool) -> None:
         self.weights = weights
-        self.needed = tuple(parameter.requires_grad for parameter in parameters)
+        self.needed = [parameter.requires_grad for parameter in parameters]
         self.sums_at_once = weights.sums_every_pass
         collects = in_several and not self.sums_at_once
         self.collects_for = [ref(parameter) for parameter in parameters] if collects else []

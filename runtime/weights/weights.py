@@ -137,8 +137,8 @@ class Weights:
         Adds to `handles` the weights that autograd must not save, for graphs inside `handles.saved_as_handles()`.
         """
         unwrapped, self._unwrapped = self._unwrapped, None
-        # A hook may have replaced a parameter since `begin`.
-        if unwrapped is None or not all(map(self._is_still, self._paths, unwrapped.parameters)):
+        # A hook may have replaced a parameter since `begin`, or changed its `requires_grad`.
+        if unwrapped is None or not (unwrapped.needs_same and all(map(self._is_still, self._paths, unwrapped.parameters))):
             unwrapped = self._unwrap(self._parameters())
         forward_pass = unwrapped.forward_pass
         if unwrapped.is_ready:
@@ -165,7 +165,7 @@ class Weights:
         if gathering is None or not gathering.parameters.is_of(parameters):
             gathering = self._gathering(unwrapped.local, parameters)
         weights = gathering.finish()
-        if self._open_step.keeps_weights and not self._per_use:
+        if self._open_step.keeps_weights and not self._per_use and not torch.is_inference_mode_enabled():
             self._step_weights = StepWeights(gathering.parameters, weights)
         return weights
 

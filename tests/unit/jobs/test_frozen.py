@@ -243,3 +243,13 @@ def test_a_layer_file_freezes_its_shared_feed_forward_and_gives_x_its_gradient(t
         assert parameter.dtype == torch.float32
         assert parameter.requires_grad == ("shared" not in name)
         assert (parameter.grad is None) == ("shared" in name), name
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_hook_of_a_layer_freezes_or_unfreezes_a_parameter_in_the_same_pass(trains: bool):
+    with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
+        model = job.build(seed=1)
+        parameter = model.get_parameter("layers.1.moe.gate.weight").requires_grad_(not trains)
+        model.layers[1].register_forward_pre_hook(lambda *_: setattr(parameter, "requires_grad", trains))
+        model(TOKENS).logits.sum().backward()
+        assert (parameter.grad is not None) == trains
