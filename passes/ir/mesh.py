@@ -33,8 +33,8 @@ class Mesh:
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def joint_axes(self) -> tuple[str, ...]:
-        """The joint axes of several wide axes: parameters lie on them, values do not."""
-        return tuple(joint for joint in JOINT_AXES if min(self.size(part) for part in parts_of(joint)) > 1)
+        """The joint axes whose first and last part are wide: parameters lie on them, values do not."""
+        return tuple(joint for joint, (first, *_, last) in JOINT_AXES.items() if min(map(self.size, (first, last))) > 1)
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`; an axis that this mesh does not have is of size 1."""
@@ -56,9 +56,9 @@ class Mesh:
 DENSE_AXES, EXPERT_AXES = ("dp", "cp", "tp"), ("edp", "ep", "etp")
 """The axes of meshes, the outermost first. Ranks that share sequences, and joint axes, are neighbours by this order."""
 
-JOINT_AXES = {"dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
-"""Neighbouring axes of the dense mesh as one: the ranks with the same dense weights and other tokens, and those that
-share sequences."""
+JOINT_AXES = {"dp_cp_tp": DENSE_AXES, "dp_cp": ("dp", "cp"), "cp_tp": ("cp", "tp")}
+"""Neighbouring axes of the dense mesh as one, the largest first: all ranks, those with the same dense weights and other
+tokens, and those that share sequences."""
 
 ZERO_AXES = ("dp", "cp", "dp_cp", "edp")
 """The axes that ZeRO cuts: dense parameters over `dp` and `cp`, experts over `edp`."""
@@ -72,10 +72,14 @@ def parts_of(axis: str) -> tuple[str, ...]:
     return JOINT_AXES.get(axis, (axis,))
 
 
-def joined(axes: Iterable[str]) -> tuple[str, ...]:
-    """`axes` of a sum of gradients, sorted, with `dp_cp` in place of both of its parts."""
-    names, parts = set(axes), {*parts_of("dp_cp")}
-    return tuple(sorted((names - parts) | {"dp_cp"} if names >= parts else names))
+def joined(axes: Iterable[str], dense: Mesh) -> tuple[str, ...]:
+    """The wide `axes` of a sum of gradients, sorted: one sum over a joint axis, not one over each of its parts."""
+    names = set(axes)
+    for joint in dense.joint_axes():
+        parts = {part for part in parts_of(joint) if dense.size(part) > 1}
+        if names >= parts:
+            return tuple(sorted((names - parts) | {joint}))
+    return tuple(sorted(names))
 
 
 def group_name(axis: str, experts_mesh: str | None) -> str:

@@ -167,7 +167,7 @@ def connected(program: Program) -> None:
             _check(not complaint, block, complaint)
         meshes = program.meshes_of(block)
         summed = {
-            f"@{p.name}": frozenset(part for axis in p.sum_over or () for part in parts_of(axis))
+            f"@{p.name}": frozenset(part for axis in p.sum_over or () for part in parts_of(axis) if part in axes)
             for p in block.parameters
         }
         for op in block.ops:

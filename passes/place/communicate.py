@@ -18,7 +18,7 @@ from moec.passes.ir import (
     Shard,
     Value,
 )
-from moec.passes.ir.mesh import joined
+from moec.passes.ir.mesh import joined, parts_of
 from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.ops.conversion import Conversion, kind_of, matching
 
@@ -101,9 +101,17 @@ def _connect(program: Program, block: Block) -> Block:
     if block.final:
         outputs = tuple(replace(output, name=connector.output(output.name)) for output in outputs)
     parameters = tuple(
-        replace(p, sum_over=() if p.frozen else joined(connector.sums.get(p.name, ()))) for p in block.parameters
+        replace(p, sum_over=() if p.frozen else _sums(p, connector.sums.get(p.name, set()), connector.meshes))
+        for p in block.parameters
     )
     return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
+
+
+def _sums(parameter: Parameter, axes: set[str], meshes: Meshes) -> tuple[str, ...]:
+    """The axes over which a gradient is summed: those of ZeRO's reduce_scatter, and the fewest for the others."""
+    scattered = {axis for axis in parameter.gathered_over if axes >= set(parts_of(axis))}
+    others = axes - {part for axis in scattered for part in parts_of(axis)}
+    return tuple(sorted({*scattered, *joined(others, meshes.dense)}))
 
 
 @dataclass(slots=True)

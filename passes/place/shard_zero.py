@@ -26,7 +26,7 @@ def cut_by_zero(
     """
     if parameter.frozen and stage < 3:
         return parameter
-    layout, (axis, *_) = parameter.layout, (*joined(summed.intersection(ZERO_AXES)), "")
+    layout, (axis, *_) = parameter.layout, (*joined(summed.intersection(ZERO_AXES), meshes.dense), "")
     assert layout is not None
     ranks = meshes.size(axis)
     whole = local_shape(parameter.shape, layout, meshes)

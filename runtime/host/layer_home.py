@@ -83,7 +83,7 @@ class LayerHome(RankHome):
         require_same_layer(_digests(self._groups_by_name[HOST], made_of, self.ranks), self.ranks)
         self._groups_by_name[STAGE] = _group(self.ranks)
         for name, mesh in self.plan.meshes.items():
-            for axis in mesh.wide_axes():
+            for axis in (*mesh.wide_axes(), *mesh.joint_axes()):
                 members = next(peers for peers in mesh.groups(axis) if self.rank in peers)
                 name_of_group = group_name(axis, name if name != "dense" else None)
                 self._groups_by_name[name_of_group] = _group(tuple(self.ranks[peer] for peer in members))

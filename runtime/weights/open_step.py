@@ -98,8 +98,8 @@ class CollectedGradients:
         if [id(collected()) for collected in self.parameters] != [id(parameter()) for parameter in parameters]:
             raise JobError(
                 "MOE0713",
-                f"a parameter of {site} was replaced, parametrized or given a hook between the micro-batches of a step, "
-                "whose gradients are summed at its end",
+                f"a parameter of {site} was replaced, parametrized or given a hook between the micro-batches of a "
+                "step, whose gradients are summed at its end",
                 "do so between steps, or sum each micro-batch's gradients: `with job.accumulate(…)`",
             )
 

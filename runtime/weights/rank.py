@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from moec.passes.ir import Block, Op, State
 from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
-from moec.runtime.ranks.groups import STAGE, ended_error, is_open
+from moec.runtime.ranks.groups import ended_error, is_open
 from moec.runtime.weights.shards import (
     dtensor_placements,
     initial_shard,
@@ -91,7 +90,7 @@ class RankHome:
             name=name,
             shape=tuple(part.stop - part.start for part in index),
             dtype=DTYPES[data.dtype],
-            groups=tuple(self.groups + group for group in self._sum_over(data)),
+            groups=tuple(self.groups + group for group in data.sum_over if cut is None or group != cut.group),
             site=site,
             master=self.stored_dtype(data),
             frozen=data.frozen,
@@ -106,18 +105,6 @@ class RankHome:
             per_use=data.gathered == "per use",
             per_pass=data.scattered_per_pass,
         )
-
-    def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
-        """The groups that sum its gradient, after ZeRO's reduce_scatter.
-
-        If they span the mesh, the group of the stage replaces them.
-        """
-        if data.zero_cut is not None:
-            return tuple(group for group in data.sum_over if group != data.zero_cut.group)
-        ranks = math.prod(len(self.plan.groups[group][0]) for group in data.sum_over)
-        if len(data.sum_over) > 1 and ranks == self.plan.stage_size:
-            return (STAGE,)
-        return data.sum_over
 
     def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         mesh = self._meshes[data.mesh]

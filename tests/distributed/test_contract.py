@@ -67,6 +67,9 @@ def cases_in(folder: str = "", ranks: int = 1) -> dict[str, tuple[contract.Run, 
 
 CLAIMS = list(cases_in())
 
+CONTEXT: dict[str, Any] = {"ranks": 4, "cp": 2, "ep": 2, "etp": 2, "zero": 1}
+"""Ranks that share sequences, each with a part of every sequence."""
+
 PLACES: dict[str, dict[str, Any]] = {
     "1 rank": ONE,
     "1 rank, bf16": {**ONE, "dtype": "bf16"},
@@ -75,7 +78,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "4 ranks": FOUR,
     "4 ranks, bf16": {**FOUR, "dtype": "bf16", "model": "keep_in_fp32 = [routers]"},
     "4 ranks, recompute": {**FOUR, "recompute": "layer"},
-    "4 ranks, cp 2": {"ranks": 4, "cp": 2, "ep": 2, "etp": 2, "zero": 1},
+    "4 ranks, cp 2": CONTEXT,
     **{f"2 ranks, zero {stage}": {**MIXED, "zero": stage} for stage in (1, 2, 3)},
     **{f"4 ranks, zero {stage}": {**FOUR, "zero": stage} for stage in (1, 2, 3)},
 }
@@ -230,12 +233,12 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("options", [ONE, FOUR], ids=["1 rank", "4 ranks"])
+@pytest.mark.parametrize("options", [ONE, FOUR, CONTEXT], ids=["1 rank", "4 ranks", "4 ranks, cp 2"])
 def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, options: dict[str, Any]) -> None:
     found = gloo.run(options["ranks"], refusals.refusals, options, initialize=False)
     assert all(other == found[0] for other in found)
     after = found[0].pop("after the job")
-    assert after.startswith("MOE0709" if options is FOUR else "nothing")
+    assert after.startswith("nothing" if options is ONE else "MOE0709")
     for mistake, words in found[0].items():
         assert re.match(ERRORS[mistake], words), (mistake, words)
 

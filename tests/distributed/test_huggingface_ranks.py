@@ -15,11 +15,11 @@ DEGREES = {
     "tp 2, ep 2, two ranks": (2, "tp = 2; ep = 2"),
     "zero 3, two ranks": (2, "ep = 1; zero = 3"),
     "tp 2, ep 2": (4, "tp = 2; ep = 2"),
-    "ep 2, zero 3": (4, "ep = 2; zero = 3"),
+    "ep 2, etp 2, cp 2, zero 3": (4, "ep = 2; etp = 2; cp = 2; zero = 3"),
 }
 OF_FAMILY = {name: list(DEGREES)[number % 2] for number, name in enumerate(ROWS)}
 """Every family under one of the first two, in turn."""
-FOUR = [("gpt_oss", "ep 2, zero 3")]
+FOUR = [("gpt_oss", "ep 2, etp 2, cp 2, zero 3")]
 CASES = [
     pytest.param(name, degrees, marks=[] if degrees == OF_FAMILY[name] or (name, degrees) in FOUR else pytest.mark.slow)
     for name in ROWS

@@ -74,6 +74,11 @@ def test_steps_over_tp_ep_and_edp_are_those_of_torch_unsharded(gloo: GlooPool, o
     require_the_curve_of_torch(gloo, optimizer, 5, ranks=4, tp=2, ep=2)
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_steps_of_experts_that_etp_and_zero_cut_are_those_of_torch_unsharded(gloo: GlooPool, optimizer: str):
+    require_the_curve_of_torch(gloo, optimizer, 5, ranks=4, ep=1, etp=2, cp=2, zero=1)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_over_ep_and_edp_with_zero_are_those_of_torch_unsharded(gloo: GlooPool, optimizer: str):
     require_the_curve_of_torch(gloo, optimizer, 5, ranks=2, ep=2, zero=3)

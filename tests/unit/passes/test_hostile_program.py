@@ -94,7 +94,7 @@ CHECKED = {
 @each_row("given", ["dp", "tp", ""])
 def test_a_gradient_of_a_norm_of_heads_that_is_not_summed_over_dp_and_tp_is_refused(kind: str, given: str):
     text = print_program(compile_program(moe_spec(tp=2, qk_norm=kind)).program)
-    changed = re.sub(r"(@attention.q_norm.weight: .*) sum_over\(dp, tp\)", rf"\1 sum_over({given})", text)
+    changed = re.sub(r"(@attention.q_norm.weight: .*) sum_over\(dp_cp_tp\)", rf"\1 sum_over({given})", text)
     assert changed != text
     with pytest.raises(InternalError, match=r"rms_norm .*the gradient of @attention.q_norm.weight is summed over"):
         check_program(parse_program(changed))

@@ -36,7 +36,9 @@ def plan_with(name: str, gradient: str, state: str, weight: str | None = None, *
     plan = moe_plan(**{"ranks": 8, "tp": 2, "ep": 2, **options})
     layouts = {"gradient": Layout.parse(gradient), "optimizer_state": Layout.parse(state)}
     layouts |= {"weight": Layout.parse(weight)} if weight else {}
-    return change_parameter(plan, BODY, name, **layouts)
+    # One by one, so that the gradient may be cut over one of them.
+    sums = {"sum_over": ("dp", "tp")} if name == NORM and options.get("sequence_parallel", True) else {}
+    return change_parameter(plan, BODY, name, **layouts, **sums)
 
 
 FINER = {

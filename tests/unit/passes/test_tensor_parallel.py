@@ -65,7 +65,7 @@ def test_every_gradient_sum_follows_from_the_layouts():
     block = program().block("layers[1..2]")
     sums = {p.name: p.sum_over for p in block.parameters}
     assert sums["attention.q.weight"] == ("dp",)
-    assert sums["moe.gate.weight"] == sums["ffn_norm.weight"] == ("dp", "tp")
+    assert sums["moe.gate.weight"] == sums["ffn_norm.weight"] == ("dp_cp_tp",)
     assert sums["moe.experts.up.weight"] == ("edp",)
 
 
@@ -83,7 +83,7 @@ def test_a_norm_of_each_head_moves_nothing_and_its_gradient_is_summed_over_tp(tp
     assert ops(normed) - ops(plain) == {"rms_norm": 2}
     for name in "qk":
         weight = normed.scope[f"@attention.{name}_norm.weight"]
-        assert (str(weight.layout), weight.sum_over) == ("replicate", ("dp", "tp"))
+        assert (str(weight.layout), weight.sum_over) == ("replicate", ("dp_cp_tp",))
 
 
 def test_a_norm_over_all_heads_exchanges_heads_for_tokens_and_back():
@@ -95,7 +95,7 @@ def test_a_norm_over_all_heads_exchanges_heads_for_tokens_and_back():
         if op.mnemonic == "rms_norm" and op.operands[1].endswith(("q_norm.weight", "k_norm.weight"))
     ]
     assert [str(op.results[0].layout) for op in norms] == ["dp:shard(0) tp:shard(1)"] * 2
-    assert {normed.scope[op.operands[1]].sum_over for op in norms} == {("dp", "tp")}
+    assert {normed.scope[op.operands[1]].sum_over for op in norms} == {("dp_cp_tp",)}
 
 
 def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
