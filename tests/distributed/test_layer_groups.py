@@ -33,6 +33,7 @@ def begin(folder: str, name: str, *, alone: bool = False) -> None:
         return
     store = dist.FileStore(str(Path(folder, name)), 2)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    dist.barrier()  # the other rank may end its group before this one has connected to it
 
 
 def in_one_group_after_another(folder: str) -> dict[str, str]:
