@@ -22,13 +22,13 @@ from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.unsharded import outcome
 
 
-@examples(12, 1000)
+@examples(20, 1000)
 @given(specs(max_ranks=8, max_layers=3))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
     require_equal(spec, float32=False)
 
 
-@examples(4, 1000)
+@examples(6, 1000)
 @given(specs(max_ranks=64))
 def test_every_plan_of_many_ranks_equals_the_unsharded_model(spec: Spec):
     require_equal(spec, float32=False)
