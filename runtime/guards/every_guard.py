@@ -13,7 +13,7 @@ from moec.runtime.guards import (
     mean_losses,
     padded_labels,
     rank_means,
-    tp_losses,
+    shared_losses,
 )
 from moec.runtime.guards.finite_steps import GRADIENT, GRADIENTS, LOSS, NORM
 from moec.runtime.guards.finite_values import ROUTERS, STATES, TOKENS
@@ -28,7 +28,7 @@ from moec.runtime.ranks.checks import Checks, Complaint
 GUARDS: tuple[Guard[Any], ...] = (
     ASKING, AUTOCAST, ANOMALY, WRAPPED, DRAWS, ACCUMULATED, REENTRANT, layer_hosts.GUARD, UNTOLD, NARROWED, STATES,
     AFTER_ERROR, equal_batches.GUARD, EVALUATION, LEFTOVER, first_batch.GUARD, padded_labels.GUARD, NO_LABEL,
-    ROUTERS, TOKENS, rank_means.GUARD, tp_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM,
+    ROUTERS, TOKENS, rank_means.GUARD, shared_losses.GUARD, mean_losses.GUARD, NO_GRADIENT, LOSS, GRADIENT, NORM,
     GRADIENTS,
 )  # fmt: skip
 """In the order in which they look."""

@@ -14,7 +14,7 @@ from moec.runtime.inputs.batches import device_of
 from moec.runtime.inputs.forward_checks import batch_complaint
 from moec.runtime.model.forward_agreement import claims, hooks_of_parameters
 from moec.runtime.model.module import PlanModule
-from moec.runtime.ranks.checks import Complaint, TpInputs
+from moec.runtime.ranks.checks import Complaint, SharedInputs
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -64,7 +64,9 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
         parts = (model.limits.complaint(tokens, labels, reads_values=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):
             complaint = batch_complaint(words)
-    inputs = TpInputs((step.tokens, step.labels, *step.extra.by_name().values(), *step.inputs.values()), reads_values)
+    inputs = SharedInputs(
+        (step.tokens, step.labels, *step.extra.by_name().values(), *step.inputs.values()), reads_values
+    )
     on_host = device.type == "cpu"
     counts_here = on_host and complaint is None
     labels, real_tokens = model.counters.local(step.tokens, step.labels, step.extra) if counts_here else (0, 0)

@@ -14,7 +14,7 @@ from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.inputs.forward_checks import HOOKS, Claims, batch_complaint, same_inputs, same_mode
 from moec.runtime.inputs.settings import same_on_ranks
 from moec.runtime.model.step_counts import is_step_pass
-from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.ranks.checks import Complaint, MustMatch, SharedInputs
 from moec.runtime.refused_derivatives import in_vmap
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def require_batch(model: PlanModule, tokens: Tensor, labels: Tensor | None, extr
     # The labels that `job.accumulate` counts: those of `StepCounts.add`.
     counts = model._counts.labels is not None and labels is not None and is_step_pass(model.training)
     num_labels = model.limits.labels_of(tokens) if counts and complaint is None else 0
-    inputs = TpInputs((tokens, labels, *extra.by_name().values()), reads_values)
+    inputs = SharedInputs((tokens, labels, *extra.by_name().values()), reads_values)
     (total,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(num_labels,))
     model._counts.global_num_labels += total
     return reads_values

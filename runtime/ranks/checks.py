@@ -72,7 +72,7 @@ class MustMatch(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class TpInputs(NamedTuple):
+class SharedInputs(NamedTuple):
     """Tensors that must be the same on the ranks that share sequences: their shapes, and values with `reads_values`."""
 
     tensors: tuple[Tensor | None, ...]
@@ -108,7 +108,7 @@ class Checks:
         site: str,
         complaint: Complaint | None,
         *matching: MustMatch,
-        inputs: TpInputs | None = None,
+        inputs: SharedInputs | None = None,
         counts: Sequence[int] = (),
     ) -> list[int]:
         """Raises the same `JobError` on every rank if one has a complaint or ranks differ; returns summed `counts`.
@@ -119,7 +119,7 @@ class Checks:
             complaint = complaint._replace(message=f"{place}: {complaint.message}")
         return self._agree(_Report(site, complaint, matching), inputs, counts)
 
-    def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+    def _agree(self, report: _Report, inputs: SharedInputs | None, counts: Sequence[int]) -> list[int]:
         if report.complaint is not None:
             raise report.complaint.error()
         return list(counts)
@@ -128,21 +128,21 @@ class Checks:
 class JobChecks(Checks):
     """Checks of all ranks of a job, by a collective over the job's group for CPU tensors.
 
-    `tp_ranks`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
+    `sharers`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
     """
 
     def __init__(
-        self, mode: str, job: str, rank: int, world_size: int, tp_ranks: Sequence[int], place: Callable[[], str]
+        self, mode: str, job: str, rank: int, world_size: int, sharers: Sequence[int], place: Callable[[], str]
     ) -> None:
         super().__init__(mode, place)
-        self._job, self._world_size, self._tp_ranks = job, world_size, tuple(tp_ranks)
-        self._factors = _factor(rank, range(world_size)), _factor(rank, self._tp_ranks)
+        self._job, self._world_size, self._sharers = job, world_size, tuple(sharers)
+        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharers)
         self.compares = world_size > 1
 
-    def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+    def _agree(self, report: _Report, inputs: SharedInputs | None, counts: Sequence[int]) -> list[int]:
         if not self.compares:
             return super()._agree(report, inputs, counts)
-        report = replace(report, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
+        report = replace(report, first=self._sharers[0], inputs=self._fingerprint(inputs, report.complaint))
         among_all, in_group = self._factors
         products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
         assert len(counts) <= MOST_COUNTS, f"{report.site} sends {len(counts)} counts"
@@ -155,8 +155,8 @@ class JobChecks(Checks):
             raise self._explain(report)
         return totals[: len(counts)]
 
-    def _fingerprint(self, inputs: TpInputs | None, complaint: Complaint | None) -> int:
-        if inputs is None or complaint is not None or len(self._tp_ranks) == 1:
+    def _fingerprint(self, inputs: SharedInputs | None, complaint: Complaint | None) -> int:
+        if inputs is None or complaint is not None or len(self._sharers) == 1:
             return 0
         return fingerprint(inputs.tensors, values=inputs.reads_values)
 

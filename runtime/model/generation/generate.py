@@ -19,7 +19,7 @@ from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS
 from moec.runtime.model.generation.decoder import Decoder, NewTokens, layers_of
 from moec.runtime.model.generation.prompts import Prompts, prompts_of
 from moec.runtime.model.generation.sampling import MOST_SEQUENCES, Sampling
-from moec.runtime.ranks.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.ranks.checks import Complaint, MustMatch, SharedInputs
 
 if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
@@ -162,7 +162,7 @@ def _agree(
         MustMatch("MOE0740", OPTIONS, options),
         MustMatch("MOE0702", SHAPES, shape),
         MustMatch("MOE0740", BATCHES, (batch,)),
-        inputs=TpInputs(tuple(tensors), reads_values),
+        inputs=SharedInputs(tuple(tensors), reads_values),
     )
 
 
