@@ -170,7 +170,7 @@ GATHERED = [
     ("rows.1", "all_to_all", False),
     ("rows.2", "all_gather_rows", False),
     ("row_weights.2", "all_gather_rows", False),
-    ("weighted", "sliced_expert_mlp", False),
+    ("weighted", "expert_mlp", False),
     ("weighted.1", "reduce_scatter_rows", False),
     ("rows.2", "all_gather_rows_alike", True),
     ("weighted.1", "slice_rows", True),

@@ -83,7 +83,7 @@ def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
         "reduce_scatter_rows etp weighted splits.1 counts.1",
         "all_to_all ep weighted.1 splits counts",
     ]
-    assert dict(program.mesh(MESH).axes) == {"ep": 2, "etp": 2}
+    assert dict(program.mesh(MESH).axes) == {"edp": 1, "ep": 2, "etp": 2}
     experts = {p.name: (str(p.layout), p.sum_over) for p in program.block("layers[1..2]").parameters if "exp" in p.name}
     assert set(experts.values()) == {("ep:shard(0) etp:shard(2)", ())}
 
