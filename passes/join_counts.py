@@ -12,8 +12,7 @@ from moec.passes.ir.ops import ExchangeAndGatherCounts, ExchangeCounts, GatherCo
 class JoinCounts:
     """Rewrites `exchange_counts` → `gather_counts` to `exchange_and_gather_counts`, in the place of the exchange.
 
-    The host waits for the device at every copy: `communicate` converts the counts for the gather only after the rows
-    are on their way.
+    Every copy makes the host wait for the device. Unjoined, the gather's copy waits until the rows are exchanged.
     """
 
     def apply(self, program: Program) -> Program:

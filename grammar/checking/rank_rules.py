@@ -42,7 +42,7 @@ def with_results_of_ranks(spec: Spec) -> Iterator[Diagnostic]:
             yield diagnose("MOE0315", moe.gate.span(), help=help, severity=Severity.WARNING)
 
 
-def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
+def degrees_without_experts(spec: Spec) -> Iterator[Diagnostic]:
     """Warns of an `ep` or `etp` whose layers all have no experts (MOE0375)."""
     if not spec.has_model:
         return

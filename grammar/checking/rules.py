@@ -16,7 +16,7 @@ from moec.grammar.checking.mixture_rules import gated, mixture
 from moec.grammar.checking.model_rules import model_forms
 from moec.grammar.checking.parallel_rules import microbatches_and_recomputation
 from moec.grammar.checking.pooled_rules import balance_over_layers
-from moec.grammar.checking.rank_rules import dense_degrees, dependent_on_ranks
+from moec.grammar.checking.rank_rules import degrees_without_experts, dependent_on_ranks
 from moec.grammar.checking.token_rules import token_inputs
 from moec.grammar.checking.topology_rules import near_experts
 from moec.grammar.checking.training_rules import frozen_parts, optimizer_options
@@ -68,7 +68,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *windows(spec),
         *device_groups(spec),
         *dependent_on_ranks(spec),
-        *dense_degrees(spec),
+        *degrees_without_experts(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),

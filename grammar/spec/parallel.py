@@ -58,7 +58,7 @@ class Parallel(Node):
         NotYet(("auto",), lists=True),
         Doc(
             "context parallel: cuts each sequence, and in attention its heads instead (Jacobs et al. 2023, arXiv "
-            "2309.14509, section 3.1); cp * tp divides heads and sequence; default 1"
+            "2309.14509, section 3.1); cp * tp divides the heads, cp the sequence; default 1"
         ),
     ] = None
     zero: Annotated[

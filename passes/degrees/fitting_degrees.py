@@ -57,7 +57,7 @@ def written(changes: Changes) -> str:
 
 
 def divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
-    """The sizes of a layer that `tp` and `cp` must divide: the declaring node, the field's name, the size."""
+    """The sizes of a layer that `tp`, or `cp` and `tp`, must divide: the declaring node, the field's name, the size."""
     attention = layer.attention
     yield attention, "heads", attention.heads
     if (kv_heads := getattr(attention, "kv_heads", None)) is not None:
@@ -66,7 +66,7 @@ def divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
         yield layer.moe.gate, "slots", layer.moe.gate.slots
     bodies = [layer.ffn] if layer.moe is None else [layer.moe.shared, layer.moe.residual]
     for body in bodies:
-        hidden = None if isinstance(body, Conv) else getattr(body, "hidden", None)  # whole on every rank
+        hidden = None if isinstance(body, Conv) else getattr(body, "hidden", None)  # `conv` is whole on every rank
         if body is not None and isinstance(hidden, int):
             yield body, "hidden", hidden
 

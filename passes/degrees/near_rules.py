@@ -61,10 +61,9 @@ def ranks_of_node(spec: Spec) -> int:
 
 
 def near_parts(ranks: int, node: int, sharers: int, ep: int, etp: int) -> Iterator[int]:
-    """For each data-parallel rank, the ep ranks whose experts each of its ranks has in its own node of `node`.
+    """For each data-parallel rank, how many places of `ep` lie in the node of every one of its ranks.
 
-    A data-parallel rank is `sharers` consecutive ranks, of cp and tp. Of a rank these are neighbours: those of its
-    expert-parallel group, `etp` ranks apart, that are in its node.
+    A data-parallel rank is `sharers` consecutive ranks, a node `node` ranks. The ranks of an ep group are `etp` apart.
     """
     for first_rank in range(0, ranks, sharers):
         low, high = 0, ep

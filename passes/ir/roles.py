@@ -37,8 +37,8 @@ Role = Literal[
 """The meaning of a block's input or output. Code finds values by role, never by name."""
 
 Lies = Literal["sharded over dp", "replicated", "source by source", "partial", "as tokens", "as given"]
-"""The layout of an input of a role on the dense mesh. In this order: cut over dp by sequences, and whole on each rank
-of a tp group; equal on every rank; cut by its first dim over the ranks that have different tokens; a partial sum over
+"""The layout of an input of a role on the dense mesh. In this order: cut over dp by sequences, and whole on ranks of cp
+and tp; equal on every rank; cut by its first dim over the ranks that have different tokens; a partial sum over
 these ranks; the layout of the residual stream; the layout of the output of `forward` that has the role."""
 
 IGNORED_LABEL = -100

@@ -21,7 +21,7 @@ UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Ma
 SHARD = {"ep": 0}
 SLICED = {"ep": 0, "etp": HIDDEN}
 """The cuts of weights with a hidden width: over `ep` by experts, over `etp` by that width (expert slicing, Rajbhandari
-et al. 2022, "DeepSpeed-MoE", section 5.2)."""
+et al. 2022, "DeepSpeed-MoE", section 5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def activated_weights(
     biases = {}
     if body.bias:
         zeros, at = Init(kind="zeros"), body.span("bias")
-        by_expert = {axis: dim for axis, dim in shard.items() if dim == 0}
+        by_expert = {axis: d for axis, d in shard.items() if d == 0}
         biases = {
             "up_bias": b.parameter(f"{sent.prefix}.up.bias", up_shape[:-1], dtype, zeros, at, shard, EXPERTS),
             "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, by_expert, EXPERTS),

@@ -26,12 +26,15 @@ def cut_by_zero(
     """
     if parameter.frozen and stage < 3:
         return parameter
-    layout, (axis, *_) = parameter.layout, (*joined(summed.intersection(ZERO_AXES), meshes.dense), "")
+    layout, axes = parameter.layout, joined(summed.intersection(ZERO_AXES), meshes.dense)
     assert layout is not None
+    if not axes:
+        return parameter
+    (axis,) = axes
     ranks = meshes.size(axis)
-    whole = local_shape(parameter.shape, layout, meshes)
+    local = local_shape(parameter.shape, layout, meshes)
     free = [
-        d for d, n in enumerate(whole) if (d == hidden or not layout.cuts(d)) and isinstance(n, int) and not n % ranks
+        d for d, n in enumerate(local) if (d == hidden or not layout.cuts(d)) and isinstance(n, int) and not n % ranks
     ]
     dim = min(free, key=lambda d: (d > 0, d != hidden, d), default=None) if stage and ranks > 1 else None
     if dim is None:

@@ -130,7 +130,7 @@ def _repeat_weights(rewriter: _Rewriter, op: Op, weights: Mapping[str, Parameter
 
 
 def _repeat_kv(rewriter: _Rewriter, op: Op, kv: set[str], copies: int) -> None:
-    """Repeats keys and values for the first op that takes whole sequences of some heads."""
+    """Repeats keys and values before rope, or before attention if there is no rope."""
     if isinstance(op, o.Rope | o.Attention):
         operands = list(op.operands)
         for i, operand in enumerate(operands):

@@ -76,7 +76,8 @@ class Limits:
         if ids.shape[1] % self.pieces:
             fits = ids.shape[1] // self.pieces * self.pieces
             remedy = f"cut them to {fits}, or pad them to {fits + self.pieces}"
-            return f"{name} are {ids.shape[1]} long, not a multiple of {self.pieces}, the ranks of cp and tp: {remedy}"
+            pieces = f"{self.pieces}, the pieces into which ranks cut a sequence"
+            return f"{name} are {ids.shape[1]} long, not a multiple of {pieces}: {remedy}"
         if ids.shape[0] % self.routing_groups:
             return (
                 f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "

@@ -75,7 +75,7 @@ class _Totals(NamedTuple):
 
 
 def _splits(totals: Sequence[_Totals], location: str) -> list[Tensor]:
-    """The splits `[2, ranks]` on the host, by one copy, which brings the negative counts that a sum can hide too."""
+    """The splits `[2, ranks]` on the host, by one copy, which also brings the sums of negative counts for the check."""
     found = to_host(*(each.on_device for each in totals))
     for (_, name, group), sums in zip(totals, found, strict=True):
         for row, direction in ((2, "to"), (3, "from")):

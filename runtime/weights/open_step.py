@@ -23,9 +23,9 @@ class OpenStep:
 
     def __init__(self) -> None:
         self.sums = True
-        """Whether backward sums gradients over ranks. Those of a step before its last collect gradients instead."""
+        """Whether a backward pass sums gradients over ranks. In a step those before the last collect them instead."""
         self.adds_collected = False
-        """Whether backward adds the collected gradients to its own, and sums both: the step's last."""
+        """Whether a backward pass is the step's last, which adds the collected gradients to its own before the sum."""
         self.has_several_passes = False
         """Whether the step has several forward passes."""
         self.keeps_weights = False

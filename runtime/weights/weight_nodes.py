@@ -36,7 +36,7 @@ class UnwrappedParameters:
     is_ready: bool = False
 
     @property
-    def needs_same(self) -> bool:
+    def has_same_needs(self) -> bool:
         """Whether the parameters that require a gradient are the same ones as at the start of this pass."""
         if self.is_ready or not torch.is_grad_enabled():
             return True

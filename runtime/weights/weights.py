@@ -139,7 +139,7 @@ class Weights:
         unwrapped, self._unwrapped = self._unwrapped, None
         # A hook may have replaced a parameter since `begin`, or changed its `requires_grad`.
         if unwrapped is None or not (
-            unwrapped.needs_same and all(map(self._is_still, self._paths, unwrapped.parameters))
+            unwrapped.has_same_needs and all(map(self._is_still, self._paths, unwrapped.parameters))
         ):
             unwrapped = self._unwrap(self._parameters())
         forward_pass = unwrapped.forward_pass

@@ -22,25 +22,12 @@ EQUAL = "capacity = factor(1.0)"
 """Padded exchanges: the rows that ranks send do not depend on what gates choose."""
 
 
-def of_layers(operation: str) -> str:
-    return "activations"
+MODULES = {gathering: " of weights", gradients: " of gradients", dense_collectives: "", ragged_collectives: ""}
+"""The modules that call collectives in a step, with what they send beside activations."""
 
 
-def of_weights(operation: str) -> str:
-    return f"{operation} of weights"
-
-
-def of_gradients(operation: str) -> str:
-    return f"{operation} of gradients"
-
-
-MODULES = {
-    gathering: of_weights,
-    gradients: of_gradients,
-    dense_collectives: of_layers,
-    ragged_collectives: of_layers,
-}
-"""The modules that call collectives in a step, with the purpose of a collective's bytes."""
+def purpose(operation: str, of: str) -> str:
+    return f"{operation}{of}" if of else "activations"
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, **_: Any) -> float:
@@ -88,7 +75,7 @@ class Counted(ModuleType):
 
         def count(*arguments: Any, async_op: bool = False, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
             if self._module is not ragged_collectives or arguments[0].is_floating_point():
-                self._sent[MODULES[self._module](SENT[name].__name__)] += SENT[name](*arguments, **more)
+                self._sent[purpose(SENT[name].__name__, MODULES[self._module])] += SENT[name](*arguments, **more)
             return collective(*arguments, **more, **({"op": op} if name == "all_reduce" else {}), async_op=async_op)
 
         return count
@@ -112,13 +99,12 @@ def bytes_sent(options: dict[str, Any]) -> Counter[str]:
 def bytes_stated(options: dict[str, Any]) -> Counter[str]:
     plan, stated = moe_plan(**WIDE, **options), Counter[str]()
     for flow in tally(plan.program, plan.spec).traffic:
-        weights_or_gradients = flow.purpose.endswith((" of weights", " of gradients"))
-        stated[flow.purpose if weights_or_gradients else of_layers(flow.purpose)] += flow.bytes
+        stated[flow.purpose if flow.purpose.endswith((" of weights", " of gradients")) else "activations"] += flow.bytes
     return stated
 
 
 WIDE = {"dim": 32}
-"""So wide that what a job adds, a number for each parameter, is less than 1 %."""
+"""At this width the job's own numbers, one for each parameter, are less than 1 % of the bytes."""
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero 1": {"ranks": 2, "ep": None, "mixtures": ((8, 2), (8, 1)), "beside": EQUAL, "zero": 1},

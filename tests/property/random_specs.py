@@ -76,8 +76,8 @@ def common_divisors(ranks: int, experts: int) -> list[int]:
     return [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
 
 
-def _slices(etp: int, expert: str) -> bool:
-    """Whether `etp` cuts such experts, or is left to replicas of them."""
+def _allows_etp(etp: int, expert: str) -> bool:
+    """Whether a mixture of such experts compiles with this `etp`."""
     kind, width = re.match(r"(\w+)(?:\((\d+))?", expert).groups()
     return kind in ("lora", "linear", "conv") or (width is not None and int(width) % etp == 0)
 
@@ -105,7 +105,9 @@ def specs(
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
     experts, expert = draw(st.sampled_from(counts)), draw(st.sampled_from(experts_of))
-    etp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0 and _slices(degree, expert)]))
+    etp = draw(
+        st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0 and _allows_etp(degree, expert)])
+    )
     mixtures = draw(st.lists(mixture(ranks // etp, experts, counts), max_size=max_layers - 1))
     undecided = [count for count, ep in mixtures if ep is None]
     k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))

@@ -137,20 +137,20 @@ def _chosen_near(op: o.ChooseNear, groups: int, scores: Tensor, kept: Tensor, ra
 
 
 def _places(op: Placed, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranks of each data rank [data ranks, n, 1], and the rank that holds each expert for each of them
-    [data ranks, n, E]."""
+    """The ranks of each data rank [data ranks, sharers, 1], and the rank that holds each expert for each of them
+    [data ranks, sharers, E]."""
     first_ranks = aten.mul.Scalar(aten.unsqueeze.default(ranks, -1), op.sharers)
     sharers = aten.unsqueeze.default(aten.add.Tensor(first_ranks, _numbers(ranks, op.sharers)), -1)
     offsets = [_floor_divided(aten.mul.Scalar(_numbers(ranks, n), op.ep), n) for n in op.parts]
-    numbers = aten.mul.Scalar(aten.cat.default(offsets), op.etp)
-    in_group = op.ep * op.etp
-    group_starts = aten.mul.Scalar(_floor_divided(sharers, in_group), in_group)
-    group_starts = aten.add.Tensor(group_starts, aten.remainder.Scalar(sharers, op.etp))
-    return sharers, aten.add.Tensor(group_starts, numbers)
+    distances = aten.mul.Scalar(aten.cat.default(offsets), op.etp)
+    ranks_of_experts = op.ep * op.etp
+    group_starts = aten.mul.Scalar(_floor_divided(sharers, ranks_of_experts), ranks_of_experts)
+    first_holders = aten.add.Tensor(group_starts, aten.remainder.Scalar(sharers, op.etp))
+    return sharers, aten.add.Tensor(first_holders, distances)
 
 
 def _near(op: Placed, ranks: Tensor) -> Tensor:
-    """Whether each expert is in the node of each of a data rank's ranks [data ranks, E]."""
+    """Whether each expert is in the node of all ranks of a data rank [data ranks, E]."""
     sharers, holders = _places(op, ranks)
     *_, node = _inside_of_levels(op)
     near: Tensor = aten.all.dim(aten.eq.Tensor(_floor_divided(sharers, node), _floor_divided(holders, node)), 1)

@@ -134,9 +134,8 @@ class ExpertsPlacing:
         """The layouts by that of `weight`. Raises `LayoutError` for another cut."""
         weights = layout_of(weight)
         by_ep, by_etp = weights.get("ep"), weights.get("etp")
-        if weights != Layout.of({axis: p for axis, p in (("ep", by_ep), ("etp", by_etp)) if p is not None}) or (
-            by_ep not in (None, Shard(0)) or by_etp not in (None, Shard(HIDDEN))
-        ):
+        other_axes = set(weights.axes) - {"ep", "etp"}
+        if other_axes or by_ep not in (None, Shard(0)) or by_etp not in (None, Shard(HIDDEN)):
             raise LayoutError(f"{op.mnemonic} has no rule for experts that lie as {weights}")
         received = {} if by_ep is None else {"ep": Shard(0)}
         rows = experts_layout(meshes, received, Shard(1))

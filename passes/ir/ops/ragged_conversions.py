@@ -170,7 +170,7 @@ class AllToAll(RowsConversion):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         rows = operands[0]
         axes = [axis for axis in (meshes.experts.wide_axes() if meshes.experts else ()) if axis != self.axis]
-        # Rows are sorted by source, then by expert: those of several sources are not sorted by their ranks.
+        # It sends contiguous pieces. Rows of several sources are sorted by source first, then by expert and its rank.
         if any(layout_of(rows).get(axis) != Shard(1) for axis in axes):
             raise LayoutError(f"all_to_all over {self.axis} of %{rows.name}, with rows of several ranks over {axes}")
         return RowsConversion.place(self, operands, meshes, blocks)

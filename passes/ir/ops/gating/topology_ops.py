@@ -89,7 +89,7 @@ class TopologyLoss(Placed):
     proportional to the bandwidth between the rank's tokens and expert e, so that pₑ is proportional to the seconds per
     byte. The paper leaves Norm open; here it divides by the mean over experts, so that equal bandwidths make p = 1 and
     the loss that of `switch_loss`. `bandwidths`, in bytes/s, are those inside of a rank and between two ranks that
-    `levels[0]`, `levels[1]`, … joins and no level below. The seconds are the mean over the data rank's ranks,
+    `levels[0]`, `levels[1]`, … joins and no level below. The seconds are the mean over the ranks that share sequences,
     each of which sends an equal part of the tokens. With the operand `real`, padding tokens are left out of P.
     """
 
@@ -125,7 +125,7 @@ class BoundFar(Placed, TokenOp):
 
     At most `⌊share / whole · n⌋` of a data rank's n choices may go to other nodes (He et al. 2022, FasterMoE,
     PPoPP, section 4.3). Those with the largest weights stay, of equal ones the earlier. A node is the ranks that share
-    every level below the outermost one. A choice is near where each of the data rank's ranks has the expert in its
+    every level below the outermost one. A choice is near where each rank that shares the token has the expert in its
     own node. With the operand `real`, choices of padding tokens are neither counted nor replaced. Not differentiated.
     """
 
