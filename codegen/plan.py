@@ -201,7 +201,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
 
     @property
     def sharers_axis(self) -> str:
-        """The axis of these ranks on the dense mesh: `cp`, `tp`, or `cp_tp` for both."""
+        """The axis of these ranks on the dense mesh: `cp`, `tp`, `cp_tp` for both, or `tp` for none."""
         wide = [axis for axis in ("cp", "tp") if self.meshes["dense"].size(axis) > 1]
         return "_".join(wide) or "tp"
 

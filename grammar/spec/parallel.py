@@ -65,7 +65,7 @@ class Parallel(Node):
         Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
         NotYet(("auto",)),
         Doc(
-            "what ranks of `dp` (of experts: `edp`) cut among them: 1 masters and optimizer states, 2 gradients too, "
+            "what ranks of `dp` and `cp` (of experts: `edp`) cut: 1 masters and optimizer states, 2 gradients too, "
             "3 weights too"
         ),
     ] = 0

@@ -33,7 +33,7 @@ class Mesh:
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def joint_axes(self) -> tuple[str, ...]:
-        """The joint axes whose first and last part are wide: parameters lie on them, values do not."""
+        """The joint axes whose first and last part are wide. ZeRO cuts parameters over `dp_cp`; values lie on none."""
         return tuple(joint for joint, (first, *_, last) in JOINT_AXES.items() if min(map(self.size, (first, last))) > 1)
 
     def stride(self, axis: str) -> int:

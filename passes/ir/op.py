@@ -58,7 +58,7 @@ class Meshes:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces into which a mixture's tokens cut a sequence: the ranks of `cp` and `tp`."""
+        """The number of pieces of a sequence among which a mixture's tokens lie: one on each rank of `cp` and `tp`."""
         return self.dense.size("cp") * self.dense.size("tp")
 
 
@@ -110,7 +110,7 @@ class Op(ABC):
     """Names of int64 results that depend on an order of scores, beside those of `scores`: recomputation keeps them, and
     `moec verify` repeats them in other dtypes."""
     copies_to_host: ClassVar[bool] = False
-    """Whether the host waits for the device to read a result: recomputation keeps the results."""
+    """Whether results are counts of rows that the host reads: recomputation keeps them, and does not wait again."""
     sparse: ClassVar[bool] = False
     """Of an op that chooses experts: whether a token has a choice of each expert, of which most are −1."""
     constants: ClassVar[frozenset[str]] = frozenset()

@@ -160,7 +160,8 @@ def zero_bubble(pipeline: Pipeline, rank: int) -> list[Computation]:
 
 
 def _in_rounds(pipeline: Pipeline, writer: _Rank, ahead: int, backward: Callable[[int], None]) -> None:
-    """Forward and backward passes in turn, in rounds; `ahead` forward passes more than the last rank has before."""
+    """Forward and backward passes in turn, in rounds. Before its first backward pass a rank makes `ahead` more forward
+    passes than the last rank."""
     virtual, per_round = pipeline.virtual, pipeline.per_round
     passes = virtual * pipeline.microbatches
     ahead = min(passes, ahead + (virtual - 1) * per_round)

@@ -2,8 +2,8 @@
 
 What each converts, and the conversion that its backward runs, its class declares
 (`passes/ir/ops/dense_conversions.py`); those of ragged rows are in `runtime/ops/ragged_collectives.py`. Groups are
-named (`job/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that
-all ranks then use in the same way; hence two operators, `all_reduce` and `copy_to`, where PyTorch has one.
+named (`runtime/ranks/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for
+a sum that all ranks then use in the same way; hence two operators, `all_reduce` and `copy_to`, where PyTorch has one.
 
 `site` says which part of the model a collective belongs to (`codegen/emit`); `{layer}` in it stands for the number
 `layer`, a 0-d int64 tensor on CPU, in which layers that share a graph differ. Both are only for messages.

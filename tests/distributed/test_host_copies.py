@@ -1,4 +1,4 @@
-"""Copies of row counts to the host: one for each exchange of rows, gathers included, and none in backward."""
+"""Copies of row counts to the host: one for each mixture, gathers included, and none in backward."""
 
 from __future__ import annotations
 

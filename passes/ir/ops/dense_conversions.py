@@ -1,4 +1,4 @@
-"""Conversions of values that have one shape on every rank: collectives, `slice` and `copy_to`.
+"""Conversions of values that have one shape on every rank: collectives, `slice`, `copy_to` and `keep_on_first`.
 
 `communicate` inserts them, `tensor_parallel` also a `slice`. `axis` is a mesh axis of the block's meshes; codegen
 resolves it to a group of ranks (`ep[4..31]`).
@@ -97,7 +97,7 @@ class KeepOnFirst(Conversion):
     """Replicate → Partial. Forward: the first rank of the axis keeps the value, the others have zeros. Backward:
     identity.
 
-    A bias of which each rank would add the whole to its term of a sum counts once.
+    For a bias that every rank would otherwise add to its term of the sum.
     """
 
     def source(self) -> Placement | None:

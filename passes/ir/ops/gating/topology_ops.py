@@ -33,8 +33,8 @@ class Placed(Op):
     `levels` are the sizes of the cluster's levels, from the innermost out; ranks are numbered innermost first. Data
     rank d is the `sharers` ranks from `d · sharers` on, those of `cp` and `tp`. For the tokens of rank r, expert j of a
     part of n experts is on the rank `⌊r / (ep · etp)⌋ · ep · etp + ⌊j · ep / n⌋ · etp + r mod etp` of its
-    expert-parallel group, and a slice of it on each other rank of that one's `etp` group; `parts` has the n of each
-    part. So the text of a Program holds no table of ranks and experts, whatever their number.
+    expert-parallel group, and, if `etp` cuts it, a slice of it on each other rank of that one's `etp` group; `parts`
+    has the n of each part. So the text of a Program holds no table of ranks and experts, whatever their number.
     """
 
     levels: tuple[Count, ...]
