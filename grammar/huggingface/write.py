@@ -23,7 +23,8 @@ from moec.grammar.suggest import advice
 def config_for(spec: Spec, model_type: str | None = None) -> tuple[dict[str, Any], Family]:
     """The config of a Spec's model, as `model_type`, or as the one of the name of the model, or the first that fits.
 
-    What acts in training alone (balance terms, noise of gates) is left out. Raises `DiagnosticError` MOE0908 for a
+    What acts in training alone (balance terms, noise of gates) is left out; a model without `context` gets the sequence
+    of `train`. Raises `DiagnosticError` MOE0908 for a
     model that no family, or not this one, can say, and MOE0901 for a type that moec does not know.
     """
     if not spec.has_model or not isinstance(spec.model.embedding, TokenEmbedding):
@@ -34,6 +35,8 @@ def config_for(spec: Spec, model_type: str | None = None) -> tuple[dict[str, Any
             [diagnose("MOE0901", None, f'`model_type` is "{model_type}"', help=advice(model_type, BY_TYPE))]
         )
     model = spec.model
+    if model.context is None and spec.train is not None:  # as generation does
+        model = model.replace(context=spec.train.sequence)
     wanted = [BY_TYPE[model_type]] if model_type else sorted(
         BY_TYPE.values(), key=lambda family: family.model_type != model.name
     )  # fmt: skip

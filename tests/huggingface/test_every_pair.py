@@ -51,6 +51,27 @@ def test_every_architecture_answers_for_models_of_one_layer_and_of_dense_ones(mo
             says(spec.replace(model=model), other)
 
 
+def test_a_model_without_a_context_is_written_with_the_sequence_of_its_training() -> None:
+    spec = load_text(layers_of_mixtral()).unwrap()
+    assert spec.model.context is None
+    config, family = config_for(spec)
+    assert (family.model_type, config["max_position_embeddings"]) == ("mixtral", 48)
+
+
+def layers_of_mixtral() -> str:
+    return """
+        model "mixtral" {
+          vocab = 64; dim = 32; depth = 2
+          layers {
+            attention = gqa(heads = 4, kv_heads = 2, rope = rope())
+            moe { experts = 4 * swiglu(32); gate = topk(2, normalize = true) }
+          }
+        }
+        cluster "here" { device = cpu; level "process" { size = 1 } }
+        train { batch = 4; sequence = 48; optimizer = adamw(lr = 1e-3) }
+    """
+
+
 def says(spec: Spec, model_type: str) -> bool:
     """Whether the architecture has a config for the model, which is then the same model again."""
     try:
