@@ -23,9 +23,9 @@ from moec.grammar.suggest import advice
 def config_for(spec: Spec, model_type: str | None = None) -> tuple[dict[str, Any], Family]:
     """The config of a Spec's model, as `model_type`, or as the one of the name of the model, or the first that fits.
 
-    What acts in training alone (balance terms, noise of gates) is left out; a model without `context` gets the sequence
-    of `train`. Raises `DiagnosticError` MOE0908 for a
-    model that no family, or not this one, can say, and MOE0901 for a type that moec does not know.
+    What acts in training alone (balance terms, noise of gates) is left out. A model without `context` gets the sequence
+    of `train`. Raises `DiagnosticError` MOE0908 for a model that no family, or not this one, can say, and MOE0901 for a
+    type that moec does not know.
     """
     if not spec.has_model or not isinstance(spec.model.embedding, TokenEmbedding):
         what = "a layer" if not spec.has_model else "a model of images"

@@ -17,8 +17,8 @@ def cut_by_zero(
     """`parameter`, placed and without ZeRO, with the layouts of ZeRO's `stage` (0 to 3).
 
     Cuts over the ranks that have the same part of the weight and other tokens: of the axes `summed`, over which the
-    gradient is summed, those of ZeRO. It takes the first dim that these ranks divide and that nothing else cuts; dim 0
-    first, then `hidden`, the experts' width, which `etp` may have cut before. Without such a dim
+    gradient is summed, those of ZeRO. It takes a dim that these ranks divide and that nothing else cuts:
+    dim 0, else `hidden`, the experts' width, which `etp` may have cut before, else the first one. Without such a dim
     the parameter stays whole.
 
     Stage 1 cuts the optimizer state, 2 the gradient too, 3 the weight too: never what ops use. A frozen parameter has
