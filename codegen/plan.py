@@ -22,7 +22,6 @@ from moec.passes.ir import (
     Mesh,
     Parameter,
     Program,
-    Stage,
     State,
     Stored,
 )
@@ -155,7 +154,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @property
     def world_size(self) -> int:
         """Number of ranks: those of all stages."""
-        return self.stage_size * max(len(self.program.stages), 1)
+        return self.program.num_ranks
 
     @property
     def stage_size(self) -> int:
@@ -165,7 +164,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     @cached_property
     def groups_in_stage(self) -> Groups:
         """The groups of the first stage; the groups of the other stages have the same places in their stages."""
-        if len(self.program.stages) < 2:
+        if self.world_size == self.stage_size:
             return self.groups
         return {
             name: tuple(ranks for ranks in lists if ranks[0] < self.stage_size) for name, lists in self.groups.items()
@@ -181,9 +180,9 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
         return self.program.states
 
-    def stage_of(self, rank: int) -> Stage:
-        """The pipeline stage of `rank`."""
-        return self.program.stages[rank // self.stage_size]
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The pipeline stages of `rank`, one for all but a pipeline with `virtual` ones."""
+        return self.program.stages_by_rank[rank // self.stage_size]
 
     def data_rank(self, rank: int) -> int:
         """The index of the part of the batch that `rank` reads, of `data_size` parts."""
@@ -236,14 +235,17 @@ def make_plan(spec: Spec, program: Program, version: str) -> Plan:
     """Makes the plan of a Program that went through every pass."""
     if not program.stages:
         raise InternalError("the Program is not partitioned")
-    return Plan(version, to_text(spec), program, groups_of(program.meshes, len(program.stages)))
+    return Plan(version, to_text(spec), program, groups_of(program.meshes, len(program.stages_by_rank)))
 
 
-def groups_of(meshes: tuple[Mesh, ...], stages: int = 1) -> Groups:
-    """The rank lists of every axis with more than one rank, in all stages, by the name that graphs use."""
+def groups_of(meshes: tuple[Mesh, ...], pipeline: int = 1) -> Groups:
+    """The rank lists of every axis with more than one rank, by the name that graphs use, on each of the ranks of a
+    `pipeline`."""
     return {
         group_name(axis, mesh.name if mesh.name != "dense" else None): tuple(
-            tuple(stage * mesh.ranks + rank for rank in ranks) for stage in range(stages) for ranks in mesh.groups(axis)
+            tuple(place * mesh.ranks + rank for rank in ranks)
+            for place in range(pipeline)
+            for ranks in mesh.groups(axis)
         )
         for mesh in meshes
         for axis in (*mesh.wide_axes(), *mesh.joint_axes())

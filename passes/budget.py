@@ -33,7 +33,7 @@ class Budget:
     def apply(self, program: Program) -> Program:
         """Returns `program`. Raises `OverBudgetError` if its step does not fit the device."""
         train = self.spec.train
-        if train is not None and self.spec.has_model:
+        if train is not None and self.spec.has_model and len(program.stages) == 1:
             peak = memory_of(program, self.spec).peak
             if peak.bytes.total > self.spec.cluster.device.memory:
                 raise OverBudgetError([_refused(self.spec, train, peak)])

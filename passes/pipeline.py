@@ -18,8 +18,8 @@ from moec.passes.ir.order_rules import scheduled
 from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
 from moec.passes.join_counts import JoinCounts
 from moec.passes.lower.lower_model import lower
+from moec.passes.partition import Partition
 from moec.passes.place.communicate import Communicate
-from moec.passes.place.partition import Partition
 from moec.passes.place.place import Place
 from moec.passes.place.schedule import Schedule
 from moec.passes.place.shard import ShardLayouts
@@ -85,7 +85,7 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
         PassStep("join_counts", JoinCounts().apply, ()),
-        PassStep("partition", Partition().apply, (staged, has_interface)),
+        PassStep("partition", Partition(spec, degrees).apply, (staged, has_interface)),
         PassStep("schedule", Schedule().apply, (scheduled,)),
         PassStep("budget", Budget(spec).apply, ()),
     )

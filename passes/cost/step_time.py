@@ -40,9 +40,8 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
     seconds, order = 0.0, order_of_step(program, program.microbatches)
     for name, count in runs_of(program).items():
         cost = costs[name]
-        for of_op, again in _ops(cost):
-            forward, backward = _op_seconds(of_op, cost, spec, again)
-            seconds += count * (order.count("forward") * forward + order.count("backward") * backward)
+        forward, backward = pass_seconds(cost, spec)
+        seconds += count * (order.count("forward") * forward + order.count("backward") * backward)
         sent = sum(
             (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
             for sending in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
@@ -52,6 +51,12 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
         )
         seconds += count * (sent + updated / spec.cluster.device.bandwidth)
     return seconds
+
+
+def pass_seconds(cost: BlockCost, spec: Spec) -> tuple[float, float]:
+    """Seconds of a block in the forward pass and in the backward pass of a micro-batch."""
+    of_ops = [_op_seconds(of_op, cost, spec, again) for of_op, again in _ops(cost)]
+    return sum(forward for forward, _ in of_ops), sum(backward for _, backward in of_ops)
 
 
 def _ops(cost: BlockCost) -> Iterator[tuple[Cost, bool]]:

@@ -48,8 +48,11 @@ class Degrees(NamedTuple):
     backward pass computes again. `microbatches`: the parts of a rank's sequences of a step. `sequence_parallel`: each
     rank of a tp group has a piece of a sequence between layers. `stated`: the words among these that the file has.
 
-    Not supported yet, and so at their defaults: `pp`, `virtual` (stages of a rank), `schedule` (of a pipeline),
-    `overlap` (parts of an exchange) and `exchange` (its algorithm).
+    `ranks` are those of one pipeline stage, and the other degrees factor them. `pp` is the number of ranks of a
+    pipeline, each with `virtual` stages, `last_layers` the last layer of each stage (empty: `partition` chooses).
+
+    Not supported yet, and so at their defaults: `pp`, `virtual`, `schedule` and `last_layers` in a file, `overlap`
+    (parts of an exchange) and `exchange` (its algorithm).
     """
 
     ranks: int
@@ -64,6 +67,7 @@ class Degrees(NamedTuple):
     pp: int = 1
     virtual: int = 1
     schedule: str | None = None
+    last_layers: tuple[int, ...] = ()
     overlap: int = 1
     exchange: str = "linear"
     stated: frozenset[str] = frozenset()

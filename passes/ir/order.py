@@ -1,18 +1,19 @@
-"""`Order`: the actions of the ranks of a stage in a training step.
+"""`Order`: the actions of ranks in a training step.
 
 The job and `moec verify` run an Order, the estimates of memory and time follow it, and a plan's text contains it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 # fmt: off
 ActionKind = Literal[
-    "agree", "receive", "forward", "send", "loss", "receive_gradients", "backward", "send_gradients",
-    "sum", "states", "clip", "update",
+    "agree", "receive", "forward", "send", "loss", "receive_gradients", "backward", "inputs", "send_gradients",
+    "weights", "sum", "states", "clip", "update",
 ]
 # fmt: on
 
@@ -23,10 +24,13 @@ MICROBATCH_ACTIONS: tuple[ActionKind, ...] = (
     "loss",
     "receive_gradients",
     "backward",
+    "inputs",
     "send_gradients",
+    "weights",
 )
 """The actions of one micro-batch, in the order in which a stage takes them. A stage receives the outputs of the stage
-before it, and the gradients of the outputs that it sent to the next stage."""
+before it, and the gradients of the outputs that it sent to the next stage. `backward` computes all gradients; in its
+place `inputs` computes those of what the stage received, and `weights`, later, those of parameters."""
 
 FINAL_ACTIONS: tuple[ActionKind, ...] = ("sum", "states", "clip", "update")
 """The actions after the last backward pass: the sums of gradients end, states get new values, gradients are clipped,
@@ -59,17 +63,18 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Actions taken `times` times, at least twice, each time for the next micro-batch."""
+    """The actions of a whole micro-batch in its stage, taken `times` times, at least twice, each for the next one."""
 
     actions: tuple[Action, ...]
     times: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order:
-    """The actions of the ranks of one stage, in order. Iteration yields the actions of every repetition of a round."""
+    """The actions of the ranks that run these `stages`, in order. Iteration yields the actions of every repetition of a
+    round."""
 
-    stage: int
+    stages: tuple[int, ...]
     parts: tuple[Action | Round, ...]
 
     def __iter__(self) -> Iterator[Action]:
@@ -98,9 +103,23 @@ class Order:
             for part in self.parts
         )
 
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return self.count("forward") // len(self.stages)
 
-def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool) -> list[ActionKind]:
-    """The kinds of actions that a stage has in a step, in the order in which one micro-batch takes them.
+    @cached_property
+    def last_of_stage(self) -> Mapping[int, Action]:
+        """For each stage the action that completes the gradients of its parameters."""
+        last = dict[int, Action]()
+        for part in self.parts:
+            actions = (part,) if isinstance(part, Action) else (a.later(part.times - 1) for a in part.actions)
+            last.update({a.stage: a for a in actions if a.kind in ("backward", "weights") and a.stage is not None})
+        return last
+
+
+def kinds_of_stage(stage: int, stages: int, *, has_loss: bool) -> list[ActionKind]:
+    """The kinds of actions that a micro-batch may have in a stage, in order.
 
     A step over a single layer has no `loss`, which its host computes.
     """
@@ -111,16 +130,13 @@ def kinds_of_stage(stage: int, stages: int, *, has_loss: bool, has_states: bool)
         "loss": not (is_last and has_loss),
         "receive_gradients": is_last,
         "send_gradients": is_first,
-        "states": not has_states,
     }
-    return [kind for kind in ("agree", *MICROBATCH_ACTIONS, *FINAL_ACTIONS) if not omitted.get(kind)]
+    return [kind for kind in MICROBATCH_ACTIONS if not omitted.get(kind)]
 
 
-def in_turn(stage: int, microbatches: int, kinds: Sequence[ActionKind]) -> Order:
-    """The order of a stage where each micro-batch goes through all stages, forward and backward, before the next.
-
-    `kinds` are the kinds of actions that the stage has (`kinds_of_stage`).
-    """
-    passes = tuple(Action.of(kind, stage, 0) for kind in kinds if kind in MICROBATCH_ACTIONS)
+def in_turn(kinds: Sequence[ActionKind], final: Sequence[ActionKind], microbatches: int) -> Order:
+    """The order of a single stage with actions of these `kinds`, in which each micro-batch is complete before the next
+    begins; then the `final` actions of the step."""
+    passes = tuple(Action.of(kind, 0, 0) for kind in kinds if kind not in ("inputs", "weights"))
     repeated = passes if microbatches == 1 else (Round(passes, microbatches),)
-    return Order(stage, (Action("agree"), *repeated, *(Action(kind) for kind in kinds if kind in FINAL_ACTIONS)))
+    return Order((0,), (Action("agree"), *repeated, *map(Action, final)))

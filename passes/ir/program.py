@@ -11,7 +11,7 @@ from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
-from moec.passes.ir.order import ActionKind, Order, kinds_of_stage
+from moec.passes.ir.order import FINAL_ACTIONS, ActionKind, Order, kinds_of_stage
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Parameter, Setting, State, Value
@@ -137,8 +137,9 @@ class Layer:
 class Stage:
     """A pipeline stage: the consecutive ranks that run the block `forward`, which calls the stage's layers in order.
 
-    The Program's meshes factor the ranks of one stage, and every stage has the same meshes. The block takes and gives,
-    by roles, the values that stages hand on: the residual stream, and the sum of the balance terms so far.
+    The Program's meshes factor the ranks of one stage, and every stage has the same meshes. Several stages may be on
+    the same ranks. The block takes and gives, by roles, the values that stages hand on: the residual stream, and the
+    sum of the balance terms so far.
     """
 
     index: int
@@ -154,9 +155,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Layers, and blocks over meshes. `stages` is empty until `partition`; `orders`, one per stage, until `schedule`.
+    """Layers, and blocks over meshes. `stages` is empty until `partition`; `orders`, until `schedule`.
 
-    Passes return new Programs.
+    Passes return new Programs. Each pipeline rank, the ranks of the same stages, has one of the `orders`, by the table
+    of the word `schedule`.
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
@@ -173,6 +175,7 @@ class Program:
     orders: tuple[Order, ...] = ()
     data_ranks: int = 1
     microbatches: int = 1
+    schedule: str = "one_f_one_b"
 
     def routing_groups(self, group: RoutingGroup) -> int:
         """The routing groups of one process in one forward pass, in order; 0 where each sequence is a group."""
@@ -206,10 +209,33 @@ class Program:
         """The prefixes of a block's parameters, one for each layer with this body; `[""]` for other blocks."""
         return [self.layers[number].prefix for number in self.layers_by_block[block.name]] or [""]
 
-    def action_kinds(self, stage: int) -> list[ActionKind]:
-        """The kinds of actions that a stage has in a step (`kinds_of_stage`)."""
-        has_loss, has_states = "loss" in self.block_map, any(block.states for block in self.blocks)
-        return kinds_of_stage(stage, max(len(self.stages), 1), has_loss=has_loss, has_states=has_states)
+    def kinds_of_stage(self, stage: int) -> list[ActionKind]:
+        """The kinds of actions that a micro-batch may have in a stage, in order."""
+        return kinds_of_stage(stage, max(len(self.stages), 1), has_loss="loss" in self.block_map)
+
+    @cached_property
+    def final_kinds(self) -> list[ActionKind]:
+        """The kinds of the actions after the last backward pass of a step, in order."""
+        has_states = any(block.states for block in self.blocks)
+        return [kind for kind in FINAL_ACTIONS if has_states or kind != "states"]
+
+    @cached_property
+    def stages_by_rank(self) -> list[tuple[int, ...]]:
+        """The stages of each pipeline rank: those that the same ranks run."""
+        by_rank: dict[int, list[int]] = {}
+        for stage in self.stages:
+            by_rank.setdefault(stage.first_rank, []).append(stage.index)
+        return [tuple(by_rank[first]) for first in sorted(by_rank)] or [(0,)]
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether all pipeline ranks have equally many stages."""
+        return len(set(map(len, self.stages_by_rank))) == 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages; 1 of a Program without meshes."""
+        return max((stage.ranks.stop for stage in self.stages), default=self.mesh("dense").ranks if self.meshes else 1)
 
     @cached_property
     def states(self) -> Mapping[str, State]:

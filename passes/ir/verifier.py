@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -201,21 +200,28 @@ def _lie_as(block: Block, op: Op, values: Sequence[Value], layouts: Sequence[Lay
 
 
 def staged(program: Program) -> None:
-    """Stages have consecutive ranks, as many as the meshes, and each a block `forward` of its own.
+    """Stages have consecutive ranks, as many as the meshes, and each its own block `forward`. All ranks have equally
+    many stages.
 
-    Blocks `forward` have no parameter in common: one of the stages would have to own the update of a shared parameter.
+    A parameter of several blocks `forward` is the same parameter, with equal layouts: each stage has a copy of it, and
+    they sum their gradients at the end of a step.
     """
-    ranks = program.mesh("dense").ranks
+    ranks, next_rank = program.mesh("dense").ranks, 0
     for number, stage in enumerate(program.stages):
-        fits = (stage.index, stage.first_rank, stage.num_ranks) == (number, number * ranks, ranks)
-        _check_program(fits, f"stage {stage.index} has not the {ranks} ranks from {number * ranks} on")
+        fits = (stage.index, stage.num_ranks, stage.first_rank % ranks) == (number, ranks, 0)
+        _check_program(
+            fits and stage.first_rank <= next_rank, f"stage {stage.index} has not the {ranks} ranks from {next_rank} on"
+        )
+        next_rank = max(next_rank, stage.first_rank + ranks)
         _check_program(
             stage.forward in program.block_map, f"stage {stage.index} runs {stage.forward}, which is no block"
         )
     names = [stage.forward for stage in program.stages]
     _check_program(bool(names) and len(set(names)) == len(names), f"the stages run {names}")
-    shared = Counter(parameter.name for name in names for parameter in program.block(name).parameters)
-    _check_program(max(shared.values(), default=1) == 1, f"stages share the parameter {shared.most_common(1)}")
+    _check_program(program.has_equal_stages, "ranks have different numbers of stages")
+    first_of = {p.name: p for name in reversed(names) for p in program.block(name).parameters}
+    for parameter in (p for name in names for p in program.block(name).parameters):
+        _check_program(parameter == first_of[parameter.name], f"stages have different parameters {parameter.name}")
 
 
 @contextmanager

@@ -38,21 +38,45 @@ class Pipeline:
         return self.microbatches // max(1, self.microbatches // self.ranks)
 
 
+V_SHAPED = frozenset({"zero_bubble_v", "dual_pipe_v"})
+"""The schedules whose stages follow each other in a V."""
+
+
+def takes(schedule: str, pipeline: Pipeline) -> bool:
+    """Whether a schedule has a table for so many stages of each rank and micro-batches."""
+    match schedule:
+        case "gpipe" | "one_f_one_b":
+            return pipeline.virtual == 1
+        case "interleaved" | "zero_bubble":
+            return pipeline.microbatches % pipeline.per_round == 0
+        case "zero_bubble_v":
+            return pipeline.virtual == 2
+        case "dual_pipe_v":
+            return pipeline.virtual == 2 and pipeline.microbatches >= 2 * pipeline.ranks
+        case _:
+            return True
+
+
+def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:
+    """The rank, of the `ranks` of a pipeline, that has a stage."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if schedule in V_SHAPED and turn % 2 else place
+
+
 def in_dependency_order(tables: Sequence[Sequence[Computation]]) -> Iterator[Computation]:
-    """The computations of all ranks, each after those whose results it needs; a rank's in the order of its table.
+    """The computations of all ranks, each after those whose results it needs; a rank's in the order of its table. Ranks
+    take turns, so that it is an order in time if all computations take equally long.
 
     Raises `ValueError` if ranks wait for each other, or for a computation that no table has.
     """
     last = max(computation.stage for table in tables for computation in table)
     remaining, done = [deque(table) for table in tables], set[Computation]()
     while any(remaining):
-        before = len(done)
-        for table in remaining:
-            while table and _can_run(table[0], done, last):
-                done.add(table[0])
-                yield table.popleft()
-        if len(done) == before:
+        next_of_ranks = [table.popleft() for table in remaining if table and _can_run(table[0], done, last)]
+        if not next_of_ranks:
             raise ValueError(f"no rank can go on: they wait at {[table[0] for table in remaining if table]}")
+        done.update(next_of_ranks)
+        yield from next_of_ranks
 
 
 def _can_run(computation: Computation, done: set[Computation], last: int) -> bool:

@@ -14,32 +14,28 @@ from typing import Literal, NamedTuple
 from moec.passes.ir import Parameter, Program
 from moec.passes.ir.interface import forwards
 from moec.passes.ir.ops import Call
-from moec.passes.ir.order import Action, Order, in_turn
+from moec.passes.ir.order import Action, Order
+from moec.passes.place.pipeline_orders import orders_of
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Gives the Program the order of its step, in which each micro-batch goes through all stages before the next
-    begins."""
+    """Gives the Program the orders of its step, one for the ranks of each stage."""
 
     def apply(self, program: Program) -> Program:
-        """The Program with the order of its step, for the ranks of each stage."""
-        return replace(
-            program, orders=tuple(_in_turn(program, stage.index, program.microbatches) for stage in program.stages)
-        )
+        """The Program with the orders of its step."""
+        return replace(program, orders=orders_of(program, program.microbatches))
+
+
+def orders_of_step(program: Program, microbatches: int) -> tuple[Order, ...]:
+    """The plan's orders if they have this many micro-batches, else those of the same schedule with as many."""
+    own = program.orders
+    return own if own and own[0].microbatches == microbatches else orders_of(program, microbatches)
 
 
 def order_of_step(program: Program, microbatches: int, stage: int = 0) -> Order:
-    """The plan's order if it has this many micro-batches, else the one in which each micro-batch goes through before
-    the next."""
-    for order in program.orders:
-        if order.stage == stage and order.count("forward") == microbatches:
-            return order
-    return _in_turn(program, stage, microbatches)
-
-
-def _in_turn(program: Program, stage: int, microbatches: int) -> Order:
-    return in_turn(stage, microbatches, program.action_kinds(stage))
+    """The order, of those of a step, that has the actions of a stage."""
+    return next(order for order in orders_of_step(program, microbatches) if stage in order.stages)
 
 
 # ---- weights and gradients ---------------------------------------------------------------------------------
@@ -113,7 +109,7 @@ def units_of(program: Program, stage: int = 0) -> tuple[Unit, ...]:
 class Event(NamedTuple):
     """What happens to a unit inside of a forward or a backward pass."""
 
-    kind: Literal["gather", "forward", "backward", "collect", "reduce"]
+    kind: Literal["gather", "forward", "backward", "weights", "collect", "reduce"]
     unit: Unit
 
     def __str__(self) -> str:
@@ -126,9 +122,18 @@ def events_inside(order: Order, action: Action, units: Sequence[Unit], saved: Co
     A gather begins one unit ahead. A `reduce` begins a sum that runs beside later units' backward; all have ended at
     the action `sum`.
     """
-    if action.kind == "forward":
-        return list(_forward(units, first=action.microbatch == 0))
-    return list(_backward(units, saved, last=is_last_backward(order, action))) if action.kind == "backward" else []
+    match action.kind:
+        case "forward":
+            return list(_forward(units, first=action.microbatch == 0))
+        case "backward":
+            return list(_backward(units, saved, last=is_last_backward(order, action)))
+        case "inputs":
+            return [event for event in _backward(units, saved, last=False) if event.kind in ("gather", "backward")]
+        case "weights":
+            backward = _backward(units, (), last=is_last_backward(order, action))
+            return [event._replace(kind="weights") if event.kind == "backward" else event for event in backward]
+        case _:
+            return []
 
 
 def _forward(units: Sequence[Unit], *, first: bool) -> Iterator[Event]:
@@ -170,5 +175,6 @@ def _backward(units: Sequence[Unit], saved: Container[str], *, last: bool) -> It
 
 
 def is_last_backward(order: Order, action: Action) -> bool:
-    """Whether `action` is the last backward pass of its stage: the sums of collected gradients begin in it."""
-    return action.kind == "backward" and action.microbatch == order.count("backward") - 1
+    """Whether `action` completes the gradients of its stage's parameters: the sums of collected gradients begin in
+    it."""
+    return action.stage is not None and order.last_of_stage[action.stage] == action

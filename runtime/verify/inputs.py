@@ -82,6 +82,8 @@ class GlobalBatch:
 
 def microbatches_of(plan: Plan) -> int:
     """The micro-batches in which a plan is compared: the plan's, at most `MOST_MICROBATCHES`; one of a layer."""
+    if len(plan.program.stages) > 1:
+        return plan.program.microbatches
     return min(plan.program.microbatches, MOST_MICROBATCHES) if plan.spec.has_model else 1
 
 

@@ -48,7 +48,7 @@ def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
 def require_order(program: Program) -> None:
     """Raises `JobError` where the order of a step breaks a rule. Plan folders are checked when they are read."""
     for order in program.orders:
-        if complaint := order_complaint(program, order, order.count("forward")):
+        if complaint := order_complaint(program, order, order.microbatches):
             raise JobError("MOE0700", complaint, "compile the .moe file again")
 
 

@@ -97,11 +97,13 @@ def specs(
     counts: Sequence[int] = range(1, 13),
     ffns: Sequence[str] = FFNS,
     paths: Sequence[str] = BESIDE,
+    parts: Sequence[int | None] = (None, None, 2),
+    depths: Sequence[int] = (),
 ) -> Spec:
     """A random Spec. Each list, where given, is what its word is drawn from; in `gates`, `{k}` is a number of choices.
 
     `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`; `counts` are numbers of
-    experts. `ffns` and `paths` are templates for hidden widths, as in `BESIDE`.
+    experts. `ffns` and `paths` are templates for hidden widths, as in `BESIDE`. `parts` are numbers of micro-batches.
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
     experts, expert = draw(st.sampled_from(counts)), draw(st.sampled_from(experts_of))
@@ -121,7 +123,7 @@ def specs(
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     jittered, online = (topk.replace(")", f", {more})") for more in ("jitter = 0.2", "bias = online(0.01)"))
-    microbatches = draw(st.sampled_from([None, None, 2]))
+    microbatches = draw(st.sampled_from(parts))
     usual = [topk, topk, jittered, online, "switch(jitter = 0.5)", f"hash({k}, seed = {k})"]
     gate = draw(st.sampled_from([gate.replace("{k}", str(k)) for gate in gates] or usual))
     balance = draw(st.sampled_from(balances)) if balances else "[]" if gate.startswith("hash") else balance
@@ -151,7 +153,7 @@ def specs(
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
         qk_norm=draw(st.sampled_from(["none", "head", "projection"])),
         dim=draw(st.sampled_from([8, 16])),
-        depth=draw(st.integers(2, min(4, max_layers))),
+        depth=draw(st.sampled_from(depths or range(2, min(4, max_layers) + 1))),
         dtype=dtype,
         batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
         sequence=tp * cp * draw(st.integers(1, 9 // (tp * cp))),

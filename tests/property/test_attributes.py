@@ -21,8 +21,8 @@ from moec.grammar.resolve.library import library_names
 from moec.passes.ir import Block, Op, Program, Value
 from moec.passes.ir.attributes import attribute_types
 from moec.passes.ir.ops import Activation, Attention, BoundFar, ChooseTokens, Clip, ExpertMlp, Route
+from moec.passes.partition import Partition
 from moec.passes.pipeline import compile_program
-from moec.passes.place.partition import Partition
 from moec.runtime.verify.program_differences import first_attribute_difference
 from moec.runtime.verify.verification import verify
 

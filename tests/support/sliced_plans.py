@@ -17,6 +17,7 @@ import moec
 from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.plan import Plan, make_plan
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Block, Layout, Meshes, Op, Parameter, Placing, Shard, Value
 from moec.passes.ir.op import layout_of
@@ -24,9 +25,9 @@ from moec.passes.ir.ops import ExpertMlp
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.verifier import check_program
 from moec.passes.join_counts import JoinCounts
+from moec.passes.partition import Partition
 from moec.passes.pipeline import compile_program
 from moec.passes.place.communicate import Communicate
-from moec.passes.place.partition import Partition
 from moec.passes.place.schedule import Schedule
 from moec.passes.place.shard import ShardLayouts
 
@@ -61,7 +62,14 @@ def sliced_plan(*, copied: bool = False, ep: int = EP, **options: object) -> Pla
     spec = moe_spec(**given)
     program = compile_program(spec, stop_after="tensor_parallel").program
     program = replace(program, blocks=tuple(map(_with_copies, program.blocks)))
-    for each in (ShardLayouts(), Communicate(), Fuse(), JoinCounts(), Partition(), Schedule()):
+    for each in (
+        ShardLayouts(),
+        Communicate(),
+        Fuse(),
+        JoinCounts(),
+        Partition(spec, choose_degrees(spec)),
+        Schedule(),
+    ):
         program = each.apply(program)
     check_program(program)
     return make_plan(spec, program, moec.__version__)

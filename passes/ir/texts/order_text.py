@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import get_args
 
-from moec.passes.ir.ir_error import UnreadableLineError, quoted
+from moec.passes.ir.ir_error import UnreadableLineError, at_most, quoted
 from moec.passes.ir.limits import MAX_MICROBATCHES, MAX_STAGES
 from moec.passes.ir.order import Action, ActionKind, Order, Round
-from moec.passes.ir.order_rules import OrderError, OrderRules
+from moec.passes.ir.order_rules import OrderError, OrderRules, stages_in_words
 from moec.passes.ir.program import Program
 from moec.passes.ir.texts.lines import Lines
 from moec.passes.ir.texts.parse_type import integer
 
-_HEAD = re.compile(r"  order of stage ([0-9]++) \{")
+_HEAD = re.compile(r"  order of stages? ([0-9]++(?:, [0-9]++)*+) \{")
 _ACTION = re.compile(r"( {4}| {6})([a-z_]++)(?: ([0-9]++))?(?: of ([0-9]++))?")
 _ROUND = re.compile(r"    repeat ([0-9]++) times \{")
 _KINDS: dict[str, ActionKind] = {kind: kind for kind in get_args(ActionKind)}
@@ -22,7 +22,7 @@ _KINDS: dict[str, ActionKind] = {kind: kind for kind in get_args(ActionKind)}
 
 def order_lines(order: Order) -> Iterator[str]:
     """The text of an order."""
-    yield f"  order of stage {order.stage} {{"
+    yield f"  order of {stages_in_words(order.stages)} {{"
     for part in order.parts:
         if isinstance(part, Action):
             yield f"    {part}"
@@ -41,10 +41,12 @@ class OrderReader:
 
     def order(self) -> Order:
         """The next order. Raises `UnreadableLineError` at the first action that breaks a rule."""
-        stage = integer(self._lines.take_match(_HEAD, "`order of stage …`")[1], "a stage", 0, MAX_STAGES)
-        if stage >= len(self._program.stages):
-            raise UnreadableLineError(f"there is no stage {stage}")
-        rules = OrderRules.of(self._program, stage, self._program.microbatches)
+        numbers = self._lines.take_match(_HEAD, "`order of stage …`")[1].split(", ")
+        at_most(len(numbers), len(self._program.stages), "stages")
+        stages = tuple(integer(number, "a stage", 0, MAX_STAGES) for number in numbers)
+        if stages not in self._program.stages_by_rank:
+            raise UnreadableLineError(f"no ranks run exactly the {stages_in_words(stages)}")
+        rules = OrderRules(self._program, stages, self._program.microbatches)
         parts: list[Action | Round] = []
         try:
             while not self._lines.next_starts_with("  }"):
@@ -54,7 +56,7 @@ class OrderReader:
             rules.end()
         except OrderError as error:
             raise UnreadableLineError(str(error)) from None
-        return Order(stage, tuple(parts))
+        return Order(stages, tuple(parts))
 
     def _round(self, rules: OrderRules) -> Round:
         times = integer(self._lines.take_match(_ROUND, "a round")[1], "a number of times", 2, MAX_MICROBATCHES)

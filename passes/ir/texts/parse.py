@@ -11,7 +11,9 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import get_args
 
+from moec.grammar.spec.parallel import Schedule
 from moec.passes.ir.ir_error import IrError, UnreadableLineError, at_most, quoted
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.limits import (
@@ -26,6 +28,8 @@ from moec.passes.ir.limits import (
     MAX_STAGES,
 )
 from moec.passes.ir.mesh import Mesh
+from moec.passes.ir.order import Order
+from moec.passes.ir.order_messages import waiting
 from moec.passes.ir.program import Program, Stage
 from moec.passes.ir.texts.layer_text import read_layers
 from moec.passes.ir.texts.lines import Lines
@@ -40,6 +44,7 @@ _MESH = re.compile(rf'  mesh "({LABEL})" \{{([a-z0-9=, ]++)\}}')
 _AXIS = re.compile(rf"({AXIS}) = ([0-9]++)")
 _TOKENS = re.compile(r"  tokens @ ([a-z0-9:() ]++)")
 _MICROBATCHES = re.compile(r"  microbatches ([0-9]++)")
+_SCHEDULE = re.compile(rf"  schedule ({'|'.join(get_args(Schedule))})")
 _STAGE = re.compile(rf'  stage ([0-9]++) on ranks ([0-9]++)\.\.([0-9]++) runs "({LABEL})"')
 
 
@@ -84,6 +89,9 @@ def _read_program(lines: Lines) -> Program:
     while lines.next_starts_with("  stage "):
         stages.append(_read_stage(lines, stages, [*meshes.values()], reader.expanded.keys()))
         at_most(len(stages), MAX_STAGES, "stages")
+    schedule = "one_f_one_b"
+    if len(stages) > 1:
+        schedule = lines.take_match(_SCHEDULE, "the schedule of the stages")[1]
     program = Program(
         name=name,
         meshes=tuple(meshes.values()),
@@ -92,11 +100,16 @@ def _read_program(lines: Lines) -> Program:
         layers=layers,
         stages=tuple(stages),
         microbatches=microbatches,
+        schedule=schedule,
     )
-    orders, order_reader = [], OrderReader(lines, program)
+    if program.stages and not program.has_equal_stages:
+        raise UnreadableLineError("ranks with different numbers of stages")
+    orders, order_reader = list[Order](), OrderReader(lines, program)
     while lines.next_starts_with("  order "):
         orders.append(order_reader.order())
         at_most(len(orders), len(stages), "orders")
+    if waits := waiting(orders):
+        raise UnreadableLineError(f"ranks wait for each other at `{'`, `'.join(map(str, waits))}`")
     lines.take_exactly("}")
     return replace(program, orders=tuple(orders))
 
@@ -116,14 +129,15 @@ def _read_mesh(lines: Lines) -> Mesh:
 
 
 def _read_stage(lines: Lines, earlier: Sequence[Stage], meshes: Sequence[Mesh], blocks: Collection[str]) -> Stage:
-    """The next stage; its ranks come after those of the `earlier` stages, and are as many as those of the meshes."""
+    """The next stage, on the ranks of an `earlier` one or on the next ones, as many as those of the meshes."""
     match = lines.take_match(_STAGE, "a stage")
     if match[1] != str(len(earlier)):
         raise UnreadableLineError(f"stage {len(earlier)} is wanted")
     size = meshes[0].ranks if meshes else 1
     first, last = (integer(number, "a rank", 0, MAX_RANKS) for number in match.group(2, 3))
-    if (first, last) != (len(earlier) * size, len(earlier) * size + size - 1):
-        raise UnreadableLineError(f"stage {len(earlier)} has the {size} ranks from {len(earlier) * size} on")
+    next_rank = max((stage.first_rank + size for stage in earlier), default=0)
+    if first % size or first > next_rank or last != first + size - 1:
+        raise UnreadableLineError(f"stage {len(earlier)} has {size} ranks, from a multiple of it up to {next_rank} on")
     if match[4] not in blocks:
         raise UnreadableLineError(f"there is no block {quoted(match[4])}")
     return Stage(index=len(earlier), first_rank=first, num_ranks=size, forward=match[4])

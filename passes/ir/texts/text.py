@@ -55,6 +55,8 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
     for stage in program.stages:
         ranks = f"{stage.first_rank}..{stage.ranks[-1]}"
         yield f"  stage {stage.index} on ranks {ranks} runs {json.dumps(stage.forward)}"
+    if len(program.stages) > 1:
+        yield f"  schedule {program.schedule}"
     for order in program.orders:
         yield from order_lines(order)
     yield "}"

@@ -48,7 +48,7 @@ class StageValues:
             role: [x.tensor_split(microbatches) for x in xs] for role, xs in self._extra_inputs.items()
         }
         self._stages = [block.name for block in forwards(self._graphs.program)]
-        self._outputs: list[list[dict[OutputKey, PerRank]]] = [[] for _ in self._stages]
+        self._outputs: list[dict[int, dict[OutputKey, PerRank]]] = [{} for _ in self._stages]
         """For each stage, the outputs of its `forward` for each micro-batch."""
         self._received: dict[Place, Sent] = {}
         self.sent: dict[Place, Sent] = {}
@@ -87,6 +87,12 @@ class StageValues:
         """Sends the gradients of what the stage has received back to the previous stage."""
         received = self._received.pop((stage, microbatch))
         self.sent_back[stage - 1, microbatch] = {role: [x.grad for x in leaves] for role, leaves in received.items()}
+        for leaf in (leaf for leaves in received.values() for leaf in leaves):
+            leaf.grad = None  # the gradients of weights, which may come later, are not to be added to what was sent
+
+    def received_leaves(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What a stage has received on all ranks, until it sends the gradients back."""
+        return [leaf for leaves in self._received.get((stage, microbatch), {}).values() for leaf in leaves]
 
     def receive_gradients(self, stage: int, microbatch: int) -> None:
         """Receives the gradients of what the stage has sent."""
@@ -116,7 +122,7 @@ class StageValues:
         roles: list[Role] = [self._result, "balance"] if self._graphs.has("aux_loss") else [self._result]
         if missing := [role for role in roles if is_last and (role, None, None) not in outputs]:
             raise StepError("", forward.graph.output_node(), KeyError(", ".join(sorted(missing))))
-        self._outputs[stage].append(outputs)
+        self._outputs[stage][microbatch] = outputs
 
     def _from_batch(self, role: Role | None, microbatch: int) -> PerRank:
         """An input of the model for a micro-batch, on every rank."""
@@ -167,7 +173,7 @@ class StageValues:
         """The counts of each rank's tokens by layers, by role: layer → `[1, …]` of every rank."""
         return {
             role: {
-                output.layer: _sums(*(outputs[output.key] for outputs in microbatches))
+                output.layer: _sums(*(outputs[output.key] for outputs in microbatches.values()))
                 for stage, microbatches in zip(self._stages, self._outputs, strict=True)
                 for output in self._graphs[stage].results
                 if output.role == role and output.layer is not None
@@ -192,7 +198,7 @@ class StageValues:
                 self.new_states.update({f"layers.{call.layer}.{output.state}": value for output, value in named})
 
     def _joined(self, key: OutputKey) -> PerRank:
-        parts = [outputs[key] for outputs in self._outputs[-1]]
+        parts = [outputs[key] for outputs in self._outputs[-1].values()]
         return parts[0] if len(parts) == 1 else [torch.cat(rank_parts) for rank_parts in zip(*parts, strict=True)]
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moec.passes.ir import Parameter, Program
 from moec.passes.ir.order import Action, ActionKind, Order
+from moec.passes.place.pipeline_orders import orders_in_turn
 from moec.passes.place.schedule import (
     Event,
     Unit,
@@ -19,10 +20,9 @@ from moec.passes.place.schedule import (
     is_last_backward,
     is_sent,
     is_summed,
-    order_of_step,
 )
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError, PerRank
-from moec.runtime.verify.cluster.stage_values import StageValues
+from moec.runtime.verify.cluster.stage_values import Place, StageValues
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights, named_parameters
 
 
@@ -31,13 +31,17 @@ class VirtualStep:
 
     def __init__(self, program: Program, weights: VirtualWeights, stage_values: StageValues, microbatches: int) -> None:
         self.stage_values, self._weights = stage_values, weights
-        self._orders = [order_of_step(program, microbatches, stage) for stage in range(len(weights.units))]
-        self.losses: list[PerRank] = []
+        is_plans = microbatches == program.microbatches
+        self._orders = program.orders if is_plans else orders_in_turn(program, microbatches)
+        self._last_stage = len(weights.units) - 1
+        self.losses: dict[int, PerRank] = {}
         """The loss of each micro-batch on every rank."""
         self.gradients: dict[str, list[Tensor]] = {}
         self._new: dict[str, list[Tensor]] = {}
         """Gradients of a backward pass that are neither collected nor summed yet."""
         self._collected: dict[str, list[Tensor]] = {}
+        self._started: dict[Place, tuple[list[Tensor], list[Tensor]]] = {}
+        """The outputs, with their gradients, from which a backward pass starts whose gradients of weights wait."""
         self._events: Iterator[Event] = iter(())
         self._entered: set[str] = set()
 
@@ -51,39 +55,44 @@ class VirtualStep:
         try:
             while any(queues):
                 if not any(map(self._advance, self._orders, queues)):
-                    waiting = ", ".join(f"stage {i} for `{actions[0]}`" for i, actions in enumerate(queues) if actions)
-                    raise BackwardError(f"the stages, which wait for each other: {waiting}")
+                    waiting = ", ".join(f"`{actions[0]}`" for actions in queues if actions)
+                    raise BackwardError(f"the stages, which wait for each other at {waiting}")
         finally:
             self._weights.drop_all()
 
     def _advance(self, order: Order, actions: deque[Action]) -> bool:
-        """Runs the actions of a stage until it waits for another one; returns whether it ran any."""
+        """Runs the actions of an order until it waits for another one; returns whether it ran any."""
         moved = False
-        while actions and self._is_ready(order.stage, actions[0]):
+        while actions and self._is_ready(actions[0]):
             self._run_action(order, actions.popleft())
             moved = True
         return moved
 
-    def _is_ready(self, stage: int, action: Action) -> bool:
-        if action.kind == "receive":
-            return (stage - 1, action.microbatch) in self.stage_values.sent
-        return action.kind != "receive_gradients" or (stage, action.microbatch) in self.stage_values.sent_back
+    def _is_ready(self, action: Action) -> bool:
+        if action.kind == "receive" and action.stage is not None:
+            return (action.stage - 1, action.microbatch) in self.stage_values.sent
+        return action.kind != "receive_gradients" or (action.stage, action.microbatch) in self.stage_values.sent_back
 
     def _run_action(self, order: Order, action: Action) -> None:
-        stage, stage_values = order.stage, self.stage_values
         if action.microbatch is not None:
-            self._run_in_microbatch(order, action, action.microbatch)
+            stage = self._last_stage if action.stage is None else action.stage
+            self._run_in_microbatch(order, action, stage, action.microbatch)
         elif action.kind == "agree":
-            stage_values.agree()
+            self.stage_values.agree()
         elif action.kind == "states":
-            stage_values.update_states(stage)
+            for stage in order.stages:
+                self.stage_values.update_states(stage)
         elif action.kind == "sum":
-            names = {name for unit in self._weights.units[stage] for name, _ in named_parameters(unit)}
-            for name in sorted(names & {*self._new, *self._collected}):
-                raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
+            self._require_summed(order)
 
-    def _run_in_microbatch(self, order: Order, action: Action, microbatch: int) -> None:
-        stage, stage_values = order.stage, self.stage_values
+    def _require_summed(self, order: Order) -> None:
+        units = (unit for stage in order.stages for unit in self._weights.units[stage])
+        names = {name for unit in units for name, _ in named_parameters(unit)}
+        for name in sorted(names & {*self._new, *self._collected}):
+            raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
+
+    def _run_in_microbatch(self, order: Order, action: Action, stage: int, microbatch: int) -> None:
+        stage_values, self._weights.microbatch = self.stage_values, microbatch
         events = events_inside(order, action, self._weights.units[stage])
         match action.kind:
             case "receive":
@@ -94,13 +103,13 @@ class VirtualStep:
             case "send":
                 stage_values.send(stage, microbatch)
             case "loss":
-                self.losses.append(stage_values.loss(microbatch))
+                self.losses[microbatch] = stage_values.loss(microbatch)
             case "receive_gradients":
                 stage_values.receive_gradients(stage, microbatch)
-            case "backward":
-                self._differentiate(stage, microbatch)
+            case "backward" | "inputs" | "weights":
+                self._differentiate(action.kind, stage, microbatch)
                 for event in events:
-                    self._after_backward(event, last=is_last_backward(order, action))
+                    self._after_backward(action, event, last=is_last_backward(order, action))
             case "send_gradients":
                 stage_values.send_gradients(stage, microbatch)
 
@@ -121,40 +130,50 @@ class VirtualStep:
 
     # ---- backward ----------------------------------------------------------------------------------
 
-    def _differentiate(self, stage: int, microbatch: int) -> None:
-        if stage < len(self._orders) - 1:
-            outputs, gradients = self.stage_values.differentiated(stage, microbatch)
-        else:
-            if len(self.losses) == microbatch:  # a layer's host computes the loss
-                self.losses.append(self.stage_values.loss(microbatch))
-            # A wrong plan's loss may depend on no parameter.
-            outputs = [value for value in self.losses[microbatch] if value.requires_grad]
-            gradients = [torch.ones_like(value) for value in outputs]
+    def _differentiate(self, kind: ActionKind, stage: int, microbatch: int) -> None:
+        """The backward pass of a stage: all of it, or its part `inputs` and later its part `weights`."""
+        place = stage, microbatch
+        if kind != "weights":
+            self._started[place] = self._start_of_backward(stage, microbatch)
+        outputs, gradients = self._started[place] if kind == "inputs" else self._started.pop(place)
+        received = self.stage_values.received_leaves(stage, microbatch)
         try:
-            torch.autograd.backward(outputs, gradients)
+            if kind != "inputs":
+                torch.autograd.backward(outputs, gradients)
+            elif received:
+                torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=received)
         except FAILURES as error:
             raise BackwardError(f"the backward pass, which stopped: {error}") from error
 
-    def _after_backward(self, event: Event, *, last: bool) -> None:
+    def _start_of_backward(self, stage: int, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs from which a backward pass starts, and their gradients."""
+        if stage < self._last_stage:
+            return self.stage_values.differentiated(stage, microbatch)
+        if microbatch not in self.losses:  # a layer's host computes the loss
+            self.losses[microbatch] = self.stage_values.loss(microbatch)
+        # A wrong plan's loss may depend on no parameter.
+        outputs = [value for value in self.losses[microbatch] if value.requires_grad]
+        return outputs, [torch.ones_like(value) for value in outputs]
+
+    def _after_backward(self, action: Action, event: Event, *, last: bool) -> None:
+        if action.kind == "inputs":
+            return
+        completes = event.kind == action.kind
         try:
             for name, parameter in named_parameters(event.unit):
                 if not parameter.frozen:
-                    self._move_gradient(event, name, parameter, last=last)
-            if event.kind == "backward":
+                    self._move_gradient(event, name, parameter, last=last, completes=completes)
+            if completes:
                 self._weights.drop_used(event.unit)
         except FAILURES as error:
             raise BackwardError(f"the gradients' way to the optimizer, which stopped: {error}") from error
 
-    def _move_gradient(self, event: Event, name: str, parameter: Parameter, *, last: bool) -> None:
+    def _move_gradient(self, event: Event, name: str, parameter: Parameter, *, last: bool, completes: bool) -> None:
         summed = is_summed(parameter, last)
-        if event.kind == "backward":
+        if completes:
             self._new[name] = self._weights.gradient_of_pass(name)
-        moves = {
-            "backward": summed and not is_sent(parameter),
-            "collect": not summed,
-            "reduce": summed and is_sent(parameter),
-        }
-        if not moves.get(event.kind):
+        moves = {"collect": not summed, "reduce": summed and is_sent(parameter)}
+        if not moves.get(event.kind, completes and summed and not is_sent(parameter)):
             return
         if name not in self._new:
             raise BackwardError(f"`{event}` before the backward pass gave the gradient of {name}")

@@ -30,7 +30,10 @@ class VirtualWeights:
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
         self.masters = {name: self._masters(name, parameter) for name, parameter in self._parameters.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}
-        self._weights: dict[str, list[Tensor]] = {}
+        self._weights: dict[tuple[str, int], list[Tensor]] = {}
+        """Each rank's weight by its name, and by the micro-batch that gathered it if every use gathers it again."""
+        self.microbatch = 0
+        """The micro-batch that uses the weights now."""
         self.units = [units_of(plan.program, stage) for stage in range(len(forwards(plan.program)))]
         """The units of each stage, in the order of their first use."""
         self._groups = plan.groups_in_stage
@@ -53,27 +56,31 @@ class VirtualWeights:
 
     def weight(self, name: str) -> list[Tensor]:
         """Each rank's weight. Raises `LookupError` for one that was not gathered."""
-        if name not in self._weights:
+        key = self._key(name)
+        if key not in self._weights:
             if self._plan.parameters[name].gathered != "never":
                 raise LookupError("the weight is used, and was not gathered")
-            self._weights[name] = self.leaves(name)
-        return self._weights[name]
+            self._weights[key] = self.leaves(name)
+        return self._weights[key]
+
+    def _key(self, name: str) -> tuple[str, int]:
+        return name, self.microbatch if self._plan.parameters[name].gathered == "per use" else 0
 
     def has(self, unit: Unit) -> bool:
         """Whether all weights of a unit that must be gathered are gathered."""
-        return all(p.gathered == "never" or name in self._weights for name, p in named_parameters(unit))
+        return all(p.gathered == "never" or self._key(name) in self._weights for name, p in named_parameters(unit))
 
     def gather(self, unit: Unit) -> None:
         """Gathers the weights of a unit of which ranks have parts."""
         for name, p in named_parameters(unit):
-            if p.gathered != "never" and name not in self._weights:
-                self._weights[name] = self.leaves(name)
+            if p.gathered != "never" and self._key(name) not in self._weights:
+                self._weights[self._key(name)] = self.leaves(name)
 
     def drop_used(self, unit: Unit) -> None:
         """Drops the weights that the next use of a unit gathers again."""
         for name, p in named_parameters(unit):
             if p.gathered == "per use":
-                self._weights.pop(name, None)
+                self._weights.pop(self._key(name), None)
 
     def drop_all(self) -> None:
         """Drops all weights at the end of a step."""
@@ -106,7 +113,7 @@ class VirtualWeights:
 
         Zeros for a parameter that a wrong plan does not use.
         """
-        weights = self._weights.get(name) or self.leaves(name)
+        weights = self._weights.get(self._key(name)) or self.leaves(name)
         gradients = []
         for leaf in dict(zip(self._leaf_of_rank[name], weights, strict=True)).values():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -76,7 +76,5 @@ def test_an_order_that_no_plan_folder_gave_is_refused():
     assert isinstance(passes, Round)
     forwards = replace(passes, actions=tuple(action for action in passes.actions if action.kind != "backward"))
     wrong = replace(plan.program, orders=(replace(order, parts=(agree, forwards, *end)),))
-    with pytest.raises(
-        JobError, match="order of stage 0: several micro-batches under way at once are not supported yet\n"
-    ):
+    with pytest.raises(JobError, match="order of stage 0: a round has the actions of a whole micro-batch, in order\n"):
         verify(replace(plan, program=wrong))

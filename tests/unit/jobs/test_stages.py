@@ -1,4 +1,4 @@
-"""Programs of two pipeline stages print, read back, keep the rules and equal the unsharded model in `verify`."""
+"""Programs of pipeline stages print, read back, keep the rules and equal the unsharded model in `verify`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.plans import moe_plan
-from support.staged_plans import in_two_stages
+from support.plans import moe_spec
+from support.staged_plans import staged_plan
 from support.verified import require_equal
 
 import moec
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def staged(**options: object) -> Plan:
-    return in_two_stages(moe_plan(**{"ranks": 4, "ep": 2, "batch": 16, "depth": 4, **options}), 2)
+    return staged_plan(moe_spec(**{"ranks": 4, "ep": 2, "batch": 16, "depth": 4, **options}))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,8 +88,9 @@ def test_what_stages_hand_on_wrongly_is_found(
 
 
 TEXTS = {
-    "another stage's ranks": ("stage 1 on ranks 4..7", "stage 1 on ranks 0..3", "stage 1 has the 4 ranks from 4 on"),
-    "too many ranks": ("stage 1 on ranks 4..7", "stage 1 on ranks 4..8", "stage 1 has the 4 ranks from 4 on"),
+    "another stage's ranks": ("stage 1 on ranks 4..7", "stage 1 on ranks 0..3", "no ranks run exactly the stage 0"),
+    "too many ranks": ("stage 1 on ranks 4..7", "stage 1 on ranks 4..8", "stage 1 has 4 ranks, from a multiple"),
+    "ranks left out": ("stage 1 on ranks 4..7", "stage 1 on ranks 8..11", "of it up to 4 on"),
     "a stage left out": ('  stage 0 on ranks 0..3 runs "forward"\n', "", "stage 0 is wanted"),
     "no block": ('runs "forward[1]"', 'runs "forward[2]"', "there is no block"),
     "gradients before they are sent": (
@@ -128,7 +129,7 @@ def test_stages_that_do_not_fit_each_other_are_refused(change: Callable[[Program
 
 def test_ranks_of_a_stage_share_the_batch_as_those_of_the_first_do():
     plan = staged(tp=2)
-    assert [plan.stage_of(rank).index for rank in (3, 4, 7)] == [0, 1, 1]
+    assert [plan.stages_of(rank) for rank in (3, 4, 7)] == [(0,), (1,), (1,)]
     assert [plan.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     assert plan.sharers_of(2) == (2, 3)
     assert plan.sharers_of(7) == (6, 7)

@@ -48,16 +48,16 @@ WRONG = {
     "no update": ("    update\n", "", 1, "`update` is missing"),
     "an agreement at the end": ("    agree\n", "", 1, "`forward 0 of 0` stands before `agree`"),
     "two clips": ("    clip\n", "    clip\n    clip\n", 1, "`clip` stands twice"),
-    "a forward twice": ("    loss of 0\n", "    forward 0 of 0\n    loss of 0\n", 1, "there are no more micro-batches"),
-    "another micro-batch": ("      loss of 0\n", "      loss of 1\n", 4, "micro-batch 0 is the next"),
-    "too few repetitions": ("repeat 4 times", "repeat 3 times", 4, "`sum` stands before `backward 0 of 3`"),
+    "a forward twice": ("    loss of 0\n", "    forward 0 of 0\n    loss of 0\n", 1, "micro-batch 1 is the next"),
+    "another micro-batch": ("      loss of 0\n", "      loss of 1\n", 4, "`loss of 1` stands before `forward 0 of 1`"),
+    "too few repetitions": ("repeat 4 times", "repeat 3 times", 4, "`sum` stands before `forward 0 of 3`"),
     "too many repetitions": ("repeat 4 times", "repeat 5 times", 4, "there are no more micro-batches"),
     "one repetition": ("repeat 4 times", "repeat 1 times", 4, "a number of times"),
     "a sum in a round": ("      backward 0 of 0\n", "      backward 0 of 0\n      sum\n", 4, "`sum` stands before"),
     "another stage": ("    forward 0 of 0\n", "    forward 1 of 0\n", 1, "another stage than 0"),
     "no stage": ("    forward 0 of 0\n", "    forward of 0\n", 1, "`forward of 0` must be written as `forward 0 of 0`"),
     "an action that there is not": ("    clip\n", "    shuffle\n", 1, "an action of a step is wanted"),
-    "an order of no stage": ("order of stage 0", "order of stage 1", 1, "there is no stage 1"),
+    "an order of no stage": ("order of stage 0", "order of stage 1", 1, "no ranks run exactly the stage 1"),
 }  # fmt: skip
 """What is replaced by what, in an order of how many micro-batches, and what the refusal says."""
 

@@ -1,0 +1,59 @@
+"""The orders of a step: the computations of a schedule's table, with what stages send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moec.passes.ir import Program
+from moec.passes.ir.order import Action, Order, in_turn
+from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, Pipeline, in_dependency_order
+
+
+def orders_of(program: Program, microbatches: int) -> tuple[Order, ...]:
+    """The order of each pipeline rank by the Program's schedule; of a single stage each micro-batch in turn.
+
+    Two ranks have what they send each other in the same order, and a rank receives as soon as the other one sends: no
+    send waits for a receive that comes later.
+    """
+    if len(program.stages) < 2:
+        return (in_turn(program.kinds_of_stage(0), program.final_kinds, microbatches),)
+    pipeline = Pipeline(len(program.stages_by_rank), len(program.stages_by_rank[0]), microbatches)
+    tables = [TABLES[program.schedule](pipeline, rank) for rank in range(pipeline.ranks)]
+    return _with_computations(program, in_dependency_order(tables))
+
+
+def orders_in_turn(program: Program, microbatches: int) -> tuple[Order, ...]:
+    """The orders in which each micro-batch goes through all stages, forward and backward, before the next one: for any
+    number of micro-batches, and no table."""
+    if len(program.stages) < 2:
+        return orders_of(program, microbatches)
+    stages = range(len(program.stages))
+    passes: tuple[tuple[Kind, Sequence[int]], ...] = (("forward", stages), ("backward", stages[::-1]))
+    return _with_computations(
+        program,
+        (Computation(kind, s, number) for number in range(microbatches) for kind, order in passes for s in order),
+    )
+
+
+def _with_computations(program: Program, computations: Iterable[Computation]) -> tuple[Order, ...]:
+    """The orders of all ranks with these computations of all, each after those whose results it needs."""
+    last, end = len(program.stages) - 1, [Action(kind) for kind in program.final_kinds]
+    actions_of: dict[tuple[int, ...], list[Action]] = {stages: [Action("agree")] for stages in program.stages_by_rank}
+    of_stage = {stage: actions for stages, actions in actions_of.items() for stage in stages}
+    for computation in computations:
+        for action in _with_messages(computation, last):
+            of_stage[last if action.stage is None else action.stage].append(action)
+    return tuple(Order(stages, (*actions, *end)) for stages, actions in actions_of.items())
+
+
+def _with_messages(computation: Computation, last: int) -> list[Action]:
+    """A computation, and the messages with its results. The last stage computes the loss after its forward pass."""
+    kind, stage, number = computation
+    actions = [Action(kind, stage, number)]
+    if kind == "forward" and stage == last:
+        actions.append(Action("loss", None, number))
+    elif kind == "forward":
+        actions += [Action("send", stage, number), Action("receive", stage + 1, number)]
+    elif kind != "weights" and stage > 0:
+        actions += [Action("send_gradients", stage, number), Action("receive_gradients", stage - 1, number)]
+    return actions

@@ -1,0 +1,120 @@
+"""Cuts `forward` into the blocks of pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from moec.passes.ir import Block, Op, Output, Value
+from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.ops import Add, Call
+
+
+class UncuttableError(ValueError):
+    """A stage would need a value of an earlier one that stages do not hand on: the attribute `value`."""
+
+    def __init__(self, value: str, op: Op) -> None:
+        super().__init__(f"`{op.mnemonic}` needs %{value} of an earlier stage")
+        self.op = op
+
+
+def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
+    """The blocks of the stages whose last layers are `lasts`, in order; the last stage is up to the end of `forward`.
+
+    A stage hands the residual stream to the next one, and the sum of the balance terms so far. It computes the whole
+    numbers of tokens from the batch itself. Raises `UncuttableError`.
+    """
+    ends = [place + 1 for place, op in enumerate(forward.ops) if isinstance(op, Call) and op.layer in lasts[:-1]]
+    segments = [forward.ops[a:b] for a, b in zip([0, *ends], [*ends, len(forward.ops)], strict=True)]
+    blocks, received = list[Block](), dict[str, Value]()
+    balance = _BalanceTerms(forward)
+    for number, own in enumerate(segments):
+        ops, total = balance.in_segment(own, received.get("balance"), is_last=number == len(segments) - 1)
+        stream = received.get("residual")
+        if stream is not None:
+            name = segments[number - 1][-1].results[0].name
+            ops = tuple(_with_operand(op, name, stream.name) for op in ops)
+        ops = (*_numbers_of_tokens(forward, segments[:number], ops), *ops)
+        _require_known(forward, ops, received.values())
+        outputs = [o for o in forward.outputs if o.layer is not None and o.name in _results(ops)]
+        if number < len(segments) - 1:
+            result = own[-1].results[0]
+            outputs = [Output(result.name, "residual"), *total, *outputs]
+            made = {v.name: v for op in ops for v in op.results} | {v.name: v for v in received.values()}
+            next_received = {"residual": replace(result, name="received", role="residual")}
+            if total:
+                value = made[total[0].name]
+                next_received["balance"] = replace(value, name="balance_before", role="balance")
+        else:
+            result_output, *others = (o for o in forward.outputs if o.layer is None and o.role != "balance")
+            outputs, next_received = [result_output, *total, *others, *outputs], {}
+        blocks.append(_block(forward, number, [*received.values()], ops, outputs))
+        received = next_received
+    return blocks
+
+
+class _BalanceTerms:
+    """The sum of all layers' balance terms, which each stage continues."""
+
+    def __init__(self, forward: Block) -> None:
+        output = next((output for output in forward.outputs if output.role == "balance"), None)
+        producer = {value.name: op for op in forward.ops for value in op.results}
+        total = producer[output.name] if output else None
+        self._total = total if isinstance(total, Add) else None
+        self._terms = self._total.operands if self._total else (output.name,) if output else ()
+
+    def in_segment(
+        self, ops: tuple[Op, ...], so_far: Value | None, *, is_last: bool
+    ) -> tuple[tuple[Op, ...], list[Output]]:
+        """The ops of a stage, with those that add its terms to the sum `so_far`, and the output with the new sum."""
+        results = {value.name: value for op in ops for value in op.results}
+        own = [*([so_far.name] if so_far else []), *(term for term in self._terms if term in results)]
+        ops = tuple(op for op in ops if op is not self._total)
+        if len(own) < 2:
+            return ops, [Output(name, "balance") for name in own]
+        name = self._total.results[0].name if self._total else "balance"
+        assert self._total is not None
+        return (*ops, replace(self._total, operands=tuple(own))), [Output(name, "balance")]
+
+
+def _numbers_of_tokens(forward: Block, earlier: Iterable[Sequence[Op]], ops: Sequence[Op]) -> list[Op]:
+    """The ops of earlier stages that compute the whole numbers which `ops` need from the batch."""
+    wanted, found = {name for op in ops for name in op.operands}, list[Op]()
+    before = [op for segment in earlier for op in segment]
+    for op in reversed(before):
+        of_numbers = not isinstance(op, Call) and all(value.dtype == "int64" for value in op.results)
+        if of_numbers and not wanted.isdisjoint(value.name for value in op.results):
+            found.insert(0, op)
+            wanted.update(op.operands)
+    return found
+
+
+def _require_known(forward: Block, ops: Sequence[Op], received: Iterable[Value]) -> None:
+    known = {*forward.declared(), *_results(ops), *(value.name for value in received)}
+    for op in ops:
+        for name in op.operands:
+            if name not in known:
+                raise UncuttableError(name, op)
+
+
+def _results(ops: Iterable[Op]) -> set[str]:
+    return {value.name for op in ops for value in op.results}
+
+
+def _with_operand(op: Op, old: str, new: str) -> Op:
+    return replace(op, operands=tuple(new if name == old else name for name in op.operands))
+
+
+def _block(
+    forward: Block, number: int, received: Sequence[Value], ops: tuple[Op, ...], outputs: Sequence[Output]
+) -> Block:
+    used = {operand for op in ops for operand in op.operands}
+    return replace(
+        forward,
+        name=f"{FORWARD}[{number}]" if number else FORWARD,
+        inputs=(*received, *(v for v in forward.inputs if number == 0 or v.name in used)),
+        ops=ops,
+        outputs=tuple(outputs),
+        parameters=tuple(p for p in forward.parameters if f"@{p.name}" in used),
+        settings=tuple(s for s in forward.settings if f"${s.name}" in used),
+    )
