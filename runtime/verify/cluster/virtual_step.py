@@ -92,7 +92,8 @@ class VirtualStep:
             raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
 
     def _run_in_microbatch(self, order: Order, action: Action, stage: int, microbatch: int) -> None:
-        stage_values, self._weights.microbatch = self.stage_values, microbatch
+        stage_values = self.stage_values
+        self._weights.stage, self._weights.microbatch = stage, microbatch
         events = events_inside(order, action, self._weights.units[stage])
         match action.kind:
             case "receive":

@@ -30,10 +30,10 @@ class VirtualWeights:
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
         self.masters = {name: self._masters(name, parameter) for name, parameter in self._parameters.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}
-        self._weights: dict[tuple[str, int], list[Tensor]] = {}
-        """Each rank's weight by its name, and by the micro-batch that gathered it if every use gathers it again."""
-        self.microbatch = 0
-        """The micro-batch that uses the weights now."""
+        self._weights: dict[tuple[str, int, int], list[Tensor]] = {}
+        """Each rank's weight by its name, its stage, and the micro-batch if every use gathers it again."""
+        self.stage, self.microbatch = 0, 0
+        """The stage and the micro-batch that use the weights now."""
         self.units = [units_of(plan.program, stage) for stage in range(len(forwards(plan.program)))]
         """The units of each stage, in the order of their first use."""
         self._groups = plan.groups_in_stage
@@ -63,8 +63,8 @@ class VirtualWeights:
             self._weights[key] = self.leaves(name)
         return self._weights[key]
 
-    def _key(self, name: str) -> tuple[str, int]:
-        return name, self.microbatch if self._plan.parameters[name].gathered == "per use" else 0
+    def _key(self, name: str) -> tuple[str, int, int]:
+        return name, self.stage, self.microbatch if self._plan.parameters[name].gathered == "per use" else 0
 
     def has(self, unit: Unit) -> bool:
         """Whether all weights of a unit that must be gathered are gathered."""
