@@ -37,11 +37,15 @@ def _flat(spec: Spec, gate: Topology, ep: Stated | None, etp: Stated | None) -> 
     If the ranks that share a token, those of cp and tp, together have all experts, each of them is equally far from
     all, within one level.
     """
+    parallel = spec.parallel
     everywhere = spec.cluster.ranks == 1 or (ep is not None and ep.value == 1)
     if not everywhere and not _have_all_experts(spec, ep, etp):
         return
     message = "every rank has all experts" if everywhere else "the ranks that share a token have all experts"
     labels = labels_at((ep.span, f"`ep = {ep.value}`") if ep is not None else (spec.cluster.span(), "one rank"))
+    if not everywhere:
+        sharing = (("cp", parallel.cp), ("tp", parallel.tp))
+        labels += labels_at(*((parallel.span(word), f"`{word} = {n}`") for word, n in sharing if n not in (None, 1)))
     help = "use `topk`, or spread the experts over more ranks with `ep`"
     yield diagnose("MOE0328", gate.span(), message, labels=labels, help=help, severity=Severity.WARNING)
 
