@@ -95,10 +95,10 @@ def spec_of(gate: str, dim: int) -> Spec | None:
 def routing(spec: Spec, dim: int) -> Run:
     """Runs the gate's ops once, forward and backward; returns seconds of processor time."""
     degrees = choose_degrees(spec)
-    layer = with_places(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of).model.layers[0]
+    layer = with_places(spec, degrees).model.layers[0]
     assert layer.moe is not None
     gate: Node = layer.moe.gate
-    program = lower(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of)
+    program = lower(spec, degrees)
     block = program.block(next(iter(program.layer_blocks)))
     shape = (1, TOKENS)
     given = {

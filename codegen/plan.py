@@ -199,12 +199,12 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         return self.stage_size // self.data_size
 
     @property
-    def sharers_axis(self) -> str:
+    def sharing_axis(self) -> str:
         """The axis of these ranks on the dense mesh: `cp`, `tp`, `cp_tp` for both, or `tp` for none."""
         wide = [axis for axis in ("cp", "tp") if self.meshes["dense"].size(axis) > 1]
         return "_".join(wide) or "tp"
 
-    def sharers_of(self, rank: int) -> tuple[int, ...]:
+    def sharing_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of its stage that read the same part of the batch as `rank`."""
         first = rank // self.sharers * self.sharers  # `dp` is the outermost axis
         return tuple(range(first, first + self.sharers))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
+from moec.grammar.stated import stated_by_layer
 from moec.grammar.suggest import divisor_near
-
-StatedDegrees = Mapping[int, tuple[object, Span | None]]
-"""By the layer's number: its stated `ep` or `etp`, a number or a value that no pass compiles yet, and its place."""
 
 
 def device_groups(spec: Spec) -> list[Diagnostic]:
@@ -31,12 +28,12 @@ def with_device_groups(spec: Spec) -> Spec:
         return spec
     if not spec.has_model:
         subject = spec.layer
-        return spec.replace(layers=(subject.replace(moe=_completed(subject.moe, stated[0][0])),))
+        return spec.replace(layers=(subject.replace(moe=_completed(subject.moe, stated[0].value)),))
     known: dict[tuple[int, object], Layer] = {}
     layers = []
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None and _needs_groups(layer.moe):
-            ep = stated[number][0]
+            ep = stated[number].value
             if (id(layer), ep) not in known:
                 known[id(layer), ep] = layer.replace(moe=_completed(layer.moe, ep))
             layer = known[id(layer), ep]
@@ -77,13 +74,3 @@ def _lacks_groups(term: object) -> bool:
 
 def _mixtures(spec: Spec) -> list[Moe | None]:
     return [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
-
-
-def stated_by_layer(spec: Spec, word: Literal["ep", "etp"]) -> StatedDegrees:
-    """The stated `ep` or `etp` of layers. Of several for a layer, the last one counts, as for the degrees."""
-    parallel, every = spec.parallel, range(len(_mixtures(spec)))
-    by_layer: dict[int, tuple[object, Span | None]] = {}
-    for layers, block in ((every, parallel), *((block.layers or every, block) for block in parallel.layers)):
-        if (degree := getattr(block, word)) is not None:
-            by_layer |= dict.fromkeys(layers, (degree, block.span(word)))
-    return by_layer

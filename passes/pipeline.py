@@ -113,7 +113,7 @@ def _placed(spec: Spec, degrees: Degrees) -> Program:
 
 def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compilation:
     started = time.perf_counter()
-    program = lower(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of)
+    program = lower(spec, degrees)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)

@@ -58,5 +58,5 @@ def _resolve(e: Emitter, op: Any, name: str) -> Any:
         case "spread":  # tokens of a routing group / tokens of it on one rank
             if e.meshes is None:
                 return 1
-            return e.meshes.pieces * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
+            return e.meshes.sharers * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
     raise AssertionError(name)

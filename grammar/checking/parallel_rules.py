@@ -8,6 +8,7 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
+from moec.grammar.stated import stated_of_layers
 
 
 def microbatches_and_recomputation(spec: Spec) -> Iterator[Diagnostic]:
@@ -25,12 +26,7 @@ def microbatches_and_recomputation(spec: Spec) -> Iterator[Diagnostic]:
             )
         return
     mixtures = [layer.moe for layer in spec.model.layers]
-    every = range(len(mixtures))
-    recomputed: list[tuple[Sequence[int], str | None, Span | None]] = [
-        (every, parallel.recompute, parallel.span("recompute"))
-    ]
-    recomputed += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
-    for layers, word, span in recomputed:
+    for layers, (word, span) in stated_of_layers(spec, "recompute"):
         if word == "experts":
             yield from _without_experts(spec, mixtures, [n for n in layers if n < len(mixtures)], span)
 

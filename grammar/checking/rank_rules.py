@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -11,6 +10,7 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.source import Span
 from moec.grammar.spec import Base, Dynamic, ExpertChoice, Factor, Moe, SequenceLoss, Spec, Topology, ZLoss
+from moec.grammar.stated import data_parallel_size, stated_of_layers
 
 DEFAULT_CLUSTER = "clusters/one_rank"
 """The library's cluster of a file that states none."""
@@ -23,7 +23,7 @@ def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
     A file that states a cluster of one data-parallel rank has no warning. A file without a cluster has one, because it
     may be compiled for any number of ranks.
     """
-    if not states_cluster(spec) or _data_parallel(spec) > 1:
+    if not states_cluster(spec) or data_parallel_size(spec) > 1:
         yield from with_results_of_ranks(spec)
 
 
@@ -46,30 +46,23 @@ def degrees_without_experts(spec: Spec) -> Iterator[Diagnostic]:
     """Warns of an `ep` or `etp` whose layers all have no experts (MOE0375)."""
     if not spec.has_model:
         return
-    parallel, mixtures = spec.parallel, [layer.moe for layer in spec.model.layers]
-    every = range(len(mixtures))
-    blocks = ((every, parallel), *((block.layers or every, block) for block in parallel.layers))
-    for (layers, block), word in itertools.product(blocks, ("ep", "etp")):
+    mixtures = [layer.moe for layer in spec.model.layers]
+    for layers, stated in stated_of_layers(spec, "ep") + stated_of_layers(spec, "etp"):
         numbers = [number for number in layers if number < len(mixtures)]
-        if getattr(block, word) is None or not numbers or any(mixtures[number] for number in numbers):
+        if not numbers or any(mixtures[number] for number in numbers):
             continue
         layer = spec.model.layers[numbers[0]]
         declared = layer.span("ffn") or layer.span()
         labels = labels_at((declared, f"layer {numbers[0]} has this instead of experts"))
-        help = "leave it out, or select layers with a `moe`" if layers is not every else "leave it out"
+        help = "leave it out, or select layers with a `moe`" if any(mixtures) else "leave it out"
         message = f"it concerns no layer: {numbered(numbers)} {'have' if len(numbers) > 1 else 'has'} no experts"
-        yield diagnose("MOE0375", block.span(word), message, labels=labels, help=help, severity=Severity.WARNING)
+        yield diagnose("MOE0375", stated.span, message, labels=labels, help=help, severity=Severity.WARNING)
 
 
 def states_cluster(spec: Spec) -> bool:
     """Whether its cluster is another than the default one of the library."""
     span = spec.cluster.span()
     return span is None or span.source.name != f"library:{DEFAULT_CLUSTER}.moe"
-
-
-def _data_parallel(spec: Spec) -> int:
-    tp, cp = ((degree if isinstance(degree, int) else 1) for degree in (spec.parallel.tp, spec.parallel.cp))
-    return max(1, spec.cluster.ranks // (tp * cp))
 
 
 def _prefers_near(moe: Moe) -> bool:

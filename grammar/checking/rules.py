@@ -18,7 +18,7 @@ from moec.grammar.checking.parallel_rules import microbatches_and_recomputation
 from moec.grammar.checking.pooled_rules import balance_over_layers
 from moec.grammar.checking.rank_rules import degrees_without_experts, dependent_on_ranks
 from moec.grammar.checking.token_rules import token_inputs
-from moec.grammar.checking.topology_rules import near_experts
+from moec.grammar.checking.topology_rules import topology_problems
 from moec.grammar.checking.training_rules import frozen_parts, optimizer_options
 from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
@@ -64,7 +64,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *modules(spec),
         *capacities(spec),
         *group_gates(spec),
-        *near_experts(spec),
+        *topology_problems(spec),
         *windows(spec),
         *device_groups(spec),
         *dependent_on_ranks(spec),

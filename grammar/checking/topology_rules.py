@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from moec.grammar.device_groups import stated_by_layer
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
-from moec.grammar.source import Span
-from moec.grammar.spec import Cluster, Moa, Spec, Topology
+from moec.grammar.spec import Moa, Spec, Topology
+from moec.grammar.stated import Stated, stated_by_layer
 
 
-def near_experts(spec: Spec) -> list[Diagnostic]:
+def topology_problems(spec: Spec) -> list[Diagnostic]:
     """Every diagnostic of these gates in the file's model or layer, once for all layers with the same mixture."""
     problems = list(_head_problems(spec))
-    stated, slices = stated_by_layer(spec, "ep"), stated_by_layer(spec, "etp")
-    sharers = [spec.parallel.cp or 1, spec.parallel.tp or 1]
+    ep_of, etp_of = stated_by_layer(spec, "ep"), stated_by_layer(spec, "etp")
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     for number, moe in enumerate(mixtures):
         if moe is None or not isinstance(gate := moe.gate, Topology):
             continue
-        etp, _ = slices.get(number, (1, None))
-        problems += _flat(gate, spec.cluster, sharers, etp, *stated.get(number, (None, None)))
+        problems += _flat(spec, gate, ep_of.get(number), etp_of.get(number))
         if gate.share is not None:
             problems += _bounded(spec, gate)
     return list(dict.fromkeys(problems))
@@ -35,31 +31,32 @@ def _head_problems(spec: Spec) -> Iterator[Diagnostic]:
             yield diagnose("MOE0202", gate.span(), message, help="heads are on no ranks of their own: use `topk`")
 
 
-def _flat(
-    gate: Topology, cluster: Cluster, sharers: Sequence[object], etp: object, ep: object, place: Span | None
-) -> Iterator[Diagnostic]:
+def _flat(spec: Spec, gate: Topology, ep: Stated | None, etp: Stated | None) -> Iterator[Diagnostic]:
     """Warns if a rank sends tokens to all experts at equal cost, so that the gate equals `topk`.
 
     If the ranks that share a token, those of cp and tp, together have all experts, each of them is equally far from
     all, within one level.
     """
-    inner = next((level.size for level in cluster.levels if level.size > 1), 1)
-    everywhere = ep == 1 or cluster.ranks == 1
-    if not everywhere and not _have_all_experts(sharers, ep, etp, inner):
+    parallel = spec.parallel
+    everywhere = spec.cluster.ranks == 1 or (ep is not None and ep.value == 1)
+    if not everywhere and not _have_all_experts(spec, ep, etp):
         return
     message = "every rank has all experts" if everywhere else "the ranks that share a token have all experts"
-    labels = labels_at((place, f"`ep = {ep}`") if ep is not None else (cluster.span(), "one rank"))
+    labels = labels_at((ep.span, f"`ep = {ep.value}`") if ep is not None else (spec.cluster.span(), "one rank"))
+    if not everywhere:
+        sharing = (("cp", parallel.cp), ("tp", parallel.tp))
+        labels += labels_at(*((parallel.span(word), f"`{word} = {n}`") for word, n in sharing if n not in (None, 1)))
     help = "use `topk`, or spread the experts over more ranks with `ep`"
     yield diagnose("MOE0328", gate.span(), message, labels=labels, help=help, severity=Severity.WARNING)
 
 
-def _have_all_experts(sharers: Sequence[object], ep: object, etp: object, inner: int) -> bool:
-    """Whether ranks that share a token are whole groups of `ep` * `etp` ranks, within units of `inner` ranks."""
-    degrees = [degree for degree in (*sharers, ep, etp) if isinstance(degree, int)]
-    if len(degrees) < len(sharers) + 2:
-        return False
-    *shared, ep_degree, etp_degree = degrees
-    return math.prod(shared) % (ep_degree * etp_degree) == 0 and inner % math.prod(shared) == 0
+def _have_all_experts(spec: Spec, ep: Stated | None, etp: Stated | None) -> bool:
+    """Whether ranks that share a token are whole groups of `ep` * `etp` ranks, within units of the innermost level."""
+    inner = next((level.size for level in spec.cluster.levels if level.size > 1), 1)
+    match spec.parallel.cp or 1, spec.parallel.tp or 1, ep and ep.value, etp.value if etp else 1:
+        case int(cp), int(tp), int(num_ep), int(num_etp):
+            return cp * tp % (num_ep * num_etp) == 0 and inner % (cp * tp) == 0
+    return False
 
 
 def _bounded(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:

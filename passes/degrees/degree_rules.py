@@ -8,19 +8,13 @@ from moec.grammar.checking.rules import attention
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.spec import Attention, Spec
 from moec.grammar.spec.base import Node
+from moec.grammar.stated import SharingDegrees, number_of, sharing_degrees
 from moec.passes.degrees.expert_degree_rules import expert_problems
-from moec.passes.degrees.fitting_degrees import Changes, changes_sharers, dense_changes, divided, undivided, written
+from moec.passes.degrees.fitting_degrees import Changes, changes_sharing, dense_changes, divided, undivided, written
 from moec.passes.degrees.fitting_expert_degrees import FittingExpertDegrees
 from moec.passes.degrees.labels import cluster_label, labelled, not_whole, quotient
 from moec.passes.degrees.sequence_cuts import sequence_pieces
-from moec.passes.degrees.stated_degrees import (
-    PlacedMixture,
-    Sharers,
-    number_of,
-    sharers_of,
-    stated_sharers,
-    zero_of,
-)
+from moec.passes.degrees.stated_degrees import PlacedMixture, zero_of
 
 
 def problems_of(spec: Spec, mixtures: list[PlacedMixture]) -> list[Diagnostic]:
@@ -38,12 +32,12 @@ def problems_of(spec: Spec, mixtures: list[PlacedMixture]) -> list[Diagnostic]:
 
 def _advice(changes: Changes, *names: str) -> str:
     """The changes of `names` in words; all changes if `tp` or `cp` is among them, since the others depend on it."""
-    return written(changes if changes_sharers(changes) else {name: changes[name] for name in names})
+    return written(changes if changes_sharing(changes) else {name: changes[name] for name in names})
 
 
-def _sharer_labels(spec: Spec, *words: str) -> tuple[Label, ...]:
+def _degree_labels(spec: Spec, *words: str) -> tuple[Label, ...]:
     """A label at each of these degrees, `tp` and `cp`, that is above 1."""
-    stated = stated_sharers(spec)
+    stated = sharing_degrees(spec)
     degrees = {word: getattr(stated, word) for word in words}
     return tuple(
         label for word, n in degrees.items() if n > 1 for label in labelled(spec.parallel.span(word), f"{word} = {n}")
@@ -52,25 +46,25 @@ def _sharer_labels(spec: Spec, *words: str) -> tuple[Label, ...]:
 
 def _mesh_problems(spec: Spec, changes: Changes) -> Iterator[Diagnostic]:
     ranks, parallel = spec.cluster.ranks, spec.parallel
-    dp, sharers = number_of(parallel.dp), stated_sharers(spec)
-    if ranks % sharers.ranks == 0 and dp is not None and dp * sharers.ranks != ranks:
-        others = [f"{word} = {n}" for word, n in (("cp", sharers.cp), ("tp", sharers.tp)) if n > 1]
+    dp, sharing = number_of(parallel.dp), sharing_degrees(spec)
+    if ranks % sharing.sharers == 0 and dp is not None and dp * sharing.sharers != ranks:
+        others = [f"{word} = {n}" for word, n in (("cp", sharing.cp), ("tp", sharing.tp)) if n > 1]
         degrees = ", ".join((f"dp = {dp}", *(others or ["and every other dense degree is 1"])))
         yield diagnose(
             "MOE0310",
             parallel.span("dp"),
             f"{degrees}, but the cluster has {ranks} ranks",
-            labels=cluster_label(spec) + _sharer_labels(spec, "cp", "tp"),
-            help=_advice(changes, "dp") + ("" if changes_sharers(changes) else ", or leave `dp` out"),
+            labels=cluster_label(spec) + _degree_labels(spec, "cp", "tp"),
+            help=_advice(changes, "dp") + ("" if changes_sharing(changes) else ", or leave `dp` out"),
         )
-    if ranks % sharers.tp:
-        yield not_whole(spec, parallel.span("tp"), sharers.tp, written(changes))
-    elif ranks % sharers.ranks:
-        yield not_whole(spec, parallel.span("cp"), sharers.cp, written(changes), sharers.tp, _sharer_labels(spec, "tp"))
+    if ranks % sharing.tp:
+        yield not_whole(spec, parallel.span("tp"), sharing.tp, written(changes))
+    elif ranks % sharing.sharers:
+        yield not_whole(spec, parallel.span("cp"), sharing.cp, written(changes), sharing.tp, _degree_labels(spec, "tp"))
 
 
 def _batch_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
-    train, sharers = spec.train, sharers_of(spec)
+    train, sharers = spec.train, sharing_degrees(spec).sharers
     if train is None or spec.cluster.ranks % sharers:
         return []
     dp = spec.cluster.ranks // sharers
@@ -109,41 +103,41 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
                 spec.train.span("batch"), f"{sequences} {_sequences(spec)} per data-parallel rank, of {dp}"
             ),
             help=_advice(changes, "microbatches")
-            + ("" if changes_sharers(changes) else f" or `batch = {batch_that_fits}`"),
+            + ("" if changes_sharing(changes) else f" or `batch = {batch_that_fits}`"),
         )
     ]
 
 
 def _width_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
     """Diagnostics for heads, hidden widths and slots that `tp` or `cp` does not divide; each declaration once."""
-    sharers = stated_sharers(spec)
-    if sharers.ranks == 1 or not spec.has_model:
+    sharing = sharing_degrees(spec)
+    if sharing.sharers == 1 or not spec.has_model:
         return []
     broken: dict[tuple[int, str], tuple[Node, str, int]] = {}
     for layer in {id(layer): layer for layer in spec.model.layers}.values():
         for node, name, size in divided(layer):
-            if undivided(sharers, name, size):
+            if undivided(sharing, name, size):
                 broken[id(node), name] = (node, name, size)
     advice = written(changes) if broken else ""
     if len({(node.span(name), size) for node, name, size in broken.values()}) == 1 and len(changes) == 1:
-        advice += _wider(spec, *next(iter(broken.values())), sharers)
+        advice += _wider(spec, *next(iter(broken.values())), sharing)
     problems = []
     for node, name, size in broken.values():
         noun = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
         labels = labelled(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{noun}")
-        word = undivided(sharers, name, size)
-        beside = sharers.tp if word == "cp" else 1
-        labels += _sharer_labels(spec, "tp") if word == "cp" else ()
-        message = f"{quotient(size, getattr(sharers, word), beside)} is not whole"
+        word = undivided(sharing, name, size)
+        beside = sharing.tp if word == "cp" else 1
+        labels += _degree_labels(spec, "tp") if word == "cp" else ()
+        message = f"{quotient(size, getattr(sharing, word), beside)} is not whole"
         problems.append(diagnose("MOE0318", spec.parallel.span(word), message, labels=labels, help=advice))
     return list(dict.fromkeys(problems))
 
 
-def _wider(spec: Spec, node: Node, name: str, size: int, sharers: Sharers) -> str:
+def _wider(spec: Spec, node: Node, name: str, size: int, sharing: SharingDegrees) -> str:
     """A second advice for a single size: the next size that is divided, if ranks and the other rules allow it."""
-    pieces = sharers.tp if name == "hidden" else sharers.ranks
+    pieces = sharing.tp if name == "hidden" else sharing.sharers
     wider = -(-size // pieces) * pieces
-    if spec.cluster.ranks % sharers.ranks:
+    if spec.cluster.ranks % sharing.sharers:
         return ""
     if isinstance(node, Attention):
         refused = attention(node.replace(**{name: wider}), spec.model.dim, None)
@@ -157,7 +151,7 @@ def _sequence_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
     if pieces == 1 or not spec.has_model:
         return []
     train, patches = spec.train, spec.model.length
-    labels = _sharer_labels(spec, "cp", "tp") if pieces == sharers_of(spec) else _sharer_labels(spec, "cp")
+    labels = _degree_labels(spec, "cp", "tp") if pieces == sharing_degrees(spec).sharers else _degree_labels(spec, "cp")
     if patches is not None and patches % pieces:
         tokens = f"{patches} patches"
         help = f"{written(changes)}, or take patches whose number is a multiple of {pieces}"

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
+from moec.grammar.stated import data_parallel_size, sharing_degrees
 from moec.passes.degrees.degree_rules import problems_of
 from moec.passes.degrees.near_rules import near_problems
 from moec.passes.degrees.stated_degrees import (
     PlacedMixture,
     microbatches_of,
     mixtures_of,
-    number_of,
     recomputed_of,
-    sharers_of,
     stated_names,
     zero_of,
 )
@@ -71,6 +70,11 @@ class Degrees(NamedTuple):
     overlap: int = 1
     exchange: str = "linear"
     stated: frozenset[str] = frozenset()
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.cp * self.tp
 
     @property
     def ep_of(self) -> Mapping[int, int]:
@@ -139,20 +143,20 @@ def choose_degrees(spec: Spec) -> Degrees:
     one; `tp = 1`, `cp = 1`, `etp = 1`; `dp` is ranks / (`cp` * `tp`). Raises `DiagnosticError` with every rule that a
     stated degree breaks.
     """
-    ranks, parallel = spec.cluster.ranks, spec.parallel
+    ranks, sharing = spec.cluster.ranks, sharing_degrees(spec)
     mixtures = mixtures_of(spec)
     if problems := problems_of(spec, mixtures):
         raise DiagnosticError(problems)
     degrees = Degrees(
         ranks=ranks,
-        dp=number_of(parallel.dp) or ranks // sharers_of(spec),
-        cp=number_of(parallel.cp) or 1,
-        tp=number_of(parallel.tp) or 1,
+        dp=data_parallel_size(spec),
+        cp=sharing.cp,
+        tp=sharing.tp,
         experts=_experts(ranks, mixtures),
         zero=zero_of(spec),
-        recompute=tuple(recomputed_of(spec)),
+        recompute=recomputed_of(spec),
         microbatches=microbatches_of(spec),
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=spec.parallel.sequence_parallel,
         stated=stated_names(spec),
     )
     degrees.require_near(spec)
@@ -166,7 +170,7 @@ def _experts(ranks: int, mixtures: list[PlacedMixture]) -> tuple[ExpertDegrees, 
     layers: dict[tuple[int, int], list[int]] = {}
     by_default: set[tuple[int, int]] = set()
     for mixture in mixtures:
-        pair = mixture.ep.degree if mixture.ep else default, mixture.etp.degree if mixture.etp else 1
+        pair = mixture.ep.value if mixture.ep else default, mixture.etp.value if mixture.etp else 1
         layers.setdefault(pair, []).extend(mixture.layers)
         by_default |= set() if mixture.ep else {pair}
     degrees = (
@@ -179,5 +183,5 @@ def _experts(ranks: int, mixtures: list[PlacedMixture]) -> tuple[ExpertDegrees, 
 def _largest_ep(ranks: int, mixtures: list[PlacedMixture]) -> int:
     if not mixtures:
         return 1
-    per_slice = (ranks // (mixture.etp.degree if mixture.etp else 1) for mixture in mixtures)
+    per_slice = (ranks // (mixture.etp.value if mixture.etp else 1) for mixture in mixtures)
     return math.gcd(*per_slice, *(count for mixture in mixtures for count in mixture.moe.counts))

@@ -10,10 +10,11 @@ from moec.grammar.checking.mixture_rules import mixture
 from moec.grammar.diagnostics import Diagnostic, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Activated, Experts, Moe, Spec
+from moec.grammar.stated import Stated, stated_of_layers
 from moec.passes.degrees.expert_slices import sliced_experts
 from moec.passes.degrees.fitting_expert_degrees import FittingExpertDegrees, fits_alone, nearest_divisor
 from moec.passes.degrees.labels import labelled, not_whole
-from moec.passes.degrees.stated_degrees import PlacedMixture, Stated, stated_of_layers
+from moec.passes.degrees.stated_degrees import PlacedMixture
 
 
 def expert_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingExpertDegrees) -> list[Diagnostic]:
@@ -30,19 +31,19 @@ def expert_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingE
 def _rank_problems(spec: Spec, word: Literal["ep", "etp"], fitting: FittingExpertDegrees) -> Iterator[Diagnostic]:
     """Degrees that do not divide the ranks, also of layers without a mixture."""
     for _, stated in stated_of_layers(spec, word):
-        if spec.cluster.ranks % stated.degree:
+        if spec.cluster.ranks % stated.value:
             degree = getattr(fitting, word).get(stated) or nearest_divisor(spec.cluster.ranks, stated)
-            yield not_whole(spec, stated.span, stated.degree, f"set `{word} = {degree}`")
+            yield not_whole(spec, stated.span, stated.value, f"set `{word} = {degree}`")
 
 
 def _product_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingExpertDegrees) -> Iterator[Diagnostic]:
     """Degrees of one layer that divide all that they must, and whose product does not divide the ranks."""
     for ep, etp in dict.fromkeys((m.ep, m.etp) for m in mixtures):
-        if ep is None or etp is None or spec.cluster.ranks % (ep.degree * etp.degree) == 0:
+        if ep is None or etp is None or spec.cluster.ranks % (ep.value * etp.value) == 0:
             continue
         if fits_alone(spec, mixtures, "ep", ep) and fits_alone(spec, mixtures, "etp", etp):
-            label = labelled(etp.span, f"etp = {etp.degree}")
-            yield not_whole(spec, ep.span, ep.degree, f"set `ep = {fitting.ep[ep]}`", etp.degree, label)
+            label = labelled(etp.span, f"etp = {etp.value}")
+            yield not_whole(spec, ep.span, ep.value, f"set `ep = {fitting.ep[ep]}`", etp.value, label)
 
 
 def _count_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingExpertDegrees) -> list[Diagnostic]:
@@ -51,7 +52,7 @@ def _count_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingE
     for moe, stated, _, layers in mixtures:
         if stated is None:
             continue
-        count, ep = moe.num_experts, stated.degree
+        count, ep = moe.num_experts, stated.value
         if count % ep == 0:
             problems += _part_problems(moe, stated, fitting.ep[stated])
             continue
@@ -79,11 +80,11 @@ def _more_experts(spec: Spec, mixtures: list[PlacedMixture], moe: Moe) -> int | 
 def _part_problems(moe: Moe, stated: Stated, fitting: int) -> Iterator[Diagnostic]:
     """A diagnostic for each part of the experts that `ep` does not divide: all ranks have equally many of each part."""
     for part in moe.parts:
-        if part.count % stated.degree:
+        if part.count % stated.value:
             yield diagnose(
                 "MOE0355",
                 stated.span,
-                f"{part.count} / {stated.degree} leaves {part.count % stated.degree} experts over",
+                f"{part.count} / {stated.value} leaves {part.count % stated.value} experts over",
                 labels=labelled(part.span(), f"{part.count} experts of this kind"),
                 help=f"set `ep = {fitting}`, or give other numbers of experts",
             )
@@ -94,7 +95,7 @@ def _width_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingE
     broken: dict[Stated, dict[int, Activated]] = {}
     for moe, _, etp, _ in mixtures:
         if etp is not None:
-            wrong = (body for body in sliced_experts(spec, moe) if body.hidden % etp.degree)
+            wrong = (body for body in sliced_experts(spec, moe) if body.hidden % etp.value)
             broken.setdefault(etp, {}).update((id(body), body) for body in wrong)
     for etp, bodies in broken.items():
         for body in bodies.values():
@@ -102,7 +103,7 @@ def _width_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingE
             yield diagnose(
                 "MOE0318",
                 etp.span,
-                f"{body.hidden} / {etp.degree} is not whole",
+                f"{body.hidden} / {etp.value} is not whole",
                 labels=labelled(body.span("hidden") or body.span(), f"each expert is {body.hidden} wide"),
                 help=f"set `etp = {fitting.etp[etp]}`" + (f" or `hidden = {wider}`" if wider else ""),
             )
@@ -116,11 +117,11 @@ def _wider(spec: Spec, mixtures: list[PlacedMixture], body: Activated) -> int:
 
 
 def _next_multiple(size: int, degrees: list[Stated | None]) -> int:
-    multiple = math.lcm(*(stated.degree for stated in degrees if stated is not None))
+    multiple = math.lcm(*(stated.value for stated in degrees if stated is not None))
     return -(-size // multiple) * multiple
 
 
 def _divide_ranks(spec: Spec, mixtures: list[PlacedMixture]) -> bool:
     """Whether the product of the degrees of each mixture divides the ranks."""
-    products = (math.prod(stated.degree for stated in (m.ep, m.etp) if stated is not None) for m in mixtures)
+    products = (math.prod(stated.value for stated in (m.ep, m.etp) if stated is not None) for m in mixtures)
     return all(spec.cluster.ranks % product == 0 for product in products)

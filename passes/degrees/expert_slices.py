@@ -23,7 +23,7 @@ def whole_experts(spec: Spec, mixtures: list[PlacedMixture]) -> dict[str, list[i
     """The layers with an `etp` above 1 that does not cut all of their experts, by the word of the kind or the gate."""
     layers: dict[str, list[int]] = {}
     for moe, _, etp, numbers in mixtures:
-        if etp is None or etp.degree == 1:
+        if etp is None or etp.value == 1:
             continue
         if isinstance(moe.gate, Soft | Smear):
             words = {moe.gate.word}

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from moec.grammar.spec import Conv, Layer, Soft, Spec
 from moec.grammar.spec.base import Node
+from moec.grammar.stated import SharingDegrees, number_of, sharing_degrees
 from moec.passes.degrees.sequence_cuts import sequence_pieces
-from moec.passes.degrees.stated_degrees import Sharers, divisors, number_of, stated_sharers
+from moec.passes.degrees.stated_degrees import divisors
 
 Changes = Mapping[str, int]
 """New values of `tp`, `cp`, `dp`, `microbatches`, `batch` and `sequence`, by name."""
@@ -24,28 +25,28 @@ def dense_changes(spec: Spec) -> Changes:
     Stated `cp` and `tp` stay if their product divides the ranks, and they divide the sizes that they shard. Otherwise
     the nearest such degrees replace them, if possible some with which the batch stays.
     """
-    stated = stated_sharers(spec)
+    stated = sharing_degrees(spec)
     if _can_stay(spec, stated):
         return _further_changes(spec, stated)
     candidates = (divisors(spec.cluster.ranks) if degree > 1 else [1] for degree in stated)
     fitting = [
-        sharers
-        for sharers in itertools.starmap(Sharers, itertools.product(*candidates))
-        if _fits(spec, sharers) and not _sequence_remainder(spec, sharers)
+        sharing
+        for sharing in itertools.starmap(SharingDegrees, itertools.product(*candidates))
+        if _fits(spec, sharing) and not _sequence_remainder(spec, sharing)
     ]
-    best = min(fitting, key=lambda sharers: _distance(spec, stated, sharers))
+    best = min(fitting, key=lambda sharing: _distance(spec, stated, sharing))
     changes = {name: getattr(best, name) for name in ("tp", "cp") if getattr(best, name) != getattr(stated, name)}
     return {**changes, **_further_changes(spec, best)}
 
 
-def _distance(spec: Spec, stated: Sharers, sharers: Sharers) -> tuple[float, ...]:
+def _distance(spec: Spec, stated: SharingDegrees, sharing: SharingDegrees) -> tuple[float, ...]:
     """Orders degrees: those with which the batch stays first, then by ratio to the stated ones, then by changes."""
-    ratios = [ratio(new, old) for new, old in zip(sharers, stated, strict=True)]
-    changed = sum(new != old for new, old in zip(sharers, stated, strict=True))
-    return "batch" in _further_changes(spec, sharers), math.prod(ratios), changed, ratios[1], sharers.cp, sharers.tp
+    ratios = [ratio(new, old) for new, old in zip(sharing, stated, strict=True)]
+    changed = sum(new != old for new, old in zip(sharing, stated, strict=True))
+    return "batch" in _further_changes(spec, sharing), math.prod(ratios), changed, ratios[1], sharing.cp, sharing.tp
 
 
-def changes_sharers(changes: Changes) -> bool:
+def changes_sharing(changes: Changes) -> bool:
     """Whether `tp` or `cp` changes, on which the other changes depend."""
     return "tp" in changes or "cp" in changes
 
@@ -71,13 +72,13 @@ def divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
             yield body, "hidden", hidden
 
 
-def undivided(sharers: Sharers, name: str, size: int) -> str:
+def undivided(sharing: SharingDegrees, name: str, size: int) -> str:
     """The degree that does not divide this size, `tp` or `cp`; empty if both fit.
 
     `tp` cuts heads and hidden widths. In attention both cut the heads, and in a soft mixture the slots of a sequence:
     ranks that share it have different ones. Ranks repeat kv heads of which they are a multiple.
     """
-    for name_of_degree, pieces in (("tp", sharers.tp), ("cp", sharers.ranks)):
+    for name_of_degree, pieces in (("tp", sharing.tp), ("cp", sharing.sharers)):
         if name == "hidden" and name_of_degree == "cp":
             continue
         if size % pieces and not (name == "kv_heads" and pieces % size == 0):
@@ -90,46 +91,46 @@ def ratio(a: int, b: int) -> float:
     return max(a, b) / min(a, b)
 
 
-def _fits(spec: Spec, sharers: Sharers) -> bool:
+def _fits(spec: Spec, sharing: SharingDegrees) -> bool:
     """Whether the degrees divide ranks and sizes: of layers, and the tokens of an image if they cut them."""
-    if spec.cluster.ranks % sharers.ranks:
+    if spec.cluster.ranks % sharing.sharers:
         return False
     if not spec.has_model:
         return True
-    if spec.model.length is not None and spec.model.length % sequence_pieces(spec, sharers):
+    if spec.model.length is not None and spec.model.length % sequence_pieces(spec, sharing):
         return False
     layers = {id(layer): layer for layer in spec.model.layers}.values()
     sizes = {(name, size) for layer in layers for _, name, size in divided(layer)}
-    return not any(undivided(sharers, name, size) for name, size in sizes)
+    return not any(undivided(sharing, name, size) for name, size in sizes)
 
 
-def _can_stay(spec: Spec, sharers: Sharers) -> bool:
+def _can_stay(spec: Spec, sharing: SharingDegrees) -> bool:
     """Whether degrees divide ranks and sizes, and some sequence within the context has as many equal pieces."""
-    fits = _fits(spec, sharers)
-    return fits and (not _sequence_remainder(spec, sharers) or _sequence_for(spec, sharers) > 0)
+    fits = _fits(spec, sharing)
+    return fits and (not _sequence_remainder(spec, sharing) or _sequence_for(spec, sharing) > 0)
 
 
-def _sequence_remainder(spec: Spec, sharers: Sharers) -> int:
+def _sequence_remainder(spec: Spec, sharing: SharingDegrees) -> int:
     """The tokens of `train.sequence` that are left over when ranks cut it."""
     train = spec.train
     if train is None or train.sequence is None or not spec.has_model or spec.model.length is not None:
         return 0
-    return train.sequence % sequence_pieces(spec, sharers)
+    return train.sequence % sequence_pieces(spec, sharing)
 
 
-def _sequence_for(spec: Spec, sharers: Sharers) -> int:
+def _sequence_for(spec: Spec, sharing: SharingDegrees) -> int:
     """The next length that has equal pieces: a longer one, or a shorter one if the context ends before; 0 for none."""
     assert spec.train is not None
     assert spec.train.sequence is not None
-    pieces = sequence_pieces(spec, sharers)
+    pieces = sequence_pieces(spec, sharing)
     longer = -(-spec.train.sequence // pieces) * pieces
     context = spec.model.context
     return longer if context is None or longer <= context else longer - pieces
 
 
-def _further_changes(spec: Spec, sharers: Sharers) -> dict[str, int]:
+def _further_changes(spec: Spec, sharing: SharingDegrees) -> dict[str, int]:
     """The further changes that these degrees, which divide the ranks, need."""
-    parallel, train, dp = spec.parallel, spec.train, spec.cluster.ranks // sharers.ranks
+    parallel, train, dp = spec.parallel, spec.train, spec.cluster.ranks // sharing.sharers
     changes = {}
     if number_of(parallel.dp) not in (None, dp):
         changes["dp"] = dp
@@ -140,6 +141,6 @@ def _further_changes(spec: Spec, sharers: Sharers) -> dict[str, int]:
         changes["batch"] = -(-train.batch // (dp * parts)) * dp * parts
     elif train.batch // dp % parts:
         changes["microbatches"] = max(d for d in divisors(train.batch // dp) if d < parts)
-    if _sequence_remainder(spec, sharers):
-        changes["sequence"] = _sequence_for(spec, sharers)
+    if _sequence_remainder(spec, sharing):
+        changes["sequence"] = _sequence_for(spec, sharing)
     return changes

@@ -21,7 +21,7 @@ def near_problems(spec: Spec, degrees: Degrees) -> list[Diagnostic]:
         if moe is not None and isinstance(moe.gate, Topology):
             ep, etp = experts_of[number].ep, experts_of[number].etp
             problems += _unknown(spec, moe.gate)
-            problems += _far(spec, moe, moe.gate, near_experts(spec, moe, degrees.cp * degrees.tp, ep, etp))
+            problems += _far(spec, moe, moe.gate, num_near_experts(spec, moe, degrees.sharers, ep, etp))
     return list(dict.fromkeys(problems))
 
 
@@ -50,7 +50,7 @@ def _far(spec: Spec, moe: Moe, gate: Topology, near: int) -> Iterator[Diagnostic
         )
 
 
-def near_experts(spec: Spec, moe: Moe, sharers: int, ep: int, etp: int) -> int:
+def num_near_experts(spec: Spec, moe: Moe, sharers: int, ep: int, etp: int) -> int:
     """The fewest experts that a token finds in its own node."""
     return min(near_parts(spec.cluster.ranks, ranks_of_node(spec), sharers, ep, etp)) * moe.num_experts // ep
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Parallel, Spec
+from moec.grammar.stated import Stated, number_of, stated_by_layer
 
 if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute
@@ -16,61 +15,10 @@ WORDS = ("dp", "tp", "cp", "ep", "etp", "zero", "recompute", "microbatches", "se
 """The words of `parallel` that are degrees."""
 
 
-class Stated(NamedTuple):
-    """An `ep` or `etp` that the file states, and its span."""
-
-    degree: int
-    span: Span | None
-
-
-class Sharers(NamedTuple):
-    """The degrees whose ranks share each sequence."""
-
-    cp: int
-    tp: int
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self.cp * self.tp
-
-
-def number_of(degree: object) -> int | None:
-    """A degree that the file states, or None; lists and `auto` were rejected earlier."""
-    assert degree is None or isinstance(degree, int)
-    return degree
-
-
 def zero_of(spec: Spec) -> int:
     """The stage of ZeRO that the file states, 0 to 3; `auto` was rejected earlier."""
     assert isinstance(spec.parallel.zero, int)
     return spec.parallel.zero
-
-
-def data_parallel_size(spec: Spec) -> int:
-    """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
-    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // sharers_of(spec))
-
-
-def stated_sharers(spec: Spec) -> Sharers:
-    """`cp` and `tp`, stated or 1."""
-    return Sharers(number_of(spec.parallel.cp) or 1, number_of(spec.parallel.tp) or 1)
-
-
-def sharers_of(spec: Spec) -> int:
-    """Number of ranks that share a sequence: `cp` * `tp`."""
-    return stated_sharers(spec).ranks
-
-
-def stated_of_layers(spec: Spec, word: Literal["ep", "etp"]) -> list[tuple[Iterable[int], Stated]]:
-    """Every stated `ep` or `etp` with its layers; for a layer with several, the last one counts."""
-    all_layers, parallel = range(spec.subject.depth), spec.parallel
-    blocks = [(all_layers, parallel), *((block.layers or all_layers, block) for block in parallel.layers)]
-    return [
-        (layers, Stated(degree, block.span(word)))
-        for layers, block in blocks
-        if (degree := number_of(getattr(block, word))) is not None
-    ]
 
 
 def stated_names(spec: Spec) -> frozenset[str]:
@@ -89,22 +37,13 @@ def microbatches_of(spec: Spec) -> int:
     return number_of(spec.parallel.microbatches) or 1
 
 
-def recomputed_of(spec: Spec) -> list[Recompute]:
-    """The part of each layer that backward computes again; for a layer with several words, the last one counts.
-
-    `experts` concerns the layers with a mixture; the others recompute nothing.
-    """
-    mixtures, parallel = spec.subject.mixtures, spec.parallel
-    words: list[Recompute] = ["none"] * len(mixtures)
-    all_layers = range(len(mixtures))
-    blocks = [(block.layers or all_layers, block.recompute) for block in parallel.layers]
-    for layers, word in ((all_layers, parallel.recompute), *blocks):
-        assert word != "auto", "rejected earlier"
-        if word is None:
-            continue
-        for number in layers:
-            words[number] = "none" if word == "experts" and mixtures[number] is None else word
-    return words
+def recomputed_of(spec: Spec) -> tuple[Recompute, ...]:
+    """The part of each layer that backward computes again: `experts` of the layers with a mixture, else nothing."""
+    words = stated_by_layer(spec, "recompute")
+    return tuple(
+        "none" if moe is None and words[number].value == "experts" else words[number].value
+        for number, moe in enumerate(spec.subject.mixtures)
+    )
 
 
 class PlacedMixture(NamedTuple):
@@ -118,17 +57,13 @@ class PlacedMixture(NamedTuple):
 
 def mixtures_of(spec: Spec) -> list[PlacedMixture]:
     """Each distinct mixture with each `ep` and `etp` stated for it, in the order of the layers."""
-    ep_of, etp_of = _by_layer(spec, "ep"), _by_layer(spec, "etp")
+    ep_of, etp_of = stated_by_layer(spec, "ep"), stated_by_layer(spec, "etp")
     placed: dict[tuple[int, int, int], PlacedMixture] = {}
     for number, moe in enumerate(spec.subject.mixtures):
         if moe is not None:
             ep, etp = ep_of.get(number), etp_of.get(number)
             placed.setdefault((id(moe), id(ep), id(etp)), PlacedMixture(moe, ep, etp, [])).layers.append(number)
     return list(placed.values())
-
-
-def _by_layer(spec: Spec, word: Literal["ep", "etp"]) -> dict[int, Stated]:
-    return {number: stated for layers, stated in stated_of_layers(spec, word) for number in layers}
 
 
 def divisors(n: int) -> list[int]:

@@ -57,8 +57,8 @@ class Meshes:
         return Layout.of({axis: Shard(TOKEN_DIM_OF[axis]) for axis in self.dense.wide_axes()})
 
     @property
-    def pieces(self) -> int:
-        """The number of pieces of a sequence among which a mixture's tokens lie: one on each rank of `cp` and `tp`."""
+    def sharers(self) -> int:
+        """Number of ranks that share a sequence. Each has a piece of it in a mixture."""
         return self.dense.size("cp") * self.dense.size("tp")
 
 

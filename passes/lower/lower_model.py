@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.device_groups import with_device_groups
@@ -26,23 +27,24 @@ from moec.passes.lower.lower_pooled import Pooled
 from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
+if TYPE_CHECKING:
+    from moec.passes.degrees.degrees import Degrees
 
-def lower(
-    spec: Spec, sharers: int = 1, ep_of: Mapping[int, int] | None = None, etp_of: Mapping[int, int] | None = None
-) -> Program:
+
+def lower(spec: Spec, degrees: Degrees | None = None) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
     loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
     groups to the stated `ep`, and for the gate `topology`, whose formula has the number of ranks that share
-    a sequence and the `ep` and `etp` of its layer.
+    a sequence and the `ep` and `etp` of its layer: those of `degrees`, or 1.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for words that no pass compiles yet, so later passes never see them.
     """
     require_supported(spec)
-    spec = with_places(with_device_groups(spec), sharers, ep_of or {}, etp_of or {})
+    spec = with_places(with_device_groups(spec), degrees)
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     blocks = freeze(blocks, spec.train.frozen if spec.train else ())
     return Program(name=spec.subject.name, blocks=tuple(blocks), layers=called_layers(blocks))

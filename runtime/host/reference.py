@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moec.codegen.plan import parameters_of
 from moec.grammar.spec import Spec
+from moec.grammar.stated import data_parallel_size
 from moec.passes.degrees.degrees import choose_degrees
-from moec.passes.degrees.stated_degrees import data_parallel_size
 from moec.passes.ir import Program
 from moec.passes.lower.gates.placed_topology import depends_on_ranks
 from moec.passes.lower.lower_model import lower
@@ -71,6 +71,5 @@ class SingleProcessHostedHome(SingleProcessHome):
 
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:
     """The lowered Program of `spec`, for one process with the sequences of all ranks and micro-batches."""
-    degrees = choose_degrees(spec) if depends_on_ranks(spec) else None
-    program = lower(spec, degrees.cp * degrees.tp, degrees.ep_of, degrees.etp_of) if degrees else lower(spec)
+    program = lower(spec, choose_degrees(spec) if depends_on_ranks(spec) else None)
     return replace(program, data_ranks=data_parallel_size(spec), microbatches=microbatches)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moec.grammar.spec import Patches, Spec
-from moec.passes.degrees.stated_degrees import data_parallel_size
+from moec.grammar.stated import data_parallel_size
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
 

@@ -105,7 +105,7 @@ def _location(group: str, site: str) -> str:
     return f'"{group}" in {site}' if site else f'"{group}"'
 
 
-def _exchanged(counts: Tensor, group: str, site: str, layer: Layer) -> tuple[Tensor, _Totals]:
+def _exchanged_counts(counts: Tensor, group: str, site: str, layer: Layer) -> tuple[Tensor, _Totals]:
     sent = counts.reshape(resolve(group).size(), -1)
     received = torch.empty_like(sent)
     with collective("exchange_counts", group, site, layer) as peers:
@@ -123,7 +123,7 @@ def _gathered_counts(counts: Tensor, group: str, site: str, layer: Layer) -> tup
 
 
 def _exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = None) -> tuple[Tensor, Tensor]:
-    received, totals = _exchanged(counts, group, site, layer)
+    received, totals = _exchanged_counts(counts, group, site, layer)
     (splits,) = _splits([totals], located(site, layer))
     return received, splits
 
@@ -137,7 +137,7 @@ def _gather_counts(counts: Tensor, group: str, site: str = "", layer: Layer = No
 def _exchange_and_gather_counts(
     counts: Tensor, group: str, gather_group: str, site: str = "", layer: Layer = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    received, to_experts = _exchanged(counts, group, site, layer)
+    received, to_experts = _exchanged_counts(counts, group, site, layer)
     gathered, to_all = _gathered_counts(received, gather_group, site, layer)
     splits, all_splits = _splits([to_experts, to_all], located(site, layer))
     return received, gathered, splits, all_splits
@@ -209,7 +209,7 @@ def _check_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer:
     check(rows.dim() >= 1, lambda: "moec: rows must be [R, ...], not a scalar")
 
 
-def _check_exchanged(
+def _check_exchanged_rows(
     rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
 ) -> None:
     _check_rows(rows, splits, group)
@@ -219,7 +219,7 @@ def _fake_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: 
     return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
 
 
-def _fake_exchanged(
+def _fake_exchanged_rows(
     rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
 ) -> Tensor:
     return _fake_rows(rows, splits, group)
@@ -258,8 +258,8 @@ def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: s
 
 all_to_all = define_conversion(
     o.AllToAll,
-    fake=_fake_exchanged,
-    check=_check_exchanged,
+    fake=_fake_exchanged_rows,
+    check=_check_exchanged_rows,
     kernel=_all_to_all,
 )
 """Send rows to peers, as many to each as `splits` (of `exchange_counts`) says, and receive theirs, source by source.

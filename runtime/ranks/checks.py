@@ -128,21 +128,21 @@ class Checks:
 class JobChecks(Checks):
     """Checks of all ranks of a job, by a collective over the job's group for CPU tensors.
 
-    `sharers`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
+    `sharing_ranks`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
     """
 
     def __init__(
-        self, mode: str, job: str, rank: int, world_size: int, sharers: Sequence[int], place: Callable[[], str]
+        self, mode: str, job: str, rank: int, world_size: int, sharing_ranks: Sequence[int], place: Callable[[], str]
     ) -> None:
         super().__init__(mode, place)
-        self._job, self._world_size, self._sharers = job, world_size, tuple(sharers)
-        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharers)
+        self._job, self._world_size, self._sharing_ranks = job, world_size, tuple(sharing_ranks)
+        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharing_ranks)
         self.compares = world_size > 1
 
     def _agree(self, report: _Report, inputs: SharedInputs | None, counts: Sequence[int]) -> list[int]:
         if not self.compares:
             return super()._agree(report, inputs, counts)
-        report = replace(report, first=self._sharers[0], inputs=self._fingerprint(inputs, report.complaint))
+        report = replace(report, first=self._sharing_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
         among_all, in_group = self._factors
         products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
         assert len(counts) <= MOST_COUNTS, f"{report.site} sends {len(counts)} counts"
@@ -156,7 +156,7 @@ class JobChecks(Checks):
         return totals[: len(counts)]
 
     def _fingerprint(self, inputs: SharedInputs | None, complaint: Complaint | None) -> int:
-        if inputs is None or complaint is not None or len(self._sharers) == 1:
+        if inputs is None or complaint is not None or len(self._sharing_ranks) == 1:
             return 0
         return fingerprint(inputs.tensors, values=inputs.reads_values)
 

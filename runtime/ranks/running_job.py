@@ -83,8 +83,8 @@ class RunningJob:
             require_world_size(self.plan, self.world_size)
             self._require_device()
             self.data_rank = self.plan.data_rank(self.rank)
-            sharers = self.plan.sharers_of(self.rank)
-            self.checks = JobChecks(self.checks.mode, self.number, self.rank, self.world_size, sharers, self._place)
+            sharing_ranks, place = self.plan.sharing_ranks(self.rank), self._place
+            self.checks = JobChecks(self.checks.mode, self.number, self.rank, self.world_size, sharing_ranks, place)
             stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
             self._meshes = device_meshes(self.plan.meshes, self.device_type)
             stack.callback(forget_meshes, self._meshes.values())

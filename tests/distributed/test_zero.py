@@ -143,6 +143,24 @@ def test_weights_that_are_loaded_between_passes_are_those_of_the_next_pass(gloo:
     assert "MOE0722" in found[3][1]
 
 
+def gradients_after_inference(zero: int) -> float:
+    """The error of the gradients of a step whose first forward pass is in inference mode."""
+    with moec.launch(moe_plan(ranks=2, ep=1, zero=zero), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=1)
+        tokens, labels = contract.mine(job, *contract.batch())
+        model._open_step.keeps_weights = True
+        with torch.inference_mode():
+            model(tokens)
+        for each in (model, other):
+            each(tokens, labels).loss.backward()
+        return contract.distance(gradients_of(model), gradients_of(other))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_weights_that_inference_mode_has_gathered_serve_no_later_pass(gloo: GlooPool, zero: int):
+    assert gloo.run(2, gradients_after_inference, zero, initialize=False) == [0, 0]
+
+
 def words_of_late_backward(options: dict[str, Any]) -> dict[str, str]:
     """What backward says after each change of the parameters since its forward pass."""
     words = {}

@@ -68,14 +68,15 @@ def _loss(
     return loss
 
 
-def _penalties(op: o.TopologyLoss, like: Tensor, ranks: Tensor) -> Tensor:
+def _penalties(op: o.TopologyLoss, like: Tensor, data_ranks: Tensor) -> Tensor:
     """Seconds per byte from each data rank to each expert [data ranks, E], over their mean over experts."""
-    sharers, holders = _places(op, ranks)
+    ranks = _ranks_of_tokens(op, data_ranks)
+    experts_on = _ranks_of_experts(op, ranks)
     local_seconds, *level_seconds = (op.bandwidths[0] / bandwidth for bandwidth in op.bandwidths)
-    zeros = aten.mul.Tensor(aten.zeros_like.default(holders), aten.new_zeros.default(like, []))
+    zeros = aten.mul.Tensor(aten.zeros_like.default(experts_on), aten.new_zeros.default(like, []))
     seconds = aten.add.Scalar(zeros, local_seconds)
     for size, level_second in zip(_inside_of_levels(op), level_seconds, strict=True):
-        crosses_level = aten.ne.Tensor(_floor_divided(sharers, size), _floor_divided(holders, size))
+        crosses_level = aten.ne.Tensor(_floor_divided(ranks, size), _floor_divided(experts_on, size))
         seconds = aten.where.ScalarSelf(crosses_level, level_second, seconds)
     mean = aten.mean.dim(seconds, [1])
     penalties: Tensor = aten.div.Tensor(mean, aten.mean.dim(mean, [-1], True))
@@ -136,24 +137,35 @@ def _chosen_near(op: o.ChooseNear, groups: int, scores: Tensor, kept: Tensor, ra
 # ---- where ranks and experts are -----------------------------------------------------------------------
 
 
-def _places(op: Placed, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranks of each data rank [data ranks, sharers, 1], and the rank that holds each expert for each of them
-    [data ranks, sharers, E]."""
-    first_ranks = aten.mul.Scalar(aten.unsqueeze.default(ranks, -1), op.sharers)
-    sharers = aten.unsqueeze.default(aten.add.Tensor(first_ranks, _numbers(ranks, op.sharers)), -1)
-    offsets = [_floor_divided(aten.mul.Scalar(_numbers(ranks, n), op.ep), n) for n in op.parts]
-    distances = aten.mul.Scalar(aten.cat.default(offsets), op.etp)
-    ranks_of_experts = op.ep * op.etp
-    group_starts = aten.mul.Scalar(_floor_divided(sharers, ranks_of_experts), ranks_of_experts)
-    first_holders = aten.add.Tensor(group_starts, aten.remainder.Scalar(sharers, op.etp))
-    return sharers, aten.add.Tensor(first_holders, distances)
+def _ranks_of_tokens(op: Placed, data_ranks: Tensor) -> Tensor:
+    """The ranks that share the sequences of each data rank: `data_rank · sharers` and the next ones,
+    [data ranks, sharers, 1]."""
+    first = aten.mul.Scalar(aten.unsqueeze.default(data_ranks, -1), op.sharers)
+    ranks: Tensor = aten.unsqueeze.default(aten.add.Tensor(first, _numbers(data_ranks, op.sharers)), -1)
+    return ranks
 
 
-def _near(op: Placed, ranks: Tensor) -> Tensor:
+def _ranks_of_experts(op: Placed, ranks: Tensor) -> Tensor:
+    """The rank to which each of `ranks` sends the tokens of each expert, [data ranks, sharers, E].
+
+    The `ep` group of rank r is `ep` ranks, `etp` apart, from `⌊r / (ep · etp)⌋ · ep · etp + r mod etp` on. The i-th of
+    them has the i-th of `ep` equal pieces of each part of the experts.
+    """
+    places = aten.cat.default([_floor_divided(aten.mul.Scalar(_numbers(ranks, n), op.ep), n) for n in op.parts])
+    distances = aten.mul.Scalar(places, op.etp)
+    size = op.ep * op.etp
+    first = aten.mul.Scalar(_floor_divided(ranks, size), size)
+    first = aten.add.Tensor(first, aten.remainder.Scalar(ranks, op.etp))
+    experts_on: Tensor = aten.add.Tensor(first, distances)
+    return experts_on
+
+
+def _near(op: Placed, data_ranks: Tensor) -> Tensor:
     """Whether each expert is in the node of all ranks of a data rank [data ranks, E]."""
-    sharers, holders = _places(op, ranks)
+    ranks = _ranks_of_tokens(op, data_ranks)
+    experts_on = _ranks_of_experts(op, ranks)
     *_, node = _inside_of_levels(op)
-    near: Tensor = aten.all.dim(aten.eq.Tensor(_floor_divided(sharers, node), _floor_divided(holders, node)), 1)
+    near: Tensor = aten.all.dim(aten.eq.Tensor(_floor_divided(ranks, node), _floor_divided(experts_on, node)), 1)
     return near
 
 

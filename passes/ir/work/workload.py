@@ -72,7 +72,7 @@ class Workload:
         meshes = program.meshes_of(block) if program.meshes else Meshes(NO_MESH)
         dense = meshes.dense
         sizes: dict[str, float] = {"batch": self.batch, "sequence": self.sequence}
-        sizes |= {"pieces": meshes.pieces, "data_ranks": _data_ranks(program), "sources": dense.ranks}
+        sizes |= {"pieces": meshes.sharers, "data_ranks": _data_ranks(program), "sources": dense.ranks}
         bound = replace(self, meshes=meshes, sizes=sizes, frozen=block.frozen)
         for op in block.ops:
             for symbol, size in op.binds(block.operands(op), bound).items():

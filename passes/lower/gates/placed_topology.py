@@ -2,10 +2,12 @@
 
 # Annotations are evaluated where they stand, with no `from __future__`: nodes read them.
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moec.grammar.spec import Layer, Moe, Spec, Topology
+
+if TYPE_CHECKING:
+    from moec.passes.degrees.degrees import Degrees
 
 
 class PlacedTopology(Topology):
@@ -30,18 +32,17 @@ def depends_on_ranks(spec: Spec) -> bool:
     return any(moe is not None and isinstance(moe.gate, Topology) for moe in spec.subject.mixtures)
 
 
-def with_places(spec: Spec, sharers: int, ep_of: Mapping[int, int], etp_of: Mapping[int, int]) -> Spec:
+def with_places(spec: Spec, degrees: "Degrees | None") -> Spec:
     """The Spec whose gates `topology` are all placed: layers with another `ep` or `etp` become layers of their own.
 
-    `sharers` ranks share a sequence. `ep_of` and `etp_of` give the degrees of layers, 1 for those that they lack.
+    Without `degrees` each data-parallel rank is one rank, which has all experts.
     """
     if not depends_on_ranks(spec):
         return spec
+    sharers, ep_of, etp_of = (degrees.sharers, degrees.ep_of, degrees.etp_of) if degrees else (1, {}, {})
     if not spec.has_model:
-        subject = spec.layer
-        return spec.replace(
-            layers=(subject.replace(moe=_placed(spec, subject.moe, sharers, ep_of.get(0, 1), etp_of.get(0, 1))),)
-        )
+        moe = _placed(spec, spec.layer.moe, sharers, ep_of.get(0, 1), etp_of.get(0, 1))
+        return spec.replace(layers=(spec.layer.replace(moe=moe),))
     placed_layers: dict[tuple[int, int, int], Layer] = {}
     layers = []
     for number, layer in enumerate(spec.model.layers):

@@ -131,8 +131,8 @@ def test_ranks_of_a_stage_share_the_batch_as_those_of_the_first_do():
     plan = staged(tp=2)
     assert [plan.stages_of(rank) for rank in (3, 4, 7)] == [(0,), (1,), (1,)]
     assert [plan.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
-    assert plan.sharers_of(2) == (2, 3)
-    assert plan.sharers_of(7) == (6, 7)
+    assert plan.sharing_ranks(2) == (2, 3)
+    assert plan.sharing_ranks(7) == (6, 7)
 
 
 def test_nothing_else_runs_stages_yet():

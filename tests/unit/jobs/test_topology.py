@@ -198,6 +198,17 @@ def test_options_give_exactly_these_diagnostics(options: dict[str, Any], expecte
     assert codes(**options) - {"MOE0322"} == expected
 
 
+def test_a_warning_of_equal_distances_points_at_every_degree_that_makes_them_equal() -> None:
+    def pointed(**options: Any) -> list[str]:
+        loaded = load_text(moe_text(**GATE | {"gate": "topology(2)"} | options))
+        (warning,) = (one for one in loaded.diagnostics if one.code == "MOE0328")
+        return [label.message for label in warning.labels]
+
+    assert pointed(ep=2, tp=2) == ["`ep = 2`", "`tp = 2`"]
+    assert pointed(ep=2, cp=2, tp=2, levels=FLAT) == ["`ep = 2`", "`cp = 2`", "`tp = 2`"]
+    assert pointed(ep=1, tp=2) == ["`ep = 1`"]
+
+
 def test_a_bound_beside_replay_is_refused() -> None:
     found = load_text(moe_text(ep=4, **GATE).replace("train {", "train { replay = true;")).diagnostics
     assert {one.code for one in found} == {"MOE0315", "MOE0352", "MOE0370"}

@@ -109,15 +109,15 @@ class Capacity(Op):
 
     def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
         """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
-        dp, pieces = workload.meshes.size("dp"), workload.meshes.pieces
+        dp, sharers = workload.meshes.size("dp"), workload.meshes.sharers
         groups_of = {
             "sequence": max(1, workload.batch // dp),
             "batch": 1,
             "rank": max(1, int(workload.sizes["data_ranks"]) // dp),
         }
         groups = groups_of[self.group]
-        tokens = workload.tokens // (dp * pieces * groups)
-        group_tokens = tokens * pieces * (dp if self.group == "batch" else 1)
+        tokens = workload.tokens // (dp * sharers * groups)
+        group_tokens = tokens * sharers * (dp if self.group == "batch" else 1)
         return groups, max(self.least, -(-self.parts * k * group_tokens // (self.whole * experts))), tokens
 
 

@@ -56,7 +56,7 @@ class Placed(Op):
     def require_meshes(self, meshes: Meshes) -> None:
         """Requires degrees of the meshes. Raises `LayoutError`."""
         degrees = self.sharers, self.ep, self.etp
-        mesh_degrees = meshes.pieces, meshes.size("ep"), meshes.size("etp")
+        mesh_degrees = meshes.sharers, meshes.size("ep"), meshes.size("etp")
         if degrees != mesh_degrees or math.prod(self.levels) != meshes.dense.ranks:
             raise LayoutError(f"{self.mnemonic} is of other ranks than its meshes")
 

@@ -1,0 +1,59 @@
+"""What `parallel` states: its words for layers, of which a block of `layers` may have other ones, and its degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from moec.grammar.source import Span
+from moec.grammar.spec import Spec
+
+
+class Stated(NamedTuple):
+    """A value that the file states for some layers, and its span."""
+
+    value: Any
+    span: Span | None
+
+
+class SharingDegrees(NamedTuple):
+    """The degrees whose ranks share each sequence."""
+
+    cp: int
+    tp: int
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.cp * self.tp
+
+
+def number_of(degree: object) -> int | None:
+    """A degree that the file states; None for none, and for a list or `auto`, which no pass compiles yet."""
+    return degree if isinstance(degree, int) else None
+
+
+def sharing_degrees(spec: Spec) -> SharingDegrees:
+    """`cp` and `tp`, stated or 1."""
+    return SharingDegrees(number_of(spec.parallel.cp) or 1, number_of(spec.parallel.tp) or 1)
+
+
+def data_parallel_size(spec: Spec) -> int:
+    """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
+    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // sharing_degrees(spec).sharers)
+
+
+def stated_of_layers(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> list[tuple[Sequence[int], Stated]]:
+    """Every value of `word`, in the order of the file, with its layers; for a layer with several, the last counts."""
+    all_layers, parallel = range(len(spec.model.layers if spec.has_model else spec.layers)), spec.parallel
+    blocks = [(all_layers, parallel), *((block.layers or all_layers, block) for block in parallel.layers)]
+    return [
+        (layers, Stated(value, block.span(word)))
+        for layers, block in blocks
+        if (value := getattr(block, word)) is not None
+    ]
+
+
+def stated_by_layer(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> Mapping[int, Stated]:
+    """The value of `word` that counts for each layer with one."""
+    return {number: stated for layers, stated in stated_of_layers(spec, word) for number in layers}
