@@ -180,6 +180,16 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
         return self.program.states
 
+    @cached_property
+    def owners_of_tied(self) -> Mapping[str, tuple[int, ...]]:
+        """The parameters of stages on several ranks of a pipeline, with the numbers of these ranks in it."""
+        blocks = [self.program.block(stage.forward) for stage in self.program.stages]
+        ranks: dict[str, set[int]] = {}
+        for stage, block in zip(self.program.stages, blocks, strict=True):
+            for parameter in block.parameters:
+                ranks.setdefault(parameter.name, set()).add(stage.first_rank // self.stage_size)
+        return {name: tuple(sorted(owners)) for name, owners in ranks.items() if len(owners) > 1}
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The pipeline stages of `rank`, one for all but a pipeline with `virtual` ones."""
         return self.program.stages_by_rank[rank // self.stage_size]
@@ -203,6 +213,21 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         """The axis of these ranks on the dense mesh: `cp`, `tp`, `cp_tp` for both, or `tp` for none."""
         wide = [axis for axis in ("cp", "tp") if self.meshes["dense"].size(axis) > 1]
         return "_".join(wide) or "tp"
+
+    @property
+    def pipeline(self) -> int:
+        """The number of ranks of a pipeline, each with its stages."""
+        return self.world_size // self.stage_size
+
+    @property
+    def readers(self) -> int:
+        """The number of ranks, of all stages, that read the same part of the batch."""
+        return self.sharers * self.pipeline
+
+    def reading_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks, of all stages, that read the same part of the batch as `rank`."""
+        sharing = self.sharing_ranks(rank % self.stage_size)
+        return tuple(first + other for first in range(0, self.world_size, self.stage_size) for other in sharing)
 
     def sharing_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of its stage that read the same part of the batch as `rank`."""

@@ -75,6 +75,12 @@ def layer_calls(program: Program) -> tuple[Call, ...]:
     return tuple(op for forward in forwards(program) for op in forward.ops if isinstance(op, Call))
 
 
+def stages_of_layers(program: Program) -> dict[int, int]:
+    """The stage of each layer."""
+    calls = ((stage, op) for stage, forward in enumerate(forwards(program)) for op in forward.ops)
+    return {op.layer: stage for stage, op in calls if isinstance(op, Call)}
+
+
 def has_interface(program: Program) -> None:
     """Requires the blocks that a job runs, with the inputs and outputs that it expects. Raises `InternalError`."""
     _require(FORWARD in program.block_map, "there is no block called forward")

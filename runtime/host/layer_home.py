@@ -63,7 +63,7 @@ class LayerHome(RankHome):
         job, size = groups.new_job(), plan.world_size
         self.ranks, self._over_all = tuple(ranks), over_all
         rank = self.ranks.index(dist.get_rank()) if size > 1 else 0
-        checks = JobChecks("first", job, rank, size, (rank,), lambda: f"rank {rank}" if size > 1 else "")
+        checks = JobChecks("first", job, rank, size, (rank,), size, lambda: f"rank {rank}" if size > 1 else "")
         super().__init__(plan, rank, job, {}, checks, device=device, seed=seed)
         self._meshes_of_experts: dict[str, DeviceMesh] = {}
         self.hosts_divisor = size if reduction == "mean" else 1

@@ -55,7 +55,9 @@ def same_mode(training: bool, needed: Sequence[bool], gathered: Sequence[bool] =
         WANTS: hash(tuple(needed)),
         GATHERS: hash(tuple(gathered)),
     }
-    return tuple(MustMatch("MOE0702", words, (number,)) for words, number in modes.items())
+    return tuple(
+        MustMatch("MOE0702", words, (number,), in_stage=words in (WANTS, GATHERS)) for words, number in modes.items()
+    )
 
 
 def same_inputs(labels: Tensor | None, extra: ExtraInputs) -> tuple[MustMatch, ...]:

@@ -112,7 +112,7 @@ def custom_count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[st
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a custom count") as peers:
             dist.all_reduce(total, group=peers)
-        total /= job.plan.sharers
+        total /= job.plan.readers
     if float(total) == 0:
         raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
     return total.to(step.tokens.device, torch.float32)

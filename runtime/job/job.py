@@ -34,7 +34,7 @@ from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, 
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.ranks import groups
-from moec.runtime.ranks.groups import STAGE
+from moec.runtime.ranks.groups import PIPELINE, STAGE
 from moec.runtime.ranks.join import (
     require_arguments,
 )
@@ -221,7 +221,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         self._require_own(model)
         parts = {name: local_part(parameter) for name, parameter in parameters_by_name(model, self.plan).items()}
         parts |= states_by_name(model, self.plan)
-        check_replicas(self.plan, parts, self.world_size, self.number + STAGE)
+        check_replicas(self.plan, parts, self.number + STAGE)
 
     @called("job.clip_grad_norm_", max_norm="1.0 is usual")
     def clip_grad_norm_(self, model: PlanModule, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
@@ -240,7 +240,10 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         sharded = {name: groups_of_shards(self.plan.parameters[name], self.number) for name in named}
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
-        norm = gradient_norm(gradients, sharded, device)
+        if self.plan.pipeline > 1:  # a parameter of several stages counts on the first of its ranks
+            own = self.rank // self.plan.stage_size
+            sharded = {n: over for n, over in sharded.items() if self.plan.owners_of_tied.get(n, (own,))[0] == own}
+        norm = gradient_norm(gradients, sharded, device, self.number + PIPELINE if self.plan.pipeline > 1 else "")
         if self.finite.skips_norm(model, norm, gradients):
             return norm
         if optimizer is None or not takes_scale(optimizer, named.values()):

@@ -70,5 +70,9 @@ def last_pass_loads(job: JobFigures, model: PlanModule, site: str, also: Sequenc
     experts, heads, made = ({layer: next(summed) for layer in sorted(by_layer)} for by_layer in counts_by_kind)
     choices_made = {layer: int(total) for layer, total in made.items()}
     return Loads(
-        experts, heads, tokens // sharers, choices_made, tuple(total // sharers for total in summed_also.tolist())
+        experts,
+        heads,
+        tokens // job.plan.readers,
+        choices_made,
+        tuple(total // sharers for total in summed_also.tolist()),
     )

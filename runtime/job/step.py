@@ -14,13 +14,14 @@ from torch import Tensor
 
 from moec.passes.place.schedule import is_last_backward, order_of_step
 from moec.runtime.action_log import note_action
-from moec.runtime.errors import JobError, is_whole
+from moec.runtime.errors import is_whole
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import StepEnds
 from moec.runtime.inputs.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
-from moec.runtime.job.custom_loss import custom_count, custom_loss
+from moec.runtime.job.custom_loss import custom_count
+from moec.runtime.job.passes import Passes
+from moec.runtime.job.stage_passes import StagePasses
 from moec.runtime.job.step_agreement import StepAgreement, agree
-from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
 
@@ -127,9 +128,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
 
     The script itself runs the last two: `job.clip_grad_norm_` and the optimizer.
     """
-    order = order_of_step(model.program, step.microbatches)
-    parts, forwarded, losses = step.parts(), dict[int | None, _Forwarded](), dict[int | None, Tensor]()
-    depends_on_logits = False
+    order = order_of_step(model.program, step.microbatches, model._home.stages[0])
     with ExitStack() as contexts:
         for action in order:
             if action.kind in ("agree", "loss", "sum", "states"):
@@ -138,34 +137,28 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 case "agree":
                     agreement = agree(job, model, step)
                     total = _divisor(job, step, agreement)
-                    sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
                     open_step = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreement))
-                case "forward":
-                    part = next(parts)
-                    if agreement.forward_may_skip and action.microbatch == 0:
-                        model.skip_agreement(part[0], agreement.reads_values)
-                    forwarded[action.microbatch] = _forward(model, step, part)
-                case "loss":
-                    loss, loss_depends_on_logits = _loss(job, model, step, forwarded.pop(action.microbatch), total)
-                    losses[action.microbatch] = loss
-                    depends_on_logits = depends_on_logits or loss_depends_on_logits
+                    passes: Passes | StagePasses = (
+                        Passes(job, model, step, agreement, total)
+                        if job.plan.pipeline == 1
+                        else StagePasses(job, model, step, agreement)
+                    )
                 case "backward":
-                    loss = losses.pop(action.microbatch)
                     with open_step.backward(is_last=is_last_backward(order, action)):
-                        loss.backward()  # type: ignore[no-untyped-call]
-                    sum_of_losses += loss.detach()
+                        passes.take(action)
                 case "sum":
-                    look_at(StepEnds(depends_on_logits, seen=model.seen))
+                    look_at(StepEnds(passes.depends_on_logits, seen=model.seen))
                     open_step.finish()
-                    stops = job.finite.skips_loss(model, sum_of_losses)
+                    loss = passes.end()
+                    stops = job.finite.skips_loss(model, loss)
                 case "states" if not stops:
                     model.update_states()
-    return sum_of_losses
-
-
-_Forwarded = tuple[Part, ModelOutput]
-"""A micro-batch, and the model's output for it."""
+                case "clip" | "update" | "states":
+                    pass
+                case _:
+                    passes.take(action)
+    return loss
 
 
 def _divisor(job: Job, step: Step, agreement: StepAgreement) -> Tensor:
@@ -179,21 +172,3 @@ def _counting(job: Job, model: PlanModule, step: Step, agreement: StepAgreement)
     return model.counting(
         labels, agreement.num_tokens, step.tokens.shape[0], passes=step.microbatches, skips=job.finite.skips
     )
-
-
-def _forward(model: PlanModule, step: Step, part: Part) -> _Forwarded:
-    tokens, labels, extra, _ = part
-    return part, model(tokens, **extra.by_name()) if step.has_custom_loss else model(tokens, labels, **extra.by_name())
-
-
-def _loss(job: Job, model: PlanModule, step: Step, forwarded: _Forwarded, total: Tensor) -> tuple[Tensor, bool]:
-    """The loss of a micro-batch, divided, and whether it depends on the model's logits on any rank."""
-    (_, labels, _, inputs), output = forwarded
-    if step.has_custom_loss:
-        loss, depends_on_logits = custom_loss(job, model, step, output, labels, inputs, total)
-    else:
-        assert output.loss is not None
-        loss, depends_on_logits = output.loss, True
-    if not loss.requires_grad:
-        raise JobError("MOE0713", "no parameter of the model has `requires_grad`: all are frozen")
-    return loss, depends_on_logits

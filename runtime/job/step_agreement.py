@@ -85,10 +85,10 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
         number=event.number, square=event.number**2,
     )  # fmt: skip
     totals = Totals(*job.checks.require("start of a step", complaint, *matching, inputs=inputs, counts=counts))
-    sharers = job.plan.sharers
-    job.count_tokens(local_tokens, totals.tokens // sharers)
+    readers = job.plan.readers
+    job.count_tokens(local_tokens, totals.tokens // readers)
     if on_host:
-        num_labels, num_tokens = torch.tensor((totals.labels, totals.real_tokens)) // sharers
+        num_labels, num_tokens = torch.tensor((totals.labels, totals.real_tokens)) // readers
     else:
         counted = model.takes.real(step.extra, step.tokens) if model.takes.padding else step.tokens
         num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)

@@ -76,4 +76,4 @@ def _device_complaint(model: PlanModule, tokens: object) -> str | None:
 def hooks_of_parameters(model: PlanModule) -> MustMatch:
     """The layers that sum gradients in every micro-batch, for hooks or parametrizations: the same on every rank."""
     hooked = tuple(weights.sums_every_pass for weights in model.all_weights(wrapped=True))
-    return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))
+    return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)), in_stage=True)

@@ -12,7 +12,7 @@ from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
-from moec.passes.ir.interface import COUNTS, FORWARD, scalar_blocks, taken_role
+from moec.passes.ir.interface import forwards, require_one_stage, scalar_blocks, stages_of_layers, taken_role
 from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
@@ -36,11 +36,12 @@ from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
+from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
 from moec.runtime.model.step_module import StepModule
 from moec.runtime.model.top_level import TopLevel
-from moec.runtime.refused_derivatives import in_vmap, unwrapped
+from moec.runtime.refused_derivatives import in_vmap
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.home import Home
 from moec.runtime.weights.open_step import OpenStep
@@ -71,17 +72,24 @@ class PlanModule(StepModule):
         self.has_accumulated = False
         self._agreed_pass: tuple[Tensor, bool] | None = None
         self.layers = nn.ModuleList()
-        self._routers: list[str] = []
-        functions = {
-            name: emit_function(program, name, groups=home.groups, float64=float64, ways=home.ways)
-            for name in dict.fromkeys(layer.body for layer in program.layers)
-        }
+        routers: dict[int, list[str]] = {stage: [] for stage in home.stages}
+        stage_of, functions = stages_of_layers(program), dict[str, Function]()
         for layer in program.layers:
+            stage, words = stage_of[layer.number], "\n".join(set_lines(spec.model.layers[layer.number]))
+            if stage not in routers:
+                self.layers.append(LayerElsewhere(layer.number, stage_in_words(program.stages[stage])))
+                continue
+            if layer.body not in functions:
+                functions[layer.body] = emit_function(
+                    program, layer.body, groups=home.groups, float64=float64, ways=home.ways
+                )
             function = functions[layer.body]
-            words = "\n".join(set_lines(spec.model.layers[layer.number]))
             self.layers.append(Layer(layer.number, function, home, self._open_step, words))
-            self._routers += [site_of(op, layer.number) for op in function.routers]
-        self._top = TopLevel(program, home, self, self._open_step, float64=float64)
+            routers[stage] += [site_of(op, layer.number) for op in function.routers]
+        self.tops = {
+            stage: TopLevel(program, stage, sites, home, self, self._open_step, float64=float64)
+            for stage, sites in routers.items()
+        }
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
@@ -89,8 +97,8 @@ class PlanModule(StepModule):
         self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
-        self._input_role = taken_role(program)
-        self.draws = program.block(FORWARD).input("sequences") is not None
+        self.input_role = taken_role(program)
+        self.draws = forwards(program)[0].input("sequences") is not None
         self._places_by_shape = counts_own_tokens(program)
         self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
         self.num_tokens: int | Tensor = 0
@@ -126,6 +134,7 @@ class PlanModule(StepModule):
         router logits that are NaN or infinite at the end of the pass, before any gradient.
         """
         self._home.require_running()
+        require_one_stage(self.program)
         look_at(PassBegins(self, device_of(tokens).type))
         extra = ExtraInputs(routes, segments, padding)
         reads_values = require_batch(self, tokens, labels, extra)
@@ -133,39 +142,36 @@ class PlanModule(StepModule):
             ended_block = self.has_accumulated and self._counts.labels is None
             look_at(ModelRecomputed(self.draws and self.training, ended_block))
         self.num_tokens = self.counters.real_tokens(tokens, extra)
-        inputs: dict[Role, Tensor] = {self._input_role: tokens, **self.takes.inputs(extra, tokens)}
+        inputs: dict[Role, Tensor] = {self.input_role: tokens, **self.takes.inputs(extra, tokens)}
         if self.draws:
             inputs["sequences"] = self._number_sequences(tokens, labels)
         with unscored.noting() as unscored_masks:
-            results = self._top.run(self, inputs)
+            results = self.tops[0].run(self, inputs)
         if self.training and self._counts.sequences is None:
             self.next_step()
-        complaint = first_complaint(PassEnds(unscored_masks, self._routers, reads_values=reads_values))
+        complaint = first_complaint(PassEnds(unscored_masks, self.tops[0].routers, reads_values=reads_values))
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
         counted = {} if in_vmap() else results  # vmap has separate counts for each of its examples
-        self.expert_counts, self.head_counts, self.choices_made = (
-            {n: unwrapped(rows[0]) for (role, n, _), rows in counted.items() if role == count_role and n is not None}
-            for count_role in COUNTS
-        )
+        self.expert_counts, self.head_counts, self.choices_made = counts_by_layer(counted)
         if labels is not None and is_step_pass(self.training):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(counted)
             self._home.count_pass(tokens, segments, inputs.get("real"))
-        aux_loss = None if balance is None else self._aux_loss(balance, inputs.get("real", tokens))
+        aux_loss = None if balance is None else self.aux_loss(balance, inputs.get("real", tokens))
         refuses = reads_values and not self._counts.skips
         if complaint is not None:
             logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
         if labels is None:
-            if refuses and self._routers:
+            if refuses and self.tops[0].routers:
                 self._home.checks.require("end of a forward pass", complaint)
             if self.training and self._counts.sequences is None and not self._home.shares_batch:
                 look_at(LogitsGiven(logits, self._home.data_size, seen=self.seen))
             return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
         if complaint is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)
-        loss = self._loss(logits, labels)
+        loss = self.loss(logits, labels)
         if refuses and loss.isnan():
             self._home.checks.require("end of a forward pass", complaint)
         if is_step_pass(self.training):
@@ -218,13 +224,15 @@ class PlanModule(StepModule):
         needs_gradient = torch.is_grad_enabled() or (self._counts.labels is not None and labels is not None)
         return self.training and needs_gradient and not in_backward()
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of logits, divided by the labels of the step or of the pass."""
         step_labels, _ = self._counts.divisors(self.training)
         valid = step_labels if step_labels is not None else self.counters.labels(labels)
         loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return loss
 
-    def _aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
+    def aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
+        """The balance terms of `balance`, divided by the tokens of the step, or by those of `counted`."""
         _, step_tokens = self._counts.divisors(self.training)
         count = step_tokens if step_tokens is not None else self.counters.tokens(counted)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)

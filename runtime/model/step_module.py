@@ -36,7 +36,8 @@ class StepModule(nn.Module):
     _counts: StepCounts
     _open_step: OpenStep
     _scalars: dict[str, Function]
-    _top: TopLevel
+    tops: dict[int, TopLevel]
+    """`forward` of each stage of this rank."""
     _updates: Updates
 
     @property
@@ -135,8 +136,13 @@ class StepModule(nn.Module):
 
     def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
         """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""
-        yield from self._top.weights
-        for layer in self.layers:
+        for top in self.tops.values():
+            yield from self.weights_of(top, wrapped=wrapped)
+
+    def weights_of(self, top: TopLevel, *, wrapped: bool = False) -> Iterator[Weights]:
+        """Those of a stage."""
+        yield from top.weights
+        for layer in (self.layers[number] for number in top.layers):
             if isinstance(layer, Layer):
                 yield layer._weights
             elif wrapped and (inner := layer_inside(layer)) is not None:

@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 
 from moec.codegen.emit import emit_graph, info_of, last_uses, site_of, weight_users
 from moec.passes.ir import Output, OutputKey, Program, Role, Setting
-from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.interface import forwards
+from moec.passes.ir.ops import Call
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
@@ -36,7 +37,6 @@ class Outline:
         self.settings = {name: node for node in nodes if (name := _setting(node)) is not None}
         self.nodes = tuple(node for node in nodes if node.op != "placeholder")
         self.results = tuple(results)
-        self.num_layers = sum(node.op == "call_module" for node in nodes)
         self.segments = _segments(self.nodes)
         self.index_of = {first_use: index for index, (first_use, _) in enumerate(self.segments)}
         self.last_used_at = last_uses(nodes)
@@ -46,11 +46,19 @@ class Outline:
 
 
 class TopLevel:
-    """`forward` of a stage. Each segment's parameters have one `Weights`, called at the segment's first use."""
+    """`forward` of a stage. Each segment's parameters have one `Weights`, called at the segment's first use.
 
-    def __init__(self, program: Program, home: Home, owner: nn.Module, open_step: OpenStep, *, float64: bool) -> None:
+    `layers` are the numbers of the layers that it calls, `routers` their gates in the order in which they run.
+    """
+
+    def __init__(
+        self, program: Program, stage: int, routers: Sequence[str], home: Home, owner: nn.Module, open_step: OpenStep,
+        *, float64: bool,
+    ) -> None:  # fmt: skip
         self._open_step = open_step
-        forward = program.block(FORWARD)
+        forward = forwards(program)[stage]
+        self.layers, self.routers = [op.layer for op in forward.ops if isinstance(op, Call)], tuple(routers)
+        self._depth = len(program.layers)
         graph = emit_graph(program, forward, groups=home.groups, float64=float64)
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
@@ -61,20 +69,20 @@ class TopLevel:
 
     def run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
         """The results of a forward pass by `Output.key`. `inputs`: those of the graph, by role."""
-        if len(model.layers) != self._outline.num_layers:
+        if len(model.layers) != self._depth:
             raise JobError(
                 "MOE0710",
-                f"the model has {len(model.layers)} layers, and its plan {self._outline.num_layers}",
+                f"the model has {len(model.layers)} layers, and its plan {self._depth}",
                 "the file fixes the number of layers; replace a layer by a module with as many results",
             )
-        for weights in model.all_weights():
+        for weights in model.weights_of(self):
             weights.begin()
         self._open_step.last_use = None
         try:
             return self._run(model, inputs)
         finally:
             self._open_step.last_use = None
-            for weights in model.all_weights(wrapped=True):
+            for weights in model.weights_of(self, wrapped=True):
                 weights.drop_prepared()
 
     def _run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:

@@ -64,12 +64,14 @@ class MustMatch(NamedTuple):
     """Numbers that must be equal on all ranks, and the message if they are not.
 
     In `message`, `{least}` and `{most}` stand for the minimum and maximum of each number over the ranks, `{one}` and
-    `{other}` for the first ranks that have the minimum and the maximum of the first number that differs.
+    `{other}` for the first ranks that have the minimum and the maximum of the first number that differs. `in_stage`:
+    only ranks of the same pipeline stages must have equal numbers.
     """
 
     code: str
     message: str
     numbers: tuple[int, ...]
+    in_stage: bool = False
 
 
 class SharedInputs(NamedTuple):
@@ -128,35 +130,39 @@ class Checks:
 class JobChecks(Checks):
     """Checks of all ranks of a job, by a collective over the job's group for CPU tensors.
 
-    `sharing_ranks`: the ranks of `cp` and `tp` that share sequences with this one, which must get the same sequences.
+    `reading_ranks`, which read the same part of the batch as this one, must get the same sequences. Each `stage_size`
+    ranks have the same pipeline stages.
     """
 
     def __init__(
-        self, mode: str, job: str, rank: int, world_size: int, sharing_ranks: Sequence[int], place: Callable[[], str]
-    ) -> None:
+        self, mode: str, job: str, rank: int, world_size: int, reading_ranks: Sequence[int], stage_size: int,
+        place: Callable[[], str],
+    ) -> None:  # fmt: skip
         super().__init__(mode, place)
-        self._job, self._world_size, self._sharing_ranks = job, world_size, tuple(sharing_ranks)
-        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharing_ranks)
+        self._job, self._world_size, self._stage_size = job, world_size, stage_size
+        self._reading_ranks, first = tuple(reading_ranks), rank - rank % stage_size
+        groups = range(world_size), self._reading_ranks, range(first, first + stage_size)
+        self._factors = [_factor(rank, ranks) for ranks in groups]
         self.compares = world_size > 1
 
     def _agree(self, report: _Report, inputs: SharedInputs | None, counts: Sequence[int]) -> list[int]:
         if not self.compares:
             return super()._agree(report, inputs, counts)
-        report = replace(report, first=self._sharing_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
-        among_all, in_group = self._factors
-        products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
+        report = replace(report, first=self._reading_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
+        hashes = report.digest(), report.inputs, report.digest_of_stage()
+        products = [_signed(factor * number) for factor, number in zip(self._factors, hashes, strict=True)]
         assert len(counts) <= MOST_COUNTS, f"{report.site} sends {len(counts)} counts"
         room = [0] * (MOST_COUNTS - len(counts))  # every site sends tensors of the same size
         sums = torch.tensor([report.complaint is not None, *products, *counts, *room], dtype=torch.int64, device="cpu")
         with collective("all_reduce", self._job + HOST, report.site) as peers:
             dist.all_reduce(sums, group=peers)
-        complaints, ranks_differ, group_differs, *totals = sums.tolist()
-        if complaints or ranks_differ or group_differs:
+        complaints, ranks_differ, readers_differ, stage_differs, *totals = sums.tolist()
+        if complaints or ranks_differ or readers_differ or stage_differs:
             raise self._explain(report)
         return totals[: len(counts)]
 
     def _fingerprint(self, inputs: SharedInputs | None, complaint: Complaint | None) -> int:
-        if inputs is None or complaint is not None or len(self._sharing_ranks) == 1:
+        if inputs is None or complaint is not None or len(self._reading_ranks) == 1:
             return 0
         return fingerprint(inputs.tensors, values=inputs.reads_values)
 
@@ -171,7 +177,7 @@ class JobChecks(Checks):
         reports = [_Report.decode(rank_buffer.numpy().tobytes().rstrip(b"\0")) for rank_buffer in buffers]
         wrong = next((report for report in reports if report.complaint), None)
         if wrong is None or wrong.complaint is None:
-            return _difference(reports).error()
+            return _difference(reports, self._stage_size).error()
         complaint, line = wrong.complaint, wrong.line
         if line == reports[0].line:
             return complaint.error()
@@ -198,7 +204,12 @@ class _Report:
 
     def digest(self) -> int:
         """A hash of site and numbers, the same in every process."""
-        return hash((zlib.crc32(self.site.encode()), *(claim.numbers for claim in self.matching)))
+        numbers = (claim.numbers for claim in self.matching if not claim.in_stage)
+        return hash((zlib.crc32(self.site.encode()), *numbers))
+
+    def digest_of_stage(self) -> int:
+        """A hash of the numbers that must be equal in a stage alone."""
+        return hash(tuple(claim.numbers for claim in self.matching if claim.in_stage))
 
     def encode(self) -> bytes:
         """At most `MAX_BYTES` of JSON, with a shorter message where it takes more."""
@@ -216,26 +227,34 @@ class _Report:
     @staticmethod
     def decode(encoded: bytes) -> _Report:
         site, complaint, matching, first, inputs, line = json.loads(encoded)
-        matching = [MustMatch(code, message, tuple(numbers)) for code, message, numbers in matching]
+        matching = [MustMatch(code, words, tuple(numbers), in_stage) for code, words, numbers, in_stage in matching]
         return _Report(site, complaint and Complaint(*complaint), matching, first, inputs, line)
 
 
-def _difference(reports: Sequence[_Report]) -> Complaint:
-    """Describes the first difference between ranks: the site, a number that must match, or inputs of ranks that share
-    sequences."""
+def _difference(reports: Sequence[_Report], stage_size: int) -> Complaint:
+    """Describes the first difference between ranks: the site, a number that must match, or inputs of ranks that read
+    the same part of the batch. Each `stage_size` ranks are those of the same stages."""
     sites = sorted({report.site for report in reports})
     if len(sites) > 1:
         return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]), SAME_CALLS)
     for claims in zip(*(report.matching for report in reports), strict=True):
-        columns = list(zip(*(claim.numbers for claim in claims), strict=True))
-        least, most = [min(column) for column in columns], [max(column) for column in columns]
-        if least != most:
-            ranks = next(column for column in columns if min(column) != max(column))
-            low, high = ranks.index(min(ranks)), ranks.index(max(ranks))
-            text = claims[0].message.format(least=least, most=most, one=low, other=high)
-            return Complaint(claims[0].code, text)
+        size = stage_size if claims[0].in_stage else len(claims)
+        for begin in range(0, len(claims), size):
+            if complaint := _difference_of(claims[begin : begin + size], begin):
+                return complaint
     rank, first = next((i, r.first) for i, r in enumerate(reports) if r.inputs != reports[r.first].inputs)
     return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
+
+
+def _difference_of(claims: Sequence[MustMatch], first_rank: int) -> Complaint | None:
+    """Describes the first number in which consecutive ranks from `first_rank` on differ, or None."""
+    columns = list(zip(*(claim.numbers for claim in claims), strict=True))
+    least, most = [min(column) for column in columns], [max(column) for column in columns]
+    if least == most:
+        return None
+    ranks = next(column for column in columns if min(column) != max(column))
+    one, other = (first_rank + ranks.index(bound) for bound in (min(ranks), max(ranks)))
+    return Complaint(claims[0].code, claims[0].message.format(least=least, most=most, one=one, other=other))
 
 
 def _factor(rank: int, ranks: Sequence[int]) -> int:

@@ -25,9 +25,10 @@ _watches: dict[str, Watch] = {}
 _open: set[str] = set()
 _numbers = count()
 
-STAGE, HOST = "", "host"
-"""The names, after a job's number, of the group of this rank's pipeline stage (today all ranks are of one), and of the
-group of all ranks for CPU tensors."""
+STAGE, HOST, PIPELINE, TIED = "", "host", "pp", "tied"
+"""The names, after a job's number, of the group of the ranks with this rank's pipeline stages, of the group of all
+ranks for CPU tensors, of the ranks that run all stages for this rank's sequences, and of those among them that have a
+parameter of several stages."""
 
 SEPARATOR = "/"
 """Separates a job's number from the plan's name of a group, which never contains it."""

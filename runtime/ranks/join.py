@@ -26,7 +26,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import CUT_ORDER, group_name
 from moec.runtime.errors import JobError, is_whole, wrong_argument
-from moec.runtime.ranks.groups import HOST, STAGE
+from moec.runtime.ranks.groups import HOST, PIPELINE, STAGE, TIED
 from moec.runtime.ranks.verdict import ranks_text
 
 MOST_ABSENT = 8
@@ -174,19 +174,23 @@ def new_connection() -> Store:
     return store
 
 
-def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
+def device_meshes(meshes: Mapping[str, Mesh], device_type: str, pipeline: int = 1) -> dict[str, DeviceMesh]:
     """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out.
 
-    Axes are in the order in which they cut a dim: DTensor knows no other.
+    Axes are in the order in which they cut a dim: DTensor knows no other. On each of the ranks of a `pipeline` the
+    meshes are of other ranks; every rank makes the groups of all of them.
     """
     by_name = {}
     for name, mesh in meshes.items():
         axes = mesh.wide_axes()
         if axes:
-            ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
-            in_order = sorted(axes, key=CUT_ORDER.index)
-            ranks = ranks.permute([axes.index(axis) for axis in in_order])
-            by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(in_order))
+            ranks = torch.arange(pipeline * mesh.ranks).reshape([pipeline, *(mesh.size(axis) for axis in axes)])
+            in_order = tuple(sorted(axes, key=CUT_ORDER.index))
+            ranks = ranks.permute([0, *(1 + axes.index(axis) for axis in in_order)])
+            if pipeline == 1:
+                by_name[name] = DeviceMesh(device_type, ranks[0], mesh_dim_names=in_order)
+            else:
+                by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", *in_order))[in_order]
     return by_name
 
 
@@ -207,30 +211,47 @@ def forget_meshes(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def process_groups(
-    dense: Mesh, meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta
+    plan: Plan, meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta
 ) -> dict[str, ProcessGroup]:
-    """A job's process groups by the plan's names, and `STAGE` and `HOST`: a job has one stage today, of all ranks.
+    """A job's process groups by the plan's names, and `STAGE`, `HOST` and, of several stages, `PIPELINE`.
 
-    `dense` is the plan's mesh, whose joint axes no DeviceMesh has.
+    The dense mesh of `plan` has joint axes, which no DeviceMesh has.
     """
     by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
             by_name[group_name(axis, name if name != "dense" else None)] = mesh.get_group(axis)
-    if meshes:
-        world = dist.group.WORLD
-        assert world is not None
-        by_name[STAGE] = world
-        for axis in dense.joint_axes():
-            lists = [list(ranks) for ranks in dense.groups(axis)]
-            by_name[axis] = world if len(lists) == 1 else dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
+    if plan.world_size > 1:
+        firsts = range(0, plan.world_size, plan.stage_size)
+        lists = {STAGE: [list(range(first, first + plan.stage_size)) for first in firsts]}
+        lists |= {axis: [list(ranks) for ranks in plan.groups[axis]] for axis in plan.meshes["dense"].joint_axes()}
+        if plan.pipeline > 1:
+            places = range(plan.stage_size)
+            lists[PIPELINE] = [[first + place for first in firsts] for place in places]
+            for owners in plan.owners_of_tied.values():
+                lists[TIED] = [[firsts[owner] + place for owner in owners] for place in places]
+        by_name |= {name: _group_of(of_ranks) for name, of_ranks in lists.items()}
         takes_cpu_tensors = device_type == "cpu" or "cpu:" in str(dist.get_backend_config())
-        by_name[HOST] = world if takes_cpu_tensors else dist.new_group(backend="gloo")
+        by_name[HOST] = _world() if takes_cpu_tensors else dist.new_group(backend="gloo")
     for group in by_name.values():
         # New groups have torch's default timeout of 30 minutes. The group of all ranks has its jobs' longest.
         if group is not dist.group.WORLD:
             distributed_c10d._set_pg_timeout(timeout, group)
     return by_name
+
+
+def _group_of(lists: list[list[int]]) -> ProcessGroup:
+    """The group of this rank in lists that have each rank once, or the group of all ranks."""
+    if len(lists) == 1 and len(lists[0]) == dist.get_world_size():
+        return _world()
+    group: ProcessGroup = dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
+    return group
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def number_in_store(rank: int) -> int:

@@ -36,20 +36,21 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return sums
 
 
-def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int, group: str) -> None:
-    """Compares hashes of all ranks' `parameters` and states, in one all_gather over `group`: 16 bytes each.
+def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], group: str) -> None:
+    """Compares hashes of `parameters` and states, in one all_gather over `group`, the ranks of a stage: 16 bytes each.
 
     A collective: every rank must call it, with parameters of the same names. Raises `JobError` on every rank.
     """
-    if world_size == 1 or not parameters:
+    ranks = plan.stage_size
+    if ranks == 1 or not parameters:
         return
     local_hashes = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
-    hashes_of_ranks = [torch.empty_like(local_hashes) for _ in range(world_size)]
+    hashes_of_ranks = [torch.empty_like(local_hashes) for _ in range(ranks)]
     with collective("all_gather", group, "comparing replicas") as peers:
         dist.all_gather(hashes_of_ranks, local_hashes, group=peers)
     by_rank = torch.stack(hashes_of_ranks).tolist()
     hashes = {
-        name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(world_size)]
+        name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(ranks)]
         for place, name in enumerate(parameters)
     }
     require_equal(plan, hashes)
@@ -70,7 +71,7 @@ def require_equal(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
 def replicas(plan: Plan, name: str) -> list[list[int]]:
     """The ranks of each part of parameter `name`; all ranks have each state whole."""
     if name in plan.states:
-        return [list(range(plan.world_size))]
+        return [list(range(plan.stage_size))]
     data = plan.parameters[name]
     mesh = plan.meshes[data.mesh]
     parts: dict[tuple[int, ...], list[int]] = {}

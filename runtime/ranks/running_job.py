@@ -83,12 +83,14 @@ class RunningJob:
             require_world_size(self.plan, self.world_size)
             self._require_device()
             self.data_rank = self.plan.data_rank(self.rank)
-            sharing_ranks, place = self.plan.sharing_ranks(self.rank), self._place
-            self.checks = JobChecks(self.checks.mode, self.number, self.rank, self.world_size, sharing_ranks, place)
+            self.checks = JobChecks(
+                self.checks.mode, self.number, self.rank, self.world_size, self.plan.reading_ranks(self.rank),
+                self.plan.stage_size, self._place,
+            )  # fmt: skip
             stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
-            self._meshes = device_meshes(self.plan.meshes, self.device_type)
+            self._meshes = device_meshes(self.plan.meshes, self.device_type, self.plan.pipeline)
             stack.callback(forget_meshes, self._meshes.values())
-            named = process_groups(self.plan.meshes["dense"], self._meshes, self.device_type, self._timeout)
+            named = process_groups(self.plan, self._meshes, self.device_type, self._timeout)
             if self.world_size > 1:
                 seconds, number = self._timeout.total_seconds(), number_in_store(self.rank)
                 store = PrefixStore(f"watch_{number}", new_connection())

@@ -164,12 +164,15 @@ def _shown(value: object) -> str:
 
 
 def gradient_norm(
-    gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], device: torch.device
+    gradients: Mapping[str, Tensor],
+    sharded_over: Mapping[str, tuple[str, ...]],
+    device: torch.device,
+    pipeline: str = "",
 ) -> Tensor:
     """The global norm of all gradients, a scalar, equal on every rank.
 
     `gradients`: this rank's part of each, a plain tensor. Every parameter counts once: squares are summed only over the
-    groups that shard it.
+    groups that shard it, and over the group `pipeline`, whose ranks have other parameters.
     """
     by_shards: dict[tuple[str, ...], list[Tensor]] = {}
     for name, groups in sharded_over.items():
@@ -184,6 +187,9 @@ def gradient_norm(
             with collective("all_reduce", group, "gradient norm") as peers:
                 dist.all_reduce(squares, group=peers)
         total = total + squares
+    if pipeline:
+        with collective("all_reduce", pipeline, "gradient norm") as peers:
+            dist.all_reduce(total, group=peers)
     return total.sqrt()
 
 

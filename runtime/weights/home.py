@@ -64,6 +64,11 @@ class Home(Protocol):
         """This process's rank in the job."""
         ...
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages that this process runs."""
+        ...
+
     def parameter(self, name: str) -> nn.Parameter:
         """Makes the parameter of this full name."""
         ...
@@ -109,6 +114,7 @@ class SingleProcessHome:
 
     groups, rank = "", 0
     data_rank, data_size, shares_batch = 0, 1, False
+    stages = (0,)
 
     def __init__(self, parameters: Mapping[str, PlanParameter], *, seed: int, dtype: torch.dtype | None) -> None:
         self.checks = Checks()

@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan, PlanParameter, ZeroCut
 from moec.passes.ir import Block, Op, State
-from moec.passes.ir.interface import require_one_stage
 from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.ranks.checks import Checks
 from moec.runtime.ranks.groups import ended_error, is_open
@@ -50,11 +49,11 @@ class RankHome:
         count_from: Callable[[int], None] = lambda step: None,
         count_pass: Callable[[Tensor, Tensor | None, Tensor | None], None] = lambda tokens, segments, real: None,
     ) -> None:
-        require_one_stage(plan.program)
         require_executable(plan.parameters)
         require_gatherable(plan.parameters)
         require_order(plan.program)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
+        self.stages, self._place = plan.stages_of(rank), rank % plan.stage_size
         self._meshes, self._device, self.seed = meshes, device, seed
         self.count_from, self.count_pass = count_from, count_pass
         self.data_rank, self.data_size = plan.data_rank(rank), plan.data_size
@@ -68,7 +67,7 @@ class RankHome:
         data = self.plan.parameters[name]
         mesh = self.plan.meshes[data.mesh]
         dtype = self.stored_dtype(data)
-        local = initial_shard(name, data, mesh, self.rank, seed=self.seed, dtype=dtype, device=self._device)
+        local = initial_shard(name, data, mesh, self._place, seed=self.seed, dtype=dtype, device=self._device)
         if data.mesh not in self._meshes:
             return nn.Parameter(local, requires_grad=not data.frozen)
         parameter = DTensor.from_local(local, *self._layout(data), run_check=False)
@@ -84,7 +83,7 @@ class RankHome:
 
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self.plan.parameters[name]
-        index = data.cells(self.plan.meshes[data.mesh], self.rank)
+        index = data.cells(self.plan.meshes[data.mesh], self._place)
         cut = data.zero_cut
         return WeightSpec(
             name=name,
@@ -138,6 +137,6 @@ class RankHome:
             return "its plan shards parameters differently"
         for name, data in self.plan.parameters.items():
             mesh = self.plan.meshes[data.mesh]
-            if data.cells(mesh, rank) != data.cells(mesh, self.rank):
+            if data.cells(mesh, rank % self.plan.stage_size) != data.cells(mesh, self._place):
                 return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"
         return None

@@ -10,36 +10,27 @@ from support.staged_plans import staged_plan
 from support.verified import require_equal
 
 from moec.codegen.plan import Plan
-from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.passes.place.pipeline_tables import Pipeline, takes
+from moec.passes.place.pipeline_tables import TABLES, Pipeline, takes
 
-SCHEDULES = {
-    "gpipe": (1,), "one_f_one_b": (1,), "interleaved": (2, 3), "looped_bfs": (1, 2, 3), "zero_bubble": (1, 2),
-    "zero_bubble_v": (2,), "dual_pipe_v": (2,),
-}  # fmt: skip
-"""How many stages of each rank are drawn."""
-
-STAGES = specs(max_ranks=8, parts=(None, 2, 3, 4, 6, 8), depths=range(2, 9))
-"""Models, on the ranks of one stage."""
+PIPELINES = [
+    (word, Pipeline(ranks, virtual, microbatches))
+    for word in TABLES
+    for ranks, virtual in ((2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 2), (2, 3))
+    for microbatches in (1, 2, 3, 4, 6, 8)
+    if takes(word, Pipeline(ranks, virtual, microbatches))
+]
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Plan:
-    """A pipeline of 2 to 8 ranks of stages."""
-    spec = draw(STAGES)
-    layers, microbatches = spec.model.depth, choose_degrees(spec).microbatches
-    words = [
-        (word, virtual, pp)
-        for word, numbers in SCHEDULES.items()
-        for virtual in numbers
-        for pp in (2, 3, 4, 6, 8)
-        if pp * virtual <= layers and takes(word, Pipeline(pp, virtual, microbatches))
-    ]
-    schedule, virtual, pp = draw(st.sampled_from(words))
-    return staged_plan(spec, pp, virtual, schedule)
+    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to 8 ranks."""
+    word, pipeline = draw(st.sampled_from(PIPELINES))
+    stages = pipeline.ranks * pipeline.virtual
+    spec = draw(specs(max_ranks=8, parts=(pipeline.microbatches,), depths=(stages, stages + 1, stages + 3)))
+    return staged_plan(spec, pipeline.ranks, pipeline.virtual, word)
 
 
 @examples(12, 1000)

@@ -175,7 +175,7 @@ class _TopWeights:
     """The parameters of the top level, by number. Those that ZeRO 3 cuts are gathered at their first use in a step."""
 
     def __init__(self, model: PlanModule, names: Sequence[str]) -> None:
-        top_weights = model._top.weights
+        top_weights = model.tops[0].weights
         self._weights_of = {spec.name: (weights, i) for weights in top_weights for i, spec in enumerate(weights.specs)}
         self._names = names
         self._kept_weights: dict[Weights, Sequence[Tensor]] = {w: w() for w in top_weights if not w.gathers_per_use}

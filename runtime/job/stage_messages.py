@@ -1,0 +1,134 @@
+"""What pipeline stages send each other in a step: the residual stream and balance terms, and back their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.codegen.emit import DTYPES
+from moec.codegen.plan import Plan
+from moec.passes.ir import REPLICATED, Role
+from moec.passes.ir.interface import HANDED_ON, forwards
+from moec.passes.ir.limits import MAX_STAGES
+from moec.runtime.ranks.groups import PIPELINE
+from moec.runtime.ranks.watch import collective
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+Values = dict[Role, Tensor]
+
+
+class _Arriving(NamedTuple):
+    """Tensors that are being received."""
+
+    values: Values
+    works: Sequence[dist.Work]
+    site: str
+
+
+class StageMessages:
+    """The messages of this rank in one step. `job` is the prefix of its groups' names."""
+
+    def __init__(self, plan: Plan, job: str, device: torch.device) -> None:
+        self._plan, self._group, self._device = plan, job + PIPELINE, device
+        self._rank_of = {stage: rank for rank, stages in enumerate(plan.program.stages_by_rank) for stage in stages}
+        self._inputs = [
+            {value.role: value for value in forward.inputs if value.role in HANDED_ON}
+            for forward in forwards(plan.program)
+        ]
+        self._arriving: dict[tuple[Place, bool], _Arriving] = {}
+        self._sent: list[tuple[dist.Work, Tensor, str]] = []
+        """Sends that may still run, with their tensors."""
+        self._at_hand: dict[tuple[Place, bool], Values] = {}
+        """What a stage has sent to another one of this rank."""
+
+    def receive(self, place: Place, tokens: Tensor) -> None:
+        """Begins to receive what the stage before this one hands on for the micro-batch with these tokens."""
+        self._begin_receiving(place, place[0] - 1, tokens, gradients=False)
+
+    def receive_gradients(self, place: Place, tokens: Tensor) -> None:
+        """Begins to receive the gradients of what this stage has sent."""
+        self._begin_receiving(place, place[0] + 1, tokens, gradients=True)
+
+    def send(self, place: Place, values: Mapping[Role, Tensor]) -> None:
+        """Sends what a stage hands on to the next one."""
+        self._send((place[0] + 1, place[1]), place[0] + 1, values, gradients=False)
+
+    def send_gradients(self, place: Place, gradients: Mapping[Role, Tensor]) -> None:
+        """Sends the gradients of what a stage has received to the stage before it."""
+        self._send((place[0] - 1, place[1]), place[0] - 1, gradients, gradients=True)
+
+    def received(self, place: Place, *, gradients: bool = False) -> Values:
+        """What the other stage has sent; waits for it."""
+        if (values := self._at_hand.pop((place, gradients), None)) is not None:
+            return values
+        arriving = self._arriving.pop((place, gradients))
+        with collective("recv", self._group, arriving.site, begins=False):
+            for work in arriving.works:
+                work.wait()
+        return arriving.values
+
+    def finish(self) -> None:
+        """Waits until everything is sent."""
+        for work, _, site in self._sent:
+            with collective("send", self._group, site, begins=False):
+                work.wait()
+        self._sent.clear()
+
+    def _begin_receiving(self, place: Place, sender: int, tokens: Tensor, *, gradients: bool) -> None:
+        if (place, gradients) in self._at_hand:
+            return
+        boundary = self._inputs[place[0] + 1 if gradients else place[0]]
+        values = {
+            role: torch.empty(self._shape(role, tokens), dtype=DTYPES[str(value.dtype)], device=self._device)
+            for role, value in boundary.items()
+            if role is not None
+        }
+        site, works = _site(place, gradients=gradients), []
+        with collective("recv", self._group, site) as peers:
+            for index, value in enumerate(values.values()):
+                tag = _tag(place, index, gradients=gradients)
+                works.append(dist.irecv(value, group=peers, group_src=self._rank_of[sender], tag=tag))
+        self._arriving[place, gradients] = _Arriving(values, [work for work in works if work is not None], site)
+
+    def _send(self, place: Place, receiver: int, values: Mapping[Role, Tensor], *, gradients: bool) -> None:
+        """`place`: that of the receiver."""
+        if self._rank_of[receiver] == self._rank_of[receiver + 1 if gradients else receiver - 1]:
+            self._at_hand[place, gradients] = dict(values)
+            return
+        site = _site(place, gradients=gradients)
+        with collective("send", self._group, site) as peers:
+            for index, value in enumerate(values.values()):
+                sent = value.detach().contiguous()
+                tag = _tag(place, index, gradients=gradients)
+                work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
+                if work is not None:
+                    self._sent.append((work, sent, site))
+
+    def _shape(self, role: Role, tokens: Tensor) -> list[int]:
+        """The shape of a value between two stages on this rank."""
+        value = next(inputs[role] for inputs in self._inputs if role in inputs)
+        sizes = {"batch": tokens.shape[0], "sequence": tokens.shape[-1]}
+        layout, dense = value.layout or REPLICATED, self._plan.meshes["dense"]
+        shape = []
+        for dim, size in enumerate(value.shape):
+            # A rank's tokens are its part of the batch.
+            ranks = math.prod(dense.size(axis) for axis in layout.cuts(dim) if size != "batch")
+            shape.append((sizes[size] if isinstance(size, str) else size) // ranks)
+        return shape
+
+
+def _site(place: Place, *, gradients: bool) -> str:
+    values = "gradients of what it sent" if gradients else "values"
+    return f"{values} for stage {place[0]}, micro-batch {place[1]}"
+
+
+def _tag(place: Place, index: int, *, gradients: bool) -> int:
+    """A number that no other tensor of the step has in this direction."""
+    stage, microbatch = place
+    return 2 * len(HANDED_ON) * (microbatch * MAX_STAGES + stage) + len(HANDED_ON) * gradients + index

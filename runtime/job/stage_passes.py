@@ -1,0 +1,129 @@
+"""The passes of a step on the ranks of a pipeline: of this rank's stages, over each micro-batch."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.passes.ir.order import Action
+from moec.runtime.errors import JobError
+from moec.runtime.job.stage_messages import Place, StageMessages, Values
+from moec.runtime.job.step_agreement import StepAgreement
+from moec.runtime.model.module import PlanModule
+from moec.runtime.model.plan_names import parameters_by_name
+from moec.runtime.model.stage_pass import MicroBatch, stage_pass
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.ranks.groups import PIPELINE, TIED
+from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.masters import local_part
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+    from moec.runtime.job.step import Step
+
+
+class StagePasses:
+    """The passes of one step. No collective of all ranks runs between its agreement and its end."""
+
+    depends_on_logits = True
+
+    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement) -> None:
+        if step.has_custom_loss:
+            raise JobError("MOE0700", "a custom loss or count in a pipeline", "leave it out, or compile without `pp`")
+        self._job, self._model, self._reads_values = job, model, agreement.reads_values
+        parts = [*step.parts()]
+        numbered = accumulate((tokens.shape[0] for tokens, *_ in parts), initial=0)
+        self._batches = [MicroBatch(*part[:3], before) for part, before in zip(parts, numbered, strict=False)]
+        self._last = len(model.program.stages) - 1
+        self._messages = StageMessages(job.plan, job.number, step.tokens.device)
+        self._received, self._outputs = dict[Place, Values](), dict[Place, Values]()
+        self._losses = dict[int, Tensor]()
+        self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
+        self._complaint: Complaint | None = None
+        tied = {name: p for name, p in parameters_by_name(model, job.plan).items() if name in job.plan.owners_of_tied}
+        self._earlier = {name: local_part(p.grad).clone() for name, p in tied.items() if p.grad is not None}
+        """The gradients of tied parameters before the step."""
+
+    def take(self, action: Action) -> None:
+        """Takes an action of a micro-batch."""
+        assert action.microbatch is not None
+        place = self._last if action.stage is None else action.stage, action.microbatch
+        batch = self._batches[action.microbatch]
+        match action.kind:
+            case "receive":
+                self._messages.receive(place, batch.tokens)
+            case "forward":
+                self._forward(place, batch)
+            case "send":
+                self._messages.send(place, self._outputs[place])
+            case "loss":
+                self._loss(action.microbatch, batch)
+            case "receive_gradients":
+                self._messages.receive_gradients(place, batch.tokens)
+            case "backward":
+                self._backward(place)
+            case "send_gradients":
+                received = self._received.pop(place)
+                gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in received.items()}
+                self._messages.send_gradients(place, gradients)
+            case _:
+                raise JobError("MOE0700", f"the action `{action.kind}` of a pipeline", "choose another `schedule`")
+
+    def _forward(self, place: Place, batch: MicroBatch) -> None:
+        stage, _ = place
+        received = {r: x.requires_grad_() for r, x in self._messages.received(place).items()} if stage else {}
+        result = stage_pass(self._model, stage, batch, received, reads_values=self._reads_values)
+        self._complaint = self._complaint or result.complaint
+        self._received[place], self._outputs[place] = received, dict(result.outputs)
+
+    def _loss(self, microbatch: int, batch: MicroBatch) -> None:
+        outputs = self._outputs.pop((self._last, microbatch))
+        loss = self._model.loss(outputs["logits"], batch.labels)
+        if "balance" in outputs:
+            loss = loss + self._model.aux_loss(outputs["balance"], batch.tokens)
+        self._losses[microbatch] = loss
+
+    def _backward(self, place: Place) -> None:
+        stage, microbatch = place
+        if stage == self._last:
+            loss = self._losses.pop(microbatch)
+            self._sum_of_losses += loss.detach()
+            outputs, gradients = [loss], None
+        else:
+            sent_back = self._messages.received(place, gradients=True)
+            values = self._outputs.pop(place)
+            differentiable = [role for role, value in values.items() if value.requires_grad]
+            outputs, gradients = [values[role] for role in differentiable], [sent_back[role] for role in differentiable]
+        if any(output.requires_grad for output in outputs):
+            torch.autograd.backward(outputs, gradients)
+
+    def end(self) -> Tensor:
+        """The global loss of the step, which the last stage tells the others; raises what a stage complains of."""
+        self._messages.finish()
+        self._sum_tied()
+        refused = None if self._job.finite.skips else self._complaint
+        self._job.checks.require("end of a step", refused)
+        with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
+            dist.all_reduce(self._sum_of_losses, group=peers)
+        return self._sum_of_losses
+
+    def _sum_tied(self) -> None:
+        """Sums the gradients of parameters that stages on several ranks have, each a copy."""
+        plan, own = self._job.plan, self._job.rank // self._job.plan.stage_size
+        named = parameters_by_name(self._model, plan)
+        for name, owners in plan.owners_of_tied.items():
+            parameter = named.get(name)
+            if own in owners and parameter is not None and parameter.requires_grad:
+                earlier = self._earlier.get(name)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                elif earlier is not None:
+                    local_part(parameter.grad).sub_(earlier)
+                with collective("all_reduce", self._job.number + TIED, f"gradient of {name}") as peers:
+                    dist.all_reduce(local_part(parameter.grad), group=peers)
+                if earlier is not None:
+                    local_part(parameter.grad).add_(earlier)

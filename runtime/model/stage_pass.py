@@ -1,0 +1,104 @@
+"""The forward pass of one pipeline stage over one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moec.passes.ir import OutputKey, Role, Stage
+from moec.passes.ir.interface import COUNTS, HANDED_ON
+from moec.runtime import unscored
+from moec.runtime.errors import JobError
+from moec.runtime.guards.every_guard import first_complaint
+from moec.runtime.guards.guard import PassEnds
+from moec.runtime.inputs.extra_inputs import ExtraInputs
+from moec.runtime.model.step_counts import sequence_numbers
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.refused_derivatives import unwrapped
+
+if TYPE_CHECKING:
+    from moec.runtime.model.module import PlanModule
+
+
+class LayerElsewhere(nn.Module):
+    """A layer of another pipeline stage, in its place in `model.layers`: this rank has none of its parameters."""
+
+    def __init__(self, number: int, place: str) -> None:
+        super().__init__()
+        self._number, self._place = number, place
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Raises `JobError`."""
+        raise JobError(
+            "MOE0711", f"layer {self._number} is in {self._place}", "`job.step` runs the stages of all ranks"
+        )
+
+    def extra_repr(self) -> str:
+        return self._place
+
+
+class MicroBatch(NamedTuple):
+    """A part of this rank's sequences in a step, of which `numbered` come before it."""
+
+    tokens: Tensor
+    labels: Tensor
+    extra: ExtraInputs
+    numbered: int
+
+
+class StageResult(NamedTuple):
+    """What a stage hands on, by role; of the last stage its logits and balance terms. `complaint`: about its router
+    logits."""
+
+    outputs: Mapping[Role, Tensor]
+    complaint: Complaint | None
+
+
+def stage_pass(
+    model: PlanModule, stage: int, batch: MicroBatch, received: Mapping[Role, Tensor], *, reads_values: bool
+) -> StageResult:
+    """Runs a stage in a training step; `received` is what the stage before it has handed on.
+
+    A complaint makes the outputs NaN, as the loss then is on every rank; it is told at the end of the step.
+    """
+    tokens, extra = batch.tokens, batch.extra
+    inputs: dict[Role, Tensor] = {**model.takes.inputs(extra, tokens), **received}
+    inputs[model.input_role] = tokens
+    if model.draws:
+        in_step = model._counts.sequences
+        assert in_step is not None, "only a step runs stages"
+        inputs["sequences"] = sequence_numbers(
+            model._home.data_rank, in_step, tokens.shape[0], numbered=batch.numbered, device=tokens.device
+        )
+    top = model.tops[stage]
+    with unscored.noting() as masks:
+        results = top.run(model, inputs)
+    complaint = first_complaint(PassEnds(masks, top.routers, reads_values=reads_values))
+    experts, heads, made = counts_by_layer(results)
+    model.expert_counts, model.head_counts = model.expert_counts | experts, model.head_counts | heads
+    model.choices_made = model.choices_made | made
+    if model.training:
+        model._updates.add(results)
+        if stage == min(model.tops):
+            model._home.count_pass(tokens, extra.segments, inputs.get("real"))
+    roles: tuple[Role, ...] = (*HANDED_ON, "logits")
+    outputs = {role: results[role, None, None] for role in roles if (role, None, None) in results}
+    if complaint is not None:
+        outputs = {role: value * torch.nan for role, value in outputs.items()}
+    return StageResult(outputs, complaint)
+
+
+def counts_by_layer(results: Mapping[OutputKey, Any]) -> list[dict[int, Tensor]]:
+    """The counts of each role of `COUNTS` that layers gave in a pass: layer → int64 `[…]`."""
+    return [
+        {n: unwrapped(rows[0]) for (r, n, _), rows in results.items() if r == role and n is not None} for role in COUNTS
+    ]
+
+
+def stage_in_words(stage: Stage) -> str:
+    """`stage 1, on ranks 4 to 7`."""
+    first, last = stage.ranks[0], stage.ranks[-1]
+    return f"stage {stage.index}, on " + (f"ranks {first} to {last}" if last > first else f"rank {first}")
