@@ -43,6 +43,8 @@ class _Gate(Node):
     equal_loads: ClassVar[bool] = False
     """Whether every expert takes as many tokens as every other."""
     leaks: ClassVar[Literal["", "training", "training and evaluation"]] = ""
+    slices_experts: ClassVar[bool] = True
+    """Whether `etp` cuts its experts with a hidden width: the ranks of an `etp` group compute the same rows."""
     for_heads: ClassVar[bool] = False
     """Whether a token has as many choices as any other, whatever others choose: `moa` takes such gates."""
 
@@ -258,6 +260,7 @@ class Soft(_Gate):
     source = "Puigcerver et al. 2023, arXiv 2308.00951, section 2.1"
     gives = ()
     decides_rows = True
+    slices_experts = False
     leaks = "training and evaluation"
     positional = ("slots",)
     slots: Annotated[PositiveInt, Doc("means that each expert takes; `tp` divides their number")] = 1
@@ -270,6 +273,7 @@ class Smear(_Gate):
     source = "Muqeeth et al. 2023, arXiv 2306.03745, section 3"
     gives = ()
     decides_rows = True
+    slices_experts = False
     leaks = "training and evaluation"
 
 

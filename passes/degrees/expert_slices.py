@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moec.grammar.spec import Activated, Moe, Smear, Soft, Spec
+from moec.grammar.spec import Activated, Moe, Spec
 from moec.grammar.spec.base import Node
 from moec.passes.degrees.stated_degrees import PlacedMixture
 
@@ -15,7 +15,7 @@ def sliced_experts(spec: Spec, moe: Moe) -> Iterator[Activated]:
     Ranks that do not slice an expert have different rows of it, as those of `edp` have: slots of `soft`, sequences of
     `smear`, and rows of the kinds without an activation.
     """
-    if not isinstance(moe.gate, Soft | Smear):
+    if moe.gate.slices_experts:
         yield from (body for body in _bodies(spec, moe) if isinstance(body, Activated))
 
 
@@ -25,10 +25,10 @@ def whole_experts(spec: Spec, mixtures: list[PlacedMixture]) -> dict[str, list[i
     for moe, _, etp, numbers in mixtures:
         if etp is None or etp.value == 1:
             continue
-        if isinstance(moe.gate, Soft | Smear):
-            words = {moe.gate.word}
-        else:
+        if moe.gate.slices_experts:
             words = {body.word for body in _bodies(spec, moe) if not isinstance(body, Activated)}
+        else:
+            words = {moe.gate.word}
         for word in sorted(words):
             layers.setdefault(word, []).extend(numbers)
     return {word: sorted(numbers) for word, numbers in layers.items()}

@@ -28,8 +28,8 @@ et al. 2022, "DeepSpeed-MoE", section 5)."""
 class Sent:
     """The rows of experts `[experts, rows, dim]`, their `counts` if they are ragged, and a prefix for parameters.
 
-    `all_places`: whether padded rows are computed in empty places too, where no row changes rank. `are_slots`: whether
-    the rows are the slots of a soft mixture.
+    `all_places`: whether padded rows are computed in empty places too, where no row changes rank. `sliced`: whether
+    `etp` cuts weights with a hidden width.
     """
 
     subject: Subject
@@ -38,7 +38,7 @@ class Sent:
     counts: str | None
     prefix: str
     all_places: bool = False
-    are_slots: bool = False
+    sliced: bool = True
 
     @property
     def counted(self) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ def activated_weights(
 
 
 def _activated(b: Builder, sent: Sent) -> str:
-    (up, down), biases, attributes = activated_weights(b, sent, SHARD if sent.are_slots else SLICED)
+    (up, down), biases, attributes = activated_weights(b, sent, SLICED if sent.sliced else SHARD)
     span = sent.experts.span()
     if sent.counts is not None:
         return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, optional=biases, to="y", span=span, **attributes)

@@ -61,9 +61,7 @@ def _without_choices(
     (part,), sent, counts = moe.parts, _sent(subject, moe, h), list[Output]()
     inputs = GateInputs(subject=subject, experts=part.count, h=h, by_role=by_role)
     if isinstance(gate, Soft):
-        mixed, rows = soft_mixture(
-            b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows, are_slots=True))
-        )
+        mixed, rows = soft_mixture(b, gate, inputs, lambda rows: apply_experts(b, replace(sent, rows=rows)))
         counts.append(Output(rows, "counts"))
     else:
         weights, biases, attributes = activated_weights(b, sent, shard={})
@@ -168,5 +166,7 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> t
 def _sent(subject: Subject, moe: Moe, rows: str) -> Sent:
     """Rows in places for the only part of the experts."""
     (part,) = moe.parts
-    all_places = moe.overflow == "pad"
-    return Sent(subject=subject, experts=part, rows=rows, counts=None, prefix="moe.experts", all_places=all_places)
+    return Sent(
+        subject=subject, experts=part, rows=rows, counts=None, prefix="moe.experts",
+        all_places=moe.overflow == "pad", sliced=moe.gate.slices_experts,
+    )  # fmt: skip

@@ -7,6 +7,8 @@ from moec.codegen.emit import emit_graph, target_name
 from moec.driver import compile as compile_source
 from moec.driver import load
 from moec.grammar import load_text, to_text
+from moec.passes.degrees.expert_slices import whole_experts
+from moec.passes.degrees.stated_degrees import mixtures_of
 from moec.passes.ir.ops import PermutePadded
 from moec.passes.ir.texts.text import print_program
 from moec.passes.lower.lower_model import lower
@@ -25,6 +27,17 @@ def test_a_dense_model_has_no_balance_and_no_token_count():
     program = lower(moe_spec(balance="[]"))
     assert [block.name for block in program.blocks[-3:]] == ["forward", "valid_labels", "loss"]
     assert [op.mnemonic for op in program.block("loss").ops] == ["cross_entropy", "mean"]
+
+
+@each_row(
+    ("options", "whole"),
+    [({}, []), ({"gate": "soft"}, ["soft"]), ({"gate": "smear"}, ["smear"]), ({"expert": "lora(4)"}, ["lora"])],
+)
+def test_etp_cuts_the_experts_that_are_not_listed_as_whole(options: dict[str, str], whole: list[str]):
+    spec = moe_spec(balance="[]", beside="group = sequence", ep=2, etp=2, **options)
+    assert list(whole_experts(spec, mixtures_of(spec))) == whole
+    cuts = {axis for block in lower(spec).blocks for p in block.parameters for axis, _ in p.shard}
+    assert ("etp" in cuts) == (whole == [])
 
 
 def test_the_router_and_the_losses_are_at_least_fp32():
