@@ -277,21 +277,13 @@ the sum of the splits to send, or a split is below 0.
 # send the same number of bytes as a ring does, and none for padding.
 
 
-def _gathered(name: str, rows: Tensor, splits: Tensor, group: str, site: str, layer: Layer) -> Tensor:
+def _all_gather_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
     copies = torch.cat([rows] * resolve(group).size())
-    send, receive = _sizes(name, len(copies), splits, group, located(site, layer))
+    send, receive = _sizes("all_gather_rows", len(copies), splits, group, located(site, layer))
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    with collective(name, group, site, layer) as peers:
+    with collective("all_gather_rows", group, site, layer) as peers:
         dist.all_to_all_single(out, copies, receive, send, group=peers)
     return out
-
-
-def _all_gather_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    return _gathered("all_gather_rows", rows, splits, group, site, layer)
-
-
-def _all_gather_rows_alike(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    return _gathered("all_gather_rows_alike", rows, splits, group, site, layer)
 
 
 def _reduce_scatter_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
@@ -301,11 +293,6 @@ def _reduce_scatter_rows(rows: Tensor, splits: Tensor, group: str, site: str = "
     with collective("reduce_scatter_rows", group, site, layer) as peers:
         dist.all_to_all_single(terms.flatten(0, 1), rows.contiguous(), receive, send, group=peers)
     return terms.sum(0)
-
-
-def _slice_rows(rows: Tensor, splits: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
-    sizes, _ = _sizes("slice_rows", len(rows), splits, group, located(site, layer), reverse=True)
-    return torch.split(rows, sizes)[resolve(group).rank()].clone(memory_format=torch.contiguous_format)
 
 
 all_gather_rows = define_conversion(
@@ -320,14 +307,6 @@ rows [R, ...], splits of `gather_counts` -> [R of all ranks, ...]. Any R may be 
 anything moves, if R is not the split to send, or a split is below 0.
 """
 
-all_gather_rows_alike = define_conversion(
-    o.AllGatherRowsAlike,
-    fake=_fake_rows,
-    check=_check_rows,
-    kernel=_all_gather_rows_alike,
-)
-"""`all_gather_rows` for results that are consumed the same way on every rank. Backward: slice_rows."""
-
 reduce_scatter_rows = define_conversion(
     o.ReduceScatterRows,
     fake=_fake_rows,
@@ -335,11 +314,3 @@ reduce_scatter_rows = define_conversion(
     kernel=_reduce_scatter_rows,
 )
 """This rank's rows of the sum of every rank's rows, all in the order of `all_gather_rows`, which is its backward."""
-
-slice_rows = define_conversion(
-    o.SliceRows,
-    fake=_fake_rows,
-    check=_check_rows,
-    kernel=_slice_rows,
-)
-"""This rank's rows of rows that are the same on all ranks. Backward: all_gather_rows. Communicates nothing."""

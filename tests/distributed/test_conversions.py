@@ -201,7 +201,7 @@ def refused(name: str, *operands: Tensor) -> str:
     return "nothing"
 
 
-OF_ROWS = ["all_gather_rows", "all_gather_rows_alike", "reduce_scatter_rows", "slice_rows"]
+OF_ROWS = ["all_gather_rows", "reduce_scatter_rows"]
 
 
 WHERE = 'over "tp" in layer 3 (tiny.moe:9)'
@@ -320,10 +320,8 @@ def _beside_axis(conversion: Conversion) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mnemonic", "wrong"),
     [
-        ("all_gather_rows", "slice_rows"),
-        ("all_gather_rows_alike", "reduce_scatter_rows"),
-        ("reduce_scatter_rows", "slice_rows"),
-        ("slice_rows", "reduce_scatter_rows"),
+        ("all_gather_rows", "all_to_all"),
+        ("reduce_scatter_rows", "all_to_all"),
         ("all_gather", "slice"),
         ("copy_to", "all_gather"),
     ],

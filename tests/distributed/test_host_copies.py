@@ -14,7 +14,6 @@ import torch.distributed as dist
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import batches, own_part
-from support.sliced_plans import sliced_plan
 from torch import Tensor
 from torch.library import opcheck
 
@@ -32,7 +31,6 @@ PLANS: dict[str, tuple[int, Callable[[], Plan]]] = {
     "etp": (2, lambda: moe_plan(ranks=2, ep=1, etp=2)),
     "ep and etp": (4, lambda: moe_plan(ranks=4, ep=2, etp=2)),
     "ep and etp, recomputed": (4, lambda: moe_plan(ranks=4, ep=2, etp=2, recompute="layer")),
-    "ep and etp, copied experts": (4, lambda: sliced_plan(copied=True)),
 }
 
 

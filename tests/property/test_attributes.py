@@ -10,7 +10,6 @@ from typing import Any
 
 from mutations import broken_rule
 from support.plans import BODY, FOUR, moe_plan
-from support.sliced_plans import sliced_plan
 from support.tables import each_row
 from support.verified import require_equal
 from support.wrong_plans import change_every, change_ops, op_giving, with_program
@@ -18,6 +17,7 @@ from support.wrong_plans import change_every, change_ops, op_giving, with_progra
 import moec
 from moec.codegen.plan import Plan
 from moec.grammar.resolve.library import library_names
+from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.ir import Block, Op, Program, Value
 from moec.passes.ir.attributes import attribute_types
 from moec.passes.ir.ops import Activation, Attention, BoundFar, ChooseTokens, Clip, ExpertMlp, Route
@@ -35,7 +35,7 @@ def plans() -> Iterator[Plan]:
     """Plans with every op of the registry."""
     yield from map(moec.compile, WORDS)
     yield moe_plan(tp=4, ep=2, ffn="conv(4)", attention="gqa(heads = 4, kv_heads = 2)")
-    yield from (sliced_plan(), sliced_plan(copied=True), sliced_plan(ep=1))
+    yield from (moe_plan(ranks=2 * ep, ep=ep, etp=2) for ep in (1, 2))
 
 
 def changed(program: Program) -> Iterator[tuple[str, str, Program]]:
@@ -151,7 +151,7 @@ def test_numbers_show_windows_clips_and_clamps_too():
 def unfused(plan: Plan) -> Plan:
     """The plan with a permutation, experts and a sum in place of each mixture that is one op."""
     program = compile_program(plan.spec, "communicate").program
-    return with_program(plan, Partition().apply(program))
+    return with_program(plan, Partition(plan.spec, choose_degrees(plan.spec)).apply(program))
 
 
 def test_a_plan_of_other_ops_or_degrees_equals_the_model_and_its_faults_are_found():

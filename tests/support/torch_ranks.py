@@ -40,7 +40,7 @@ from moec.runtime.verify.inputs import GlobalBatch, global_batch
 from moec.runtime.verify.unsharded import training_loss
 from moec.runtime.weights.gradients import Bucket, SummedGradient
 
-ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}
+ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice")}
 """The operators that depend on a rank's place in a group and do not communicate."""
 
 COLLECTIVES = NODES.keys() - ALONE
@@ -85,7 +85,7 @@ class AllRanks(LocalTensorMode):
         with AllRanks(self._plan):
             whole = rows.clone()
             dist.all_reduce(whole, group=groups.resolve(group))
-        return self._one_by_one(torch.ops.moec.slice_rows.default, (whole, splits, group))
+        return self._one_by_one(_own_rows, (whole, splits, group))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         results = {}
@@ -123,10 +123,13 @@ def _all_gather_rows(rows: Tensor, splits: Tensor, group: str, *_: object) -> Te
     return _all_to_all(torch.cat([rows] * groups.resolve(group).size()), splits, False, group)
 
 
+def _own_rows(rows: Tensor, splits: Tensor, group: str) -> Tensor:
+    return torch.split(rows, splits[1].tolist())[groups.resolve(group).rank()]
+
+
 STAND_INS = {
     "moec.all_to_all.default": _all_to_all,
     "moec.all_gather_rows.default": _all_gather_rows,
-    "moec.all_gather_rows_alike.default": _all_gather_rows,
 }
 
 

@@ -180,7 +180,7 @@ class AllToAll(RowsConversion):
         return max(workload.bytes(operands[0]), workload.bytes(*results))
 
 
-# ---- rows of a rank's tokens ↔ rows of all ranks' tokens, for experts cut or copied over the axis ---------
+# ---- rows of a rank's tokens ↔ rows of all ranks' tokens, for experts cut over the axis -------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,20 +216,6 @@ class AllGatherRows(GatheredRows):
         return ReduceScatterRows.over(self.axis)
 
 
-@op("all_gather_rows_alike", "rows splits counts -> all_rows", operator="all_gather_rows_alike", sends=(1, 0))
-class AllGatherRowsAlike(GatheredRows):
-    """Ragged shard(1) → Replicate, for experts that are copied over the axis. Backward: slice_rows."""
-
-    def source(self) -> Placement | None:
-        return Shard(1)
-
-    def target(self) -> Placement | None:
-        return None
-
-    def backward(self) -> Conversion:
-        return SliceRows.over(self.axis)
-
-
 @op("reduce_scatter_rows", operator="reduce_scatter_rows", sends=(1, 1))
 class ReduceScatterRows(GatheredRows):
     """Ragged Partial → shard(1): the sum of all ranks' rows; each rank keeps those of its tokens.
@@ -239,20 +225,6 @@ class ReduceScatterRows(GatheredRows):
 
     def source(self) -> Placement | None:
         return Partial()
-
-    def target(self) -> Placement | None:
-        return Shard(1)
-
-    def backward(self) -> Conversion:
-        return AllGatherRows.over(self.axis)
-
-
-@op("slice_rows", operator="slice_rows", sends=(0, 1))
-class SliceRows(GatheredRows):
-    """Ragged Replicate → shard(1): each rank keeps the rows of its tokens. Backward: all_gather_rows."""
-
-    def source(self) -> Placement | None:
-        return None
 
     def target(self) -> Placement | None:
         return Shard(1)

@@ -196,7 +196,6 @@ def _exchanged(op: rows.AllToAll, tensors: Tensors, splits: Tensors) -> list[Ten
 
 
 @shuffle(rows.AllGatherRows)
-@shuffle(rows.AllGatherRowsAlike)
 def _gathered_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
     sizes = [len(tensor) for tensor in tensors]
     if any(split[1].tolist() != sizes for split in splits):
@@ -205,17 +204,11 @@ def _gathered_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Ten
     return [gathered.clone() for _ in tensors]
 
 
-@shuffle(rows.SliceRows)
-def _sliced_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
-    parts = (torch.split(tensor, split[1].tolist()) for tensor, split in zip(tensors, splits, strict=True))
-    return [of_rank[rank].clone() for rank, of_rank in enumerate(parts)]
-
-
 @shuffle(rows.ReduceScatterRows)
-def _scattered_rows(op: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
+def _scattered_rows(_: Conversion, tensors: Tensors, splits: Tensors) -> list[Tensor]:
     """Each rank sums the terms of its rows in a wide accumulator, as the operator does."""
     total = torch.stack(list(tensors)).sum(0)
-    return _sliced_rows(op, [total for _ in tensors], splits)
+    return [torch.split(total, split[1].tolist())[rank].clone() for rank, split in enumerate(splits)]
 
 
 # ---- ops that depend on a rank's index in its group, and communicate nothing -------------------------

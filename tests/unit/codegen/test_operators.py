@@ -13,7 +13,6 @@ import pytest
 import torch
 from support.image_plans import image_plan
 from support.plans import FOUR, layer_plan, moe_plan, moe_text
-from support.sliced_plans import sliced_plan
 from torch import fx
 
 import moec
@@ -144,7 +143,7 @@ def plans() -> dict[str, Plan]:
         made[f"nested, {outer}"] = moec.compile(nested.replace("8 * gelu(3)", '8 * mixture("inner")') + inner)
     made |= {"parts": moec.compile(parts), "a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     made |= {f"sliced experts, ep {ep}": moe_plan(expert="gelu(4, bias = true)", ep=ep, etp=2) for ep in (1, 2)}
-    return made | {"copied experts": sliced_plan(copied=True)}
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.combinations import diagonals, some
 from support.plans import BODY, moe_plan
-from support.sliced_plans import sliced_plan
 from support.wrong_plans import op_giving
 from torch import fx
 
@@ -167,21 +166,19 @@ def test_an_op_of_a_loss_in_parts_is_blamed_for_a_wrong_value(key: str, monkeypa
 
 
 GATHERED = [
-    ("rows.1", "all_to_all", False),
-    ("rows.2", "all_gather_rows", False),
-    ("row_weights.2", "all_gather_rows", False),
-    ("weighted", "expert_mlp", False),
-    ("weighted.1", "reduce_scatter_rows", False),
-    ("rows.2", "all_gather_rows_alike", True),
-    ("weighted.1", "slice_rows", True),
+    ("rows.1", "all_to_all"),
+    ("rows.2", "all_gather_rows"),
+    ("row_weights.2", "all_gather_rows"),
+    ("weighted", "expert_mlp"),
+    ("weighted.1", "reduce_scatter_rows"),
 ]
-"""Rows of experts over two axes: the value, its op, and whether experts are copied over the second axis."""
+"""Rows of experts over two axes: the value and its op."""
 
 
 @pytest.mark.parametrize(("place", "forward"), diagonals(range(len(GATHERED)), [True, False]))
 def test_an_op_of_rows_over_two_axes_is_blamed(place: int, forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, mnemonic, copied = GATHERED[place]
-    plan = sliced_plan(copied=copied)
+    key, mnemonic = GATHERED[place]
+    plan = moe_plan(ranks=4, ep=2, etp=2)
     op, call = op_giving(plan, BODY, key), Lockstep._call
 
     def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:

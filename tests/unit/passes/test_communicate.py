@@ -1,13 +1,10 @@
 """shard and communicate: the inserted conversions, and the axes over which gradients are summed."""
 
-from dataclasses import fields, replace
-
-from support.plans import moe_spec
-from support.sliced_plans import MESH, sliced_plan
+from support.plans import moe_plan, moe_spec
 from support.tables import each_row
 
 from moec.passes.ir import Block, Init, Layout, Mesh, Op, Output, Parameter, Program, Value
-from moec.passes.ir.ops import ExpertMlp, Linear
+from moec.passes.ir.ops import Linear
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
@@ -73,7 +70,7 @@ def moves(program: Program) -> list[str]:
 
 def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
     """The counts of the way back are those from before each gather or exchange, over its own axis."""
-    program = sliced_plan().program
+    program = moe_plan(ranks=4, ep=2, etp=2).program
     assert moves(program) == [
         "exchange_and_gather_counts ep counts",
         "all_to_all ep rows splits counts.1",
@@ -83,37 +80,20 @@ def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
         "reduce_scatter_rows etp weighted splits.1 counts.1",
         "all_to_all ep weighted.1 splits counts",
     ]
-    assert dict(program.mesh(MESH).axes) == {"edp": 1, "ep": 2, "etp": 2}
+    assert dict(program.mesh("experts[1..2]").axes) == {"edp": 1, "ep": 2, "etp": 2}
     experts = {p.name: (str(p.layout), p.sum_over) for p in program.block("layers[1..2]").parameters if "exp" in p.name}
     assert set(experts.values()) == {("ep:shard(0) etp:shard(2)", ())}
 
 
-def test_rows_of_copied_experts_are_gathered_alike_and_each_rank_keeps_its_own():
-    found = [move.split()[:2] for move in moves(sliced_plan(copied=True).program)]
-    assert found[3:6] == [
-        ["all_gather_rows_alike", "etp"], ["all_gather_rows_alike", "etp"], ["slice_rows", "etp"],
-    ]  # fmt: skip
-
-
 def test_counts_of_rows_that_are_gathered_alone_are_gathered_by_themselves():
-    assert moves(sliced_plan(ep=1).program)[:2] == [
+    assert moves(moe_plan(ranks=2, ep=1, etp=2).program)[:2] == [
         "gather_counts etp counts",
         "all_gather_rows etp rows splits counts.1",
     ]
 
 
-@each_row("copied", [False, True])
-def test_conversions_of_rows_are_read_as_they_are_printed(copied: bool):
-    """With the registered op of experts in the place of the tests' own."""
-    program = sliced_plan(copied=copied).program
-    block = program.block("layers[1..2]")
-    names = [f.name for f in fields(ExpertMlp)]
-    ops = tuple(
-        ExpertMlp(**{name: getattr(op, name) for name in names}) if isinstance(op, ExpertMlp) else op
-        for op in block.ops
-    )
-    blocks = tuple(replace(block, ops=ops) if each is block else each for each in program.blocks)
-    program = replace(program, blocks=blocks)
+def test_conversions_of_rows_are_read_as_they_are_printed():
+    program = moe_plan(ranks=4, ep=2, etp=2).program
     assert parse_program(print_program(program)) == program
 
 

@@ -15,12 +15,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = [
     path for folder in ("grammar", "passes", "codegen", "runtime", "moec") for path in (ROOT / folder).rglob("*.py")
 ]
-OF_ROWS = {
-    "all_gather_rows": "AllGatherRows",
-    "all_gather_rows_alike": "AllGatherRowsAlike",
-    "reduce_scatter_rows": "ReduceScatterRows",
-    "slice_rows": "SliceRows",
-}
+OF_ROWS = {"all_gather_rows": "AllGatherRows", "reduce_scatter_rows": "ReduceScatterRows"}
 
 
 @cache
