@@ -31,8 +31,8 @@ class VirtualStep:
 
     def __init__(self, program: Program, weights: VirtualWeights, stage_values: StageValues, microbatches: int) -> None:
         self.stage_values, self._weights = stage_values, weights
-        is_plans = microbatches == program.microbatches
-        self._orders = program.orders if is_plans else orders_in_turn(program, microbatches)
+        own = program.orders if microbatches == program.microbatches else ()
+        self._orders = own or orders_in_turn(program, microbatches)
         self._last_stage = len(weights.units) - 1
         self.losses: dict[int, PerRank] = {}
         """The loss of each micro-batch on every rank."""
