@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 from support.plans import moe_spec
@@ -11,11 +12,13 @@ from support.tables import each_row
 
 from moec.codegen.plan import Plan
 from moec.commands.inspecting.pipeline_lines import order_in_words, pipeline_lines
+from moec.commands.inspecting.summary import summary
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.memory import memory_of, memory_of_ranks
+from moec.passes.cost.parameter_counts import count_parameters
 from moec.passes.cost.pipeline_time import StageSeconds, follow
 from moec.passes.cost.stage_memory import StagePasses
-from moec.passes.cost.step_time import step_seconds
+from moec.passes.cost.step_time import pipeline_time, step_seconds
 from moec.passes.cost.totals import activation_bytes, costs_of, tally
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
@@ -111,7 +114,10 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_less_than_all_ranks_in_tur
     costs = costs_of(plan.program, Workload.of_microbatch(plan.spec, plan.program))
     whole = compile_program(plan.spec).program
     one = step_seconds(costs_of(whole, Workload.of_microbatch(plan.spec, whole)), whole, plan.spec)
-    assert one / PP < step_seconds(costs, plan.program, plan.spec) < one
+    time, step = pipeline_time(costs, plan.program, plan.spec), step_seconds(costs, plan.program, plan.spec)
+    after_passes = step - max(time.ends)  # the sums of gradients and the optimizer's step
+    assert 0 < after_passes < step / 5
+    assert max(time.ends) < step < one
 
 
 @each_row("model", ["", "embedding = tokens(tied = true);"])
@@ -121,6 +127,9 @@ def test_totals_equal_those_of_a_single_stage(model: str) -> None:
     staged, one = tally(plan.program, plan.spec), tally(whole, plan.spec)
     for name in ("parameters", "active_parameters", "flops_per_token", "tokens", "imbalance"):
         assert getattr(staged, name) == getattr(one, name), name
+    counts = [count_parameters(program, plan.spec).whole for program in (plan.program, whole)]
+    assert (counts[0].total, counts[0].active) == (counts[1].total, counts[1].active)
+    assert counts[0].per_rank == staged.local_parameters
     assert one.local_parameters / 4 <= staged.local_parameters < one.local_parameters / 2
     workload = Workload.of(plan.spec, whole).even
     kept = activation_bytes(plan.program, costs_of(plan.program, workload))
@@ -159,5 +168,6 @@ def test_a_summary_has_a_line_for_each_rank_and_short_orders() -> None:
     assert [line.partition(": ")[2] for line in lines[5:]] == [
         "4 × forward, 4 × (backward, forward), 4 × backward", "8 × (forward, backward)"
     ]  # fmt: skip
+    assert set(lines) <= set(summary(plan, plan.program, Path("a.plan"), 0.1).splitlines())
     assert len(order_in_words(plan_of("zero_bubble_v", 8, 4, 2).program.orders[0])) < 300
     assert pipeline_lines(compile_program(plan.spec).program, plan.spec) == []
