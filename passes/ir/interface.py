@@ -7,7 +7,7 @@ Update blocks give states (`state_rules.py`). Every other block gives one scalar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -70,9 +70,15 @@ def scalar_blocks(program: Program) -> tuple[str, ...]:
     return loss + tuple(BALANCE_BLOCKS) if forwards(program)[-1].output("balance") is not None else loss
 
 
-def layer_calls(program: Program) -> tuple[Call, ...]:
-    """The calls of layers, in the order in which `forward` runs them."""
-    return tuple(op for forward in forwards(program) for op in forward.ops if isinstance(op, Call))
+def is_forward(block: Block) -> bool:
+    """Whether the block is `forward`, or a stage's part of it."""
+    return block.name.partition("[")[0] == FORWARD
+
+
+def layer_calls(program: Program, stages: Collection[int] | None = None) -> tuple[Call, ...]:
+    """The calls of layers, in the order in which `forward` runs them; those of some `stages` only, if given."""
+    blocks = (block for stage, block in enumerate(forwards(program)) if stages is None or stage in stages)
+    return tuple(op for forward in blocks for op in forward.ops if isinstance(op, Call))
 
 
 def stages_of_layers(program: Program) -> dict[int, int]:
