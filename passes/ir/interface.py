@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from moec.grammar.diagnostics import DiagnosticError, InternalError, diagnose
+from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
@@ -43,13 +43,6 @@ BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
 def forwards(program: Program) -> tuple[Block, ...]:
     """The block that the ranks of each stage run, in the order of the stages."""
     return tuple(program.block(stage.forward) for stage in program.stages) or (program.block(FORWARD),)
-
-
-def require_one_stage(program: Program) -> None:
-    """Raises `DiagnosticError` (MOE0700) for a pipeline, of which only `moec verify` runs every stage yet."""
-    if len(program.stages) > 1:
-        message = f"{program.name} has {len(program.stages)} pipeline stages: `moec verify` runs them, nothing else yet"
-        raise DiagnosticError([diagnose("MOE0700", None, message, help="compile the file again: plans have one stage")])
 
 
 def taken_role(program: Program) -> Role:
