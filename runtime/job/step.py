@@ -139,11 +139,8 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     total = _divisor(job, step, agreement)
                     open_step = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreement))
-                    passes: Passes | StagePasses = (
-                        Passes(job, model, step, agreement, total)
-                        if job.plan.pipeline == 1
-                        else StagePasses(job, model, step, agreement)
-                    )
+                    kind: type[Passes | StagePasses] = Passes if job.plan.pipeline == 1 else StagePasses
+                    passes = kind(job, model, step, agreement, total)
                 case "backward":
                     with open_step.backward(is_last=is_last_backward(order, action)):
                         passes.take(action)

@@ -114,21 +114,54 @@ def test_a_checkpoint_loads_with_other_stages_and_without_any(gloo: GlooPool, tm
     assert all(found == pytest.approx(expected, abs=LOSSES) for ranks in losses for found in ranks)
 
 
+def own_losses(plan: Plan) -> list[tuple[float, float]]:
+    """The loss and the gradient norm of a step, by the model and by functions of the script."""
+    found = []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
+
+        def loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return (each * weights.flatten()).sum()
+
+        def logprob_loss(logprobs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            return -(logprobs * weights).sum()
+
+        weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(job.data_rank))
+        inputs = {"inputs": {"weights": weights}, "count": lambda labels, weights: weights.sum()}
+        for given in ({}, {"loss": loss, **inputs}, {"logprob_loss": logprob_loss, **inputs}):
+            value = job.step(model, tokens, labels, **given)
+            found.append((value.item(), job.clip_grad_norm_(model, 1e9).item()))
+            model.zero_grad()
+    return found
+
+
+def test_a_loss_of_the_script_is_computed_by_the_last_stage(gloo: GlooPool):
+    degrees, stages = PIPELINES[FAST]
+    staged = pipeline({**degrees, "tp": 2}, stages, balance="[switch_loss(0.1)]")
+    whole = moe_plan(**MODEL, microbatches=4, **degrees, tp=2, balance="[switch_loss(0.1)]")
+    expected = gloo.run(whole.world_size, own_losses, whole)[0]
+    for found in gloo.run(staged.world_size, own_losses, staged):
+        assert found == [pytest.approx(pair, rel=LOSSES) for pair in expected]
+
+
 def refusals(plan: Plan) -> dict[str, str]:
     """What calls that need the whole model say, and steps that cannot be taken."""
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
 
-        def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return logits.sum()
+        def mean(logits: Tensor, labels: Tensor) -> Tensor:
+            return logits.mean(-1)
 
         other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: model(tokens),
             "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
             "accumulate": lambda: job.accumulate(model, labels).__enter__(),
-            "own loss": lambda: job.step(model, tokens, labels, loss=own_loss),
+            "own loss": lambda: job.step(model, tokens, labels, loss=mean),
+            "count": lambda: job.step(model, tokens, labels, loss=mean, count=lambda logits, labels: 1, microbatches=1),
             "other layer": lambda: model.layers[other](tokens),
             "other batch": lambda: job.step(model, tokens + (job.rank % 2), labels),
             "save_hf": lambda: moec.save_hf(model, "nowhere"),
@@ -151,7 +184,8 @@ def refusals(plan: Plan) -> dict[str, str]:
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
     plan = pipeline({"ranks": 1, "ep": 1}, {})
     words = {
-        "forward": "MOE0711", "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "MOE0700",
+        "forward": "MOE0711", "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
+        "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
