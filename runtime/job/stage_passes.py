@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir.order import Action
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_loss import custom_loss_of_stage
 from moec.runtime.job.stage_messages import Place, StageMessages, Values
@@ -56,6 +57,8 @@ class StagePasses:
     def take(self, action: Action) -> None:
         """Takes an action of a micro-batch."""
         assert action.microbatch is not None
+        if action.kind in ("receive", "send", "receive_gradients", "send_gradients"):
+            note_action(str(action))
         place = self._last if action.stage is None else action.stage, action.microbatch
         batch = self._batches[action.microbatch]
         match action.kind:
