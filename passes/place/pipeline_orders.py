@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from moec.passes.ir import Program
 from moec.passes.ir.order import Action, Order, in_turn
-from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, Pipeline, in_dependency_order
+from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, Pipeline, in_dependency_order, takes
 
 
 def orders_of(program: Program, microbatches: int) -> tuple[Order, ...]:
@@ -20,6 +20,14 @@ def orders_of(program: Program, microbatches: int) -> tuple[Order, ...]:
     pipeline = Pipeline(len(program.stages_by_rank), len(program.stages_by_rank[0]), microbatches)
     tables = [TABLES[program.schedule](pipeline, rank) for rank in range(pipeline.ranks)]
     return _with_computations(program, in_dependency_order(tables))
+
+
+def takes_microbatches(program: Program, microbatches: int) -> bool:
+    """Whether the Program's schedule has an order of so many micro-batches; any number in a single stage."""
+    if len(program.stages) < 2:
+        return True
+    pipeline = Pipeline(len(program.stages_by_rank), len(program.stages_by_rank[0]), microbatches)
+    return takes(program.schedule, pipeline)
 
 
 def orders_in_turn(program: Program, microbatches: int) -> tuple[Order, ...]:

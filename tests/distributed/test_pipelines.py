@@ -158,6 +158,7 @@ def refusals(plan: Plan) -> dict[str, str]:
         other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: model(tokens),
+            "five": lambda: job.step(model, tokens, labels, microbatches=5),
             "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
             "accumulate": lambda: job.accumulate(model, labels).__enter__(),
             "own loss": lambda: job.step(model, tokens, labels, loss=mean),
@@ -182,9 +183,10 @@ def refusals(plan: Plan) -> dict[str, str]:
 
 
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
-    plan = pipeline({"ranks": 1, "ep": 1}, {})
+    plan = pipeline({"ranks": 1, "ep": 1}, {"virtual": 2, "schedule": "interleaved"})
     words = {
-        "forward": "MOE0711", "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
+        "forward": "MOE0711", "five": "takes no 5 micro-batches",
+        "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
     }  # fmt: skip
