@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -89,6 +91,41 @@ def test_a_pipeline_trains_as_the_unsharded_model(gloo: GlooPool, name: str):
             assert off < GRADIENTS, (parameter, rank)
         seen |= result["gradients"].keys()
     assert seen == expected["gradients"].keys()
+
+
+def stepped_twice(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, list[int]], dict[str, Any]]:
+    """Gradients after one step and after a second one with the same batch, loads, and a line of metrics."""
+    with moec.launch(plan, device="cpu") as job, TemporaryDirectory() as folder:
+        model = job.build(seed=1)
+        batch = own_part(job, *batches_of(plan.spec, 1)[0])
+        with job.metrics(Path(folder) / "run.jsonl") as metrics:
+            job.step(model, *batch)
+            once = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+            loss = job.step(model, *batch)
+            metrics.step(model, loss, grad_norm=job.clip_grad_norm_(model, 1e9))
+        lines = (Path(folder) / "run.jsonl").read_text().splitlines() if job.rank == 0 else ["{}"]
+        loads = {layer: load.tolist() for layer, load in job.expert_loads(model).items()}
+        return once, gradients_of(model), loads, json.loads(lines[-1])
+
+
+@pytest.fixture(scope="module")
+def twice(gloo: GlooPool) -> list[Any]:
+    plan = pipeline({"ranks": 1, "ep": 1}, {"last_layers": (0, 5)})
+    assert not plan.expert_meshes.keys() & {0}
+    return gloo.run(2, stepped_twice, plan)
+
+
+def test_a_schedule_neither_scales_nor_clears_the_gradients_of_an_earlier_step(twice: list[Any]):
+    for once, both, *_ in twice:
+        for name, gradient in once.items():
+            torch.testing.assert_close(both[name], 2 * gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_figures_of_a_stage_without_a_mixture_have_the_sizes_of_the_others(twice: list[Any]):
+    *_, loads, line = twice[0]
+    assert loads == twice[1][2]
+    assert sorted(loads) == [1, 2, 3, 4, 5]
+    assert line["load"].keys() == {"1", "2", "3", "4", "5"}
 
 
 def resumed(plan: Plan, source: str, target: str) -> list[float]:
