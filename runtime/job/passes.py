@@ -51,8 +51,8 @@ class Passes:
         part = tokens, labels, extra, _ = next(self._parts)
         if self._agreement.forward_may_skip and is_first:
             self._model.skip_agreement(tokens, self._agreement.reads_values)
-        given = {} if self._step.has_custom_loss else {"labels": labels}
-        return part, self._model(tokens, **given, **extra.by_name())
+        given = (tokens,) if self._step.has_custom_loss else (tokens, labels)
+        return part, self._model(*given, **extra.by_name())
 
     def _loss(self, part: Part, output: ModelOutput) -> Tensor:
         """The loss of a micro-batch, divided."""

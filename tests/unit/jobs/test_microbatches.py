@@ -68,7 +68,7 @@ def the_last_loads_alone(patch: pytest.MonkeyPatch) -> None:
     """The loads of the last micro-batch in place of the sum of all (mg#7197)."""
 
     def last(self: StageValues) -> dict[Role, dict[int, Any]]:
-        outputs = self._outputs[-1][-1]
+        outputs = self._outputs[-1][max(self._outputs[-1])]
         return {role: {key[1]: rows for key, rows in outputs.items() if key[0] == role} for role in COUNTS}
 
     patch.setattr(StageValues, "counts", property(last))
