@@ -128,6 +128,12 @@ class RankDocument:
     """Which part of a batch its sequences are, from 0."""
     data_size: int
     """How many parts a batch has."""
+    stages: list[int]
+    """The pipeline stages that it runs."""
+    layers: list[int]
+    """The layers of these stages."""
+    model_layers: int
+    """The layers of the model."""
     coordinates: dict[str, dict[str, int]]
     """By mesh: the rank's index along each axis."""
     groups: dict[str, list[int]]

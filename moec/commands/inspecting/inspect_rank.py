@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspecting.inspect_plan_document import RankBlock, RankDocument, RankParameter, RankState
 from moec.grammar.amounts import count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.layer_numbers import numbered
 from moec.passes.ir import Block, State, local_shape, local_slices
+from moec.passes.ir.interface import stages_of_layers
 
 
 def rank_document(plan: Plan, rank: int) -> RankDocument:
@@ -18,7 +20,8 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
         allowed = "0" if plan.world_size == 1 else f"0 to {plan.world_size - 1}"
         help = f"the plan is for {count(plan.world_size, 'rank')}"
         raise DiagnosticError([diagnose("MOE0017", None, f"--rank must be {allowed}, not {rank}", help=help)])
-    meshes = plan.meshes.values()
+    meshes, elsewhere, stage_of = plan.meshes.values(), plan.elsewhere(rank), stages_of_layers(plan.program)
+    here = [block for block in plan.program.blocks if _has_parameter(plan, block, elsewhere)]
     return RankDocument(
         plan=plan.name,
         rank=rank,
@@ -27,10 +30,19 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
         data_size=plan.data_size,
         coordinates={mesh.name: {axis: mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for mesh in meshes},
         groups={name: list(next(peers for peers in lists if rank in peers)) for name, lists in plan.groups.items()},
-        held_elements=sum(_local_elements(plan, p) for p in plan.parameters.values()),
+        stages=list(plan.stages_of(rank)),
+        model_layers=len(plan.program.layers),
+        layers=[layer for layer, stage in stage_of.items() if stage in plan.stages_of(rank)],
+        held_elements=sum(_local_elements(plan, p) for name, p in plan.parameters.items() if name not in elsewhere),
         elements=sum(math.prod(p.shape) for p in plan.parameters.values()),
-        blocks=[_block(plan, block, rank) for block in plan.program.blocks if block.parameters],
+        blocks=[_block(plan, block, rank) for block in here],
     )
+
+
+def _has_parameter(plan: Plan, block: Block, elsewhere: Container[str]) -> bool:
+    """Whether the rank has the parameters of the block, of one layer at least."""
+    prefixes = plan.program.prefixes(block)
+    return any(f"{prefix}{p.name}" not in elsewhere for prefix in prefixes for p in block.parameters)
 
 
 def _block(plan: Plan, block: Block, rank: int) -> RankBlock:
@@ -68,6 +80,9 @@ def rank_lines(document: RankDocument) -> Iterator[str]:
         yield f"  mesh {mesh}: {', '.join(f'{axis} {index}' for axis, index in coordinates.items())}"
     for name, ranks in document.groups.items():
         yield f"  group {name} with {shortened([peer for peer in ranks if peer != document.rank])}"
+    if document.ranks > 1 and len(document.layers) < document.model_layers:
+        stages = ", ".join(map(str, document.stages))
+        yield f"  runs {numbered(document.layers)}, of stage{'s' if len(document.stages) > 1 else ''} {stages}"
     yield f"  holds {document.held_elements:,} of {document.elements:,} elements"
     for block in document.blocks:
         yield ""
