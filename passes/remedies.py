@@ -21,7 +21,7 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
-from moec.passes.degrees.stated_degrees import divisors
+from moec.passes.degrees.stated_degrees import divisors, takes_microbatches
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.work.workload import Workload
 
@@ -70,7 +70,7 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     if change := _degrees_that_fit(_Search(spec, degrees, place)):
         return Change(f"set {change.text}", change.num_words, change.peak)
     clusters = [(larger, scaled) for times in MORE_RANKS if (scaled := _degrees_of(larger := _with_ranks(spec, times)))]
-    peaks = {scaled.ranks: peak for larger, scaled in clusters if (peak := _peak(larger, scaled, place))}
+    peaks = {scaled.all_ranks: peak for larger, scaled in clusters if (peak := _peak(larger, scaled, place))}
     if peaks:
         memory = spec.cluster.device.memory
         ranks = next((ranks for ranks, peak in peaks.items() if has_room(peak, memory)), min(peaks))
@@ -78,7 +78,7 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     for larger, scaled in clusters:
         search = _Search(larger, scaled, place)
         if search.is_promising() and (change := _degrees_that_fit(search)):
-            return Change(f"use {scaled.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
+            return Change(f"use {scaled.all_ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
     return None
 
 
@@ -193,9 +193,10 @@ class _Search:
         return None if self._eps == [None] else degrees.experts[0].ep
 
     def _parts(self) -> list[int]:
-        """The numbers of micro-batches that divide a rank's sequences."""
+        """The numbers of micro-batches that divide a rank's sequences, and that the schedule takes."""
         assert self.spec.train is not None
-        return divisors(max(1, self.spec.train.batch // self.stated.dp))
+        numbers = divisors(max(1, self.spec.train.batch // self.stated.dp))
+        return [number for number in numbers if takes_microbatches(self.spec, number)]
 
     def _with(self, ep: int | None, zero: int) -> Degrees:
         degrees = self.stated if ep is None else self.stated.with_ep(ep)

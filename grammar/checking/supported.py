@@ -187,6 +187,9 @@ def _unsupported_layers(spec: Spec) -> Iterator[Diagnostic]:
 def _degrees_of_layer(spec: Spec) -> Iterator[Diagnostic]:
     """Degrees above 1 that the file of one layer may not have yet."""
     parallel = spec.parallel
+    if isinstance(parallel.pp, int) and parallel.pp > 1:
+        what, help = f"`pp = {parallel.pp}` in the file of one `layer`", "it is one stage: leave `pp` out"
+        yield refused(parallel.span("pp"), what, help, numbers=False)
     stated = [(parallel, "tp"), (parallel, "cp"), *((block, "etp") for block in (parallel, *parallel.layers))]
     for block, word in stated:
         degree = getattr(block, word)

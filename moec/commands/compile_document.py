@@ -37,6 +37,11 @@ class DegreesDocument:
 
     dp: int
     dp_stated: bool
+    pp: int
+    virtual: int
+    """The pipeline stages of each rank."""
+    schedule: str | None
+    """The order of a pipeline's micro-batches; null without a pipeline."""
     cp: int
     tp: int
     experts: list[ExpertDegrees]
@@ -140,12 +145,15 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
         dtype=str(spec.subject.dtype),
         parameters=round(counts.parameters),
         active_parameters=round(counts.active_parameters),
-        ranks=degrees.ranks,
+        ranks=degrees.all_ranks,
         device=spec.cluster.device.name,
         cluster=spec.cluster.name,
         degrees=DegreesDocument(
             dp=degrees.dp,
             dp_stated="dp" in degrees.stated,
+            pp=degrees.pp,
+            virtual=degrees.virtual,
+            schedule=degrees.schedule,
             cp=degrees.cp,
             tp=degrees.tp,
             experts=[
