@@ -25,7 +25,7 @@ from moec.passes.ir import (
     State,
     Stored,
 )
-from moec.passes.ir.interface import forwards
+from moec.passes.ir.interface import forwards, stages_of_layers
 from moec.passes.ir.layout import local_slices
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
@@ -189,6 +189,16 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
             for parameter in block.parameters:
                 ranks.setdefault(parameter.name, set()).add(stage.first_rank // self.stage_size)
         return {name: tuple(sorted(owners)) for name, owners in ranks.items() if len(owners) > 1}
+
+    def elsewhere(self, rank: int) -> frozenset[str]:
+        """The full names of parameters and states that only ranks of other pipeline stages have."""
+        here, stage_of = self.stages_of(rank), stages_of_layers(self.program)
+        blocks = [self.program.block(stage.forward) for stage in self.program.stages]
+        own = {parameter.name for stage in here for parameter in blocks[stage].parameters}
+        names = (*self.parameters, *self.states)
+        of_layers = {name for name in names if name.startswith("layers.")}
+        others = {name for name in of_layers if stage_of[int(name.split(".", 2)[1])] not in here}
+        return frozenset(others.union(name for name in names if name not in of_layers and name not in own))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The pipeline stages of `rank`, one for all but a pipeline with `virtual` ones."""

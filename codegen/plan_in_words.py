@@ -25,7 +25,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     return [
         (subject, f"{plan.name}: {widths}"),
         ("parameters", f"{si(counts.parameters)}, {si(counts.active_parameters)} active per token"),
-        ("ranks", f"{degrees.all_ranks} × {device.name} ({spec.cluster.name})"),
+        ("ranks", f"{plan.world_size} × {device.name} ({spec.cluster.name})"),
         ("degrees", "; ".join(degrees_lines(degrees))),
         (
             "per rank",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
 from moec.grammar.spec import Spec, Train
-from moec.passes.cost.memory import Moment, memory_of
+from moec.passes.cost.memory import Memory, memory_of, ranks_in_words
 from moec.passes.ir import Program
 
 LARGEST_KINDS = 3
@@ -25,7 +25,8 @@ class OverBudgetError(DiagnosticError):
 class Budget:
     """Compares the peak of a step of `spec.train` with the memory of `spec.cluster.device`. Changes nothing.
 
-    A file without `train`, or of a `layer`, does not define a step, and is not checked.
+    In a pipeline the rank with the highest peak counts. A file without `train`, or of a `layer`, does not define a
+    step, and is not checked.
     """
 
     spec: Spec
@@ -33,15 +34,16 @@ class Budget:
     def apply(self, program: Program) -> Program:
         """Returns `program`. Raises `OverBudgetError` if its step does not fit the device."""
         train = self.spec.train
-        if train is not None and self.spec.has_model and len(program.stages) == 1:
-            peak = memory_of(program, self.spec).peak
-            if peak.bytes.total > self.spec.cluster.device.memory:
-                raise OverBudgetError([_refused(self.spec, train, peak)])
+        if train is not None and self.spec.has_model:
+            memory = memory_of(program, self.spec)
+            if memory.peak.bytes.total > self.spec.cluster.device.memory:
+                raise OverBudgetError([_refused(self.spec, train, memory, program)])
         return program
 
 
-def _refused(spec: Spec, train: Train, peak: Moment) -> Diagnostic:
-    device = spec.cluster.device
+def _refused(spec: Spec, train: Train, memory: Memory, program: Program) -> Diagnostic:
+    device, peak = spec.cluster.device, memory.peak
+    where = f" on {ranks_in_words(program, memory.stages)}" if len(program.stages) > 1 else ""
     largest = sorted(peak.bytes.of.items(), key=lambda kind: -kind[1])[:LARGEST_KINDS]
     listed = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in largest)
     labels = (
@@ -51,7 +53,7 @@ def _refused(spec: Spec, train: Train, peak: Moment) -> Diagnostic:
     return diagnose(
         "MOE0501",
         spec.parallel.span() or spec.cluster.span(),
-        f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
+        f"a step takes {gigabytes(peak.bytes.total, device.memory)}{where}, most in the {peak.event}: {listed}",
         labels=[Label(span=span, message=message) for span, message in labels if span is not None],
     )
 

@@ -21,9 +21,10 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
-from moec.passes.degrees.stated_degrees import divisors, takes_microbatches
+from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.work.workload import Workload
+from moec.passes.place.pipeline_tables import Pipeline, takes
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)
@@ -193,10 +194,11 @@ class _Search:
         return None if self._eps == [None] else degrees.experts[0].ep
 
     def _parts(self) -> list[int]:
-        """The numbers of micro-batches that divide a rank's sequences, and that the schedule takes."""
+        """The numbers of micro-batches that divide a rank's sequences, and for which its schedule has a table."""
         assert self.spec.train is not None
-        numbers = divisors(max(1, self.spec.train.batch // self.stated.dp))
-        return [number for number in numbers if takes_microbatches(self.spec, number)]
+        parts = divisors(max(1, self.spec.train.batch // self.stated.dp))
+        word, pp, virtual = self.stated.schedule, self.stated.pp, self.stated.virtual
+        return [n for n in parts if pp == 1 or word is None or takes(word, Pipeline(pp, virtual, n))]
 
     def _with(self, ep: int | None, zero: int) -> Degrees:
         degrees = self.stated if ep is None else self.stated.with_ep(ep)

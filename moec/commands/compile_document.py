@@ -8,7 +8,8 @@ from typing import Literal
 from moec.codegen.plan import Plan
 from moec.commands.console.output import document
 from moec.commands.inspecting.summary import recomputing_layers
-from moec.passes.cost.memory import largest_skew, memory_of
+from moec.passes.cost.largest_skew import largest_skew
+from moec.passes.cost.memory import memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
@@ -145,7 +146,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
         dtype=str(spec.subject.dtype),
         parameters=round(counts.parameters),
         active_parameters=round(counts.active_parameters),
-        ranks=degrees.all_ranks,
+        ranks=program.num_ranks,
         device=spec.cluster.device.name,
         cluster=spec.cluster.name,
         degrees=DegreesDocument(

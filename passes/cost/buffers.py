@@ -36,6 +36,10 @@ class Bytes:
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes({t: self.of.get(t, 0.0) + other.of.get(t, 0.0) for t in (*self.of, *other.of)})
 
+    def times(self, number: int) -> Bytes:
+        """The bytes of so many equal buffers."""
+        return Bytes({kind: number * size for kind, size in self.of.items()})
+
     def as_one(self, kind: MemoryKind) -> Bytes:
         """These bytes, all as one kind."""
         return Bytes({kind: self.total})
@@ -47,9 +51,13 @@ def largest(*moments: Bytes) -> Bytes:
 
 
 class Buffers:
-    """Tensors by name; several names may share one tensor, which the last name frees."""
+    """Tensors by name; several names may share one tensor, which the last name frees.
 
-    def __init__(self) -> None:
+    `bytes` counts the tensors of `beside` too.
+    """
+
+    def __init__(self, beside: Buffers | None = None) -> None:
+        self._beside = beside
         self._tensors: dict[int, tuple[MemoryKind, float]] = {}
         self._numbers: dict[str, int] = {}
         self._uses: dict[int, int] = {}
@@ -115,9 +123,16 @@ class Buffers:
         for kind in MEMORY_KINDS:
             self.drop(f"{name} {kind}")
 
+    def alone(self) -> Bytes:
+        """Bytes by kind, without those of `beside`."""
+        return Bytes({kind: size for kind, size in self._totals.items() if size >= 1})
+
     def bytes(self, more: float = 0.0) -> Bytes:
         """Bytes by kind, with `more` bytes of work."""
-        sizes = {kind: size for kind, size in self._totals.items() if size >= 1}  # below: rounding of sums
+        totals = (
+            {kind: self._beside._totals[kind] + size for kind, size in self._totals.items()} if self._beside else {}
+        )
+        sizes = {kind: size for kind, size in (totals or self._totals).items() if size >= 1}  # below: rounding of sums
         if more:
             sizes["work"] = sizes.get("work", 0.0) + more
         return Bytes(sizes)

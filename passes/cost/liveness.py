@@ -7,7 +7,7 @@ first op that adds to it to the op that made the value. `Cost.scratch` is what a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moec.passes.cost.buffers import Buffers, Bytes, largest
 from moec.passes.cost.totals import BlockCost
@@ -22,7 +22,8 @@ class Step:
 
     `saved` has values, and tensors inside the op with `:` in the name, but no parameters. `differentiated` are the
     operands that get a gradient; empty if no result gets one. `scratch` is that of `Cost`. `is_view`: the result is the
-    operand's tensor.
+    operand's tensor. `defers`: its gradients of weights are products of their own, which a backward pass to inputs only
+    leaves for later.
     """
 
     op: Op
@@ -32,6 +33,12 @@ class Step:
     differentiated: Mapping[str, float]
     scratch: tuple[float, float]
     is_view: bool = False
+    defers: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of its first result."""
+        return next(iter(self.results), "")
 
     @property
     def passes_gradient(self) -> bool:
@@ -77,6 +84,7 @@ def steps_of(cost: BlockCost) -> tuple[Step, ...]:
                 {name: workload.bytes(scope[name]) for name in sorted(wanted)},
                 of_op.scratch,
                 is_view=isinstance(op, Widen) and scope[op.operands[0]].dtype == op.results[0].dtype,
+                defers=bool(of_op.work.backward.of_weights.products),
             )
         )
     return tuple(steps)
@@ -103,32 +111,41 @@ class Run:
     """One run of a layer: the worst moments, and what remains for backward.
 
     The caller has the inputs and the parameters. `backward` includes the gradients of outputs, of inputs, and of
-    parameters so far. `inputs` are the inputs that are saved.
+    parameters so far. `inputs` are the inputs that are saved. `to_inputs` is the worst moment of a backward pass that
+    leaves the products for gradients of weights to later, `queued` what it leaves: the operands and the results'
+    gradients of these products, and the gradients of other parameters.
     """
 
     forward: Bytes
     kept: Bytes
     backward: Bytes
     inputs: frozenset[str]
+    to_inputs: Bytes = field(default_factory=Bytes)
+    queued: Bytes = field(default_factory=Bytes)
 
     @classmethod
-    def of(cls, cost: BlockCost) -> Run:
-        """The run of a block whose ops have these costs, with what its `recompute` leaves."""
+    def of(cls, cost: BlockCost, *, splits: bool = False) -> Run:
+        """The run of a block whose ops have these costs, with what its `recompute` leaves. `splits`: it also has a
+        backward pass to its inputs only."""
         steps, block = steps_of(cost), cost.block
         inputs = {value.name for value in block.inputs}
         if block.recompute == "experts":
             steps = tuple(step.without_inner() for step in steps)
         forward, alive = _forward(cost, steps)
         first, kept = forward, alive.bytes()
-        for value in block.output_values():
-            if value.dtype != "int64":
-                alive.add(f"d {value.name}", "work", cost.workload.bytes(value))
-        backward = largest(*(moment for _, moment in run_backward(steps, alive)))
+        backward, to_inputs, queued = _backward(cost, steps, alive), Bytes(), Bytes()
+        if splits:
+            _, alive = _forward(cost, steps)
+            to_inputs = _backward(cost, steps, alive, defers=True)
+            for name in inputs:
+                alive.drop(f"d {name}")
+            queued = alive.bytes()
         saved = {name for step in steps for name in step.saved}
         if block.recompute == "layer":
             first, alive = _forward(cost, [step.without_saving() for step in steps])
             kept, backward, saved = alive.bytes(), largest(forward, backward), inputs
-        return cls(first, kept, backward, frozenset(inputs & saved))
+            to_inputs = largest(forward, to_inputs)
+        return cls(first, kept, backward, frozenset(inputs & saved), to_inputs, queued)
 
 
 def _forward(cost: BlockCost, steps: Sequence[Step]) -> tuple[Bytes, Buffers]:
@@ -139,6 +156,14 @@ def _forward(cost: BlockCost, steps: Sequence[Step]) -> tuple[Bytes, Buffers]:
     for name in outputs:
         alive.drop(name)
     return worst, alive
+
+
+def _backward(cost: BlockCost, steps: Sequence[Step], alive: Buffers, *, defers: bool = False) -> Bytes:
+    """The worst moment of backward, from what is saved."""
+    for value in cost.block.output_values():
+        if value.dtype != "int64":
+            alive.add(f"d {value.name}", "work", cost.workload.bytes(value))
+    return largest(*(moment for _, moment in run_backward(steps, alive, defers=defers)))
 
 
 def run_forward(steps: Sequence[Step], alive: Buffers, kept: Iterable[str]) -> Iterator[tuple[Step, Bytes]]:
@@ -157,17 +182,48 @@ def run_forward(steps: Sequence[Step], alive: Buffers, kept: Iterable[str]) -> I
                 alive.drop(name)
 
 
-def run_backward(steps: Sequence[Step], alive: Buffers) -> Iterator[tuple[Step, Bytes]]:
-    """Runs ops backward on `alive`, which has what is saved and the outputs' gradients; gives the bytes during each."""
+def run_backward(steps: Sequence[Step], alive: Buffers, *, defers: bool = False) -> Iterator[tuple[Step, Bytes]]:
+    """Runs ops backward on `alive`, which has what is saved and the outputs' gradients; gives the bytes during each.
+
+    `defers`: products for gradients of weights wait in a queue, for `run_deferred`.
+    """
     freed = savers(steps)
     for index in reversed(range(len(steps))):
         step = steps[index]
+        if defers and step.defers:
+            step = _with_queue(step, alive)
         extra = add_gradients(alive, step)
-        yield step, alive.bytes(extra + step.scratch[1])
+        yield steps[index], alive.bytes(extra + step.scratch[1])
         for name in step.results:
             alive.drop(f"d {name}")
         for name in freed[index]:
             alive.drop(f"saved {name}")
+
+
+def _with_queue(step: Step, alive: Buffers) -> Step:
+    """The op without gradients of parameters. Keeps its saved tensors and its results' gradients in the queue."""
+    for name in step.results:
+        if f"d {name}" in alive:
+            alive.alias(f"queue d {name}", f"d {name}")
+    for name, size in step.saved.items():
+        if f"saved {name}" in alive:
+            alive.alias(f"queue {name} of {step.key}", f"saved {name}")
+        else:  # an input of the block, which its caller keeps until this backward pass only
+            alive.add(f"queue {name} of {step.key}", "activations", size)
+    return replace(step, differentiated={n: size for n, size in step.differentiated.items() if not n.startswith("@")})
+
+
+def run_deferred(step: Step, alive: Buffers) -> Bytes:
+    """Computes an op's gradients of parameters, and frees its part of the queue; gives the bytes before that."""
+    for name, size in step.differentiated.items():
+        if name.startswith("@") and f"d {name}" not in alive:
+            alive.add(f"d {name}", "gradients", size)
+    moment = alive.bytes()
+    for name in step.results:
+        alive.drop(f"queue d {name}")
+    for name in step.saved:
+        alive.drop(f"queue {name} of {step.key}")
+    return moment
 
 
 def add_gradients(alive: Buffers, step: Step) -> float:

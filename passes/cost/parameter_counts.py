@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Dense, ExpertChoice, Mixture, Moe, Smear, Soft, Spec, Subject
-from moec.passes.cost.totals import costs_of, runs_of
+from moec.passes.cost.totals import costs_of, runs_on
 from moec.passes.ir import Program
 from moec.passes.ir.work.workload import Workload
 
@@ -41,7 +41,10 @@ class LayerElements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
-    """The parameters of a Program after all passes. `outside`: those of no layer, by part (`embedding`, `head`)."""
+    """The parameters of a Program after all passes. `outside`: those of no layer, by part (`embedding`, `head`).
+
+    In a pipeline `whole.per_rank` is that of the rank with the most.
+    """
 
     whole: Elements
     layers: tuple[LayerElements, ...]
@@ -51,21 +54,23 @@ class ParameterCounts:
 
 def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
     """Counts the parameters of `program`, which was compiled from `spec`. States such as `online` biases are none."""
-    runs, numbers = runs_of(program), program.layers_by_block
+    costs, numbers = costs_of(program, Workload.of(spec, program).even), program.layers_by_block
     layers, outside, whole = [], dict[str, Elements](), Elements()
-    for name, cost in costs_of(program, Workload.of(spec, program).even).items():
-        if not runs[name]:
-            continue
+    for cost, times in runs_on(program, costs):
+        name = cost.block.name
         parts: dict[str, Elements] = {}
         for p, *elements in cost.elements():
             part = _part(p.name)
             parts[part] = parts.get(part, Elements()) + Elements(*elements)
         own = sum(parts.values(), start=Elements())
-        whole += own.times(runs[name])
+        whole += own.times(times)
         if numbers[name]:
             layers.append(LayerElements(layers=tuple(numbers[name]), one_layer=own, parts=parts))
         else:
             outside |= parts
+    ranks = (runs_on(program, costs, stages) for stages in program.stages_by_rank)
+    most = max(sum(times * local for cost, times in runs for *_, local in cost.elements()) for runs in ranks)
+    whole = replace(whole, per_rank=most)
     layers.sort(key=lambda layer: layer.layers)
     shown = "-".join((short(whole.total), short(whole.active), *shape_of(spec.subject)))
     return ParameterCounts(whole=whole, layers=tuple(layers), outside=outside, notation=shown)

@@ -7,17 +7,18 @@ bytes that a rank sends over the bandwidth of the slowest level that its group c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moec.grammar.spec import Cluster, Spec
-from moec.passes.cost.totals import BlockCost, runs_of
+from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
+from moec.passes.cost.totals import BlockCost, message_bytes, runs_of, runs_on
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.weights import weight_bytes
 from moec.passes.ir import Program
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, MixtureMlp
 from moec.passes.ir.work.cost import Cost, Direction
-from moec.passes.place.schedule import order_of_step
+from moec.passes.place.schedule import orders_of_step
 
 EXPERTS = ExpertMlp | ExpertMlpPadded | MixtureMlp
 """The ops that `recompute = experts` runs again."""
@@ -34,23 +35,57 @@ LAUNCH = 5e-6
 
 def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -> float:
     """Seconds of a step on the rank with the most rows; `costs` are those of a micro-batch, by the blocks of `program`.
+    In a pipeline those of the rank that ends last.
 
     A block's `recompute` is that of its cost.
     """
-    seconds, order = 0.0, order_of_step(program, program.microbatches)
-    for name, count in runs_of(program).items():
-        cost = costs[name]
+    if len(program.stages) < 2:
+        return _busy_seconds(costs, program, spec, (0,))
+    time = pipeline_time(costs, program, spec)
+    ranks = zip(program.stages_by_rank, time.ends, time.busy, strict=True)
+    return max(_busy_seconds(costs, program, spec, stages) + end - busy for stages, end, busy in ranks)
+
+
+def _busy_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, stages: Sequence[int]) -> float:
+    """Seconds in which a rank computes in a step, and sends."""
+    seconds, passes = 0.0, program.microbatches
+    for cost, count in runs_on(program, costs, stages):
         forward, backward = pass_seconds(cost, spec)
-        seconds += count * (order.count("forward") * forward + order.count("backward") * backward)
+        seconds += count * (passes * forward + passes * backward)
         sent = sum(
             (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
-            for sending in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
+            for sending in sendings(cost.block, cost.workload, passes, cost.saved_parameters())
         )
-        updated = sum(
-            2 * (w.masters + w.optimizer_states) for w in weight_bytes(cost, spec, program.microbatches).values()
-        )
+        updated = sum(2 * (w.masters + w.optimizer_states) for w in weight_bytes(cost, spec, passes).values())
         seconds += count * (sent + updated / spec.cluster.device.bandwidth)
     return seconds
+
+
+def pipeline_time(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -> PipelineTime:
+    """The time of a pipeline's passes, by the orders of its ranks; `costs` are those of a micro-batch."""
+    numbers, orders = range(len(program.stages)), orders_of_step(program, program.microbatches)
+    return follow(orders, [_stage_seconds(costs, program, spec, number) for number in numbers])
+
+
+def _stage_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, number: int) -> StageSeconds:
+    runs = [(costs[name], count) for name, count in runs_of(program, [number]).items() if count]
+    forward, backward = (
+        sum(column) for column in zip(*(_times(count, cost, spec) for cost, count in runs), strict=True)
+    )
+    weights = sum(
+        count * _seconds(of_op.work.backward.of_weights, spec) for cost, count in runs for _, of_op in cost.costs
+    )
+    stage, *others = program.stages[number : number + 2]
+    message = 0.0
+    if others and others[0].first_rank != stage.first_rank:
+        bandwidth = _bandwidth_between(stage.ranks, others[0].ranks, spec.cluster)
+        message = message_bytes(costs[stage.forward]) / bandwidth
+    return StageSeconds(forward=forward, backward=backward, weights=weights, message=message)
+
+
+def _times(count: int, cost: BlockCost, spec: Spec) -> tuple[float, float]:
+    forward, backward = pass_seconds(cost, spec)
+    return count * forward, count * backward
 
 
 def pass_seconds(cost: BlockCost, spec: Spec) -> tuple[float, float]:
@@ -88,9 +123,22 @@ def _bandwidth(cost: BlockCost, axis: str, cluster: Cluster) -> float:
     """Bytes per second of a rank over the slowest level that groups along `axis` cross."""
     meshes = cost.workload.meshes
     mesh = meshes.experts if axis in EXPERT_AXES and meshes.experts is not None else meshes.dense
-    stride, slowest, inside = mesh.stride(axis), math.inf, 1
+    stride = mesh.stride(axis)
+    span = stride * mesh.size(axis)
+    return _slowest(cluster, lambda inside, size: inside < span and stride < inside * size)
+
+
+def _bandwidth_between(ranks: range, others: range, cluster: Cluster) -> float:
+    """Bytes per second of a rank over the slowest level that messages between two stages cross."""
+    pairs = [(ranks[place], others[place]) for place in (0, -1)]
+    return _slowest(cluster, lambda inside, size: any(a // inside % size != b // inside % size for a, b in pairs))
+
+
+def _slowest(cluster: Cluster, is_crossed: Callable[[int, int], bool]) -> float:
+    """Bandwidth of the slowest crossed level, by its number of ranks inside of a unit, and of units."""
+    slowest, inside = math.inf, 1
     for level in cluster.levels:
-        if level.size > 1 and inside < stride * mesh.size(axis) and stride < inside * level.size:
+        if level.size > 1 and is_crossed(inside, level.size):
             slowest = min(slowest, level.bandwidth or NETWORK_SHARE * cluster.device.bandwidth)
         inside *= level.size
     return slowest

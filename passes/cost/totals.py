@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec, Update
 from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
-from moec.passes.ir.interface import FORWARD, layer_calls, require_one_stage
+from moec.passes.ir.interface import HANDED_ON, forwards, is_forward, layer_calls, scalar_blocks
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.work.cost import MASTER_BYTES, Cost
@@ -81,8 +81,7 @@ class BlockCost:
 
 
 def costs_of(program: Program, workload: Workload) -> dict[str, BlockCost]:
-    """The cost of one run of each block, by the block's name. Raises `DiagnosticError` for a pipeline."""
-    require_one_stage(program)
+    """The cost of one run of each block, by the block's name."""
     return {block.name: BlockCost.of(program, block, workload) for block in program.blocks}
 
 
@@ -130,40 +129,78 @@ def tally(program: Program, spec: Spec) -> Tally:
     workload = Workload.of(spec, program)
     costs = costs_of(program, workload.even)
     most = costs_of(program, workload) if workload.exponent else costs
-    runs = [(costs[name], count) for name, count in runs_of(program).items() if count]
-    counts = (_parameters(run, spec.update) for run in runs)
-    total, active, local, state = (sum(column) for column in zip(*counts, strict=True))
-    flops = sum(count * cost.model_flops() for cost, count in runs)
+    ranks = program.stages_by_rank
+    total, active, _, _ = _parameters(runs_on(program, costs), spec.update)
+    runs_of_ranks = {stages: runs_on(program, costs, stages) for stages in ranks}
+    counts = [_parameters(runs, spec.update) for runs in runs_of_ranks.values()]
+    traffic = [
+        (
+            *_collective_traffic(runs),
+            *_parameter_traffic(runs, program.microbatches),
+            *_stage_traffic(program, costs, stages),
+        )
+        for stages, runs in runs_of_ranks.items()
+    ]
+    flops = sum(count * costs[name].model_flops() for name, count in runs_of(program).items() if count)
     return Tally(
         parameters=total,
         active_parameters=active,
-        local_parameters=local,
-        state_bytes=state,
-        activation_bytes=activation_bytes(program, costs),
-        most_activation_bytes=activation_bytes(program, most),
+        local_parameters=max(local for _, _, local, _ in counts),
+        state_bytes=max(state for *_, state in counts),
+        activation_bytes=max(activation_bytes(program, costs, stages) for stages in ranks),
+        most_activation_bytes=max(activation_bytes(program, most, stages) for stages in ranks),
         sequences=workload.batch,
         tokens=workload.tokens,
         flops_per_token=flops / workload.tokens,
-        traffic=(*_collective_traffic(runs), *_parameter_traffic(runs, program.microbatches)),
+        traffic=max(traffic, key=lambda flows: sum(flow.bytes for flow in flows)),
         imbalance=max((cost.skew() for cost in most.values()), default=1.0),
     )
 
 
-def activation_bytes(program: Program, costs: Mapping[str, BlockCost]) -> float:
-    """Bytes of saved activations of a training step on one rank; `costs` are by the names of blocks.
+def runs_on(
+    program: Program, costs: Mapping[str, BlockCost], stages: Collection[int] | None = None
+) -> list[tuple[BlockCost, int]]:
+    """The blocks that a forward pass runs, each parameter in one of them, and how often (`runs_of`)."""
+    runs = {name: count for name, count in runs_of(program, stages).items() if count}
+    return [*zip(each_parameter_once(costs[name] for name in runs), runs.values(), strict=True)]
+
+
+def each_parameter_once(costs: Iterable[BlockCost]) -> Iterator[BlockCost]:
+    """The costs of blocks, without the parameters that an earlier one has too: of a tied embedding, which the first
+    and the last stage use."""
+    known: set[str] = set()
+    for cost in costs:
+        if is_forward(cost.block):
+            new = tuple(p for p in cost.block.parameters if p.name not in known)
+            known.update(p.name for p in new)
+            if len(new) < len(cost.block.parameters):
+                cost = replace(cost, block=replace(cost.block, parameters=new))
+        yield cost
+
+
+def activation_bytes(program: Program, costs: Mapping[str, BlockCost], stages: Sequence[int] | None = None) -> float:
+    """Bytes of saved activations of a training step on one rank of `stages`, by default of all; `costs` are by the
+    names of blocks.
 
     A layer's inputs and results are values of `forward`, and the inputs of the loss are outputs of `forward`: an
     activation that both blocks save counts once.
     """
-    kept = dict(costs[FORWARD].saved())
-    inside = 0.0
-    for call in layer_calls(program):
+    numbers = range(len(forwards(program))) if stages is None else stages
+    return sum(_activation_bytes(program, costs, stage) for stage in numbers)
+
+
+def _activation_bytes(program: Program, costs: Mapping[str, BlockCost], stage: int) -> float:
+    blocks = forwards(program)
+    forward = costs[blocks[stage].name]
+    kept, inside = dict(forward.saved()), 0.0
+    for call in layer_calls(program, [stage]):
         callee = costs[call.block]
         outer = dict(zip((o.name for o in callee.block.outputs), (v.name for v in call.results), strict=True))
         outer |= dict(zip((v.name for v in callee.block.inputs), call.operands, strict=True))
         inside += _split(callee.saved(), outer, kept)
-    given = {output.role: output.name for output in costs[FORWARD].block.outputs}
-    for name in costs.keys() - program.layer_blocks - {FORWARD}:
+    given = {output.role: output.name for output in forward.block.outputs}
+    others = costs.keys() - program.layer_blocks - {block.name for block in blocks}
+    for name in others if stage == len(blocks) - 1 else ():
         taken = {v.name: given[v.role] for v in costs[name].block.inputs if v.role in given}
         inside += _split(costs[name].saved(), taken, kept)
     return inside + sum(kept.values())
@@ -175,22 +212,25 @@ def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str,
     return sum(size for name, size in saved.items() if name not in outer)
 
 
-def runs_of(program: Program) -> dict[str, int]:
-    """How often each block runs in a forward pass."""
-    calls = Counter(layer.body for layer in program.layers)
+def runs_of(program: Program, stages: Collection[int] | None = None) -> dict[str, int]:
+    """How often each block runs in a forward pass: of the whole model, or on the ranks of some `stages`."""
+    blocks, calls = forwards(program), Counter(call.block for call in layer_calls(program, stages))
     for block in program.blocks:
         if block.update is not None:
             calls[block.update] += calls[block.name]
-    return {block.name: calls.get(block.name, 1) for block in program.blocks}
+    calls.update(block.name for stage, block in enumerate(blocks) if stages is None or stage in stages)
+    if stages is None or len(blocks) - 1 in stages:
+        calls.update(scalar_blocks(program))
+    return {block.name: calls[block.name] for block in program.blocks}
 
 
-def _parameters(run: tuple[BlockCost, int], update: Update) -> tuple[int, int, int, int]:
-    """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
-    cost, count = run
+def _parameters(runs: Sequence[tuple[BlockCost, int]], update: Update) -> tuple[int, int, int, int]:
+    """Elements of the parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
     totals = [0, 0, 0, 0]
-    for p, *elements in cost.elements():
-        for i, number in enumerate((*elements, _state_bytes(p, cost.workload, update))):
-            totals[i] += count * number
+    for cost, count in runs:
+        for p, *elements in cost.elements():
+            for i, number in enumerate((*elements, _state_bytes(p, cost.workload, update))):
+                totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
@@ -233,3 +273,29 @@ def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]], microbatches: int)
             key = (group_name(sent.axis, cost.block.experts), ranks, sent.purpose)
             bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.forward + sent.backward)
     return [Traffic(group=g, ranks=n, purpose=what, bytes=b) for (g, n, what), b in bytes_of.items()]
+
+
+def message_bytes(cost: BlockCost) -> float:
+    """Bytes of what a stage, whose `forward` has this cost, hands to the next: the residual stream, balance terms."""
+    values = (cost.block.output(role) for role in HANDED_ON)
+    return cost.workload.bytes(*(value for value in values if value is not None))
+
+
+def _stage_traffic(program: Program, costs: Mapping[str, BlockCost], stages: Sequence[int]) -> list[Traffic]:
+    """Traffic with the ranks of other stages: outputs to the next stage, gradients of inputs to the one before, and the
+    gradients of parameters that other stages use too."""
+    blocks, ranks = forwards(program), program.stages_by_rank
+    senders = [s for s in stages if s + 1 < len(blocks) and s + 1 not in stages]
+    receivers = [s - 1 for s in stages if s and s - 1 not in stages]
+    sent = sum(message_bytes(costs[blocks[s].name]) for s in (*senders, *receivers))
+    flows = [Traffic(group="pp", ranks=len(ranks), purpose="send of tokens between stages", bytes=sent)] if sent else []
+    tied, most = 0.0, 1
+    for cost in each_parameter_once(costs[blocks[stage].name] for stage in stages):
+        for p in cost.block.parameters:
+            users = sum(any(p.name in {q.name for q in blocks[s].parameters} for s in rank) for rank in ranks)
+            if users > 1 and not p.frozen:
+                elements = math.prod(cost.workload.shape(replace(p, layout=p.optimizer_state)))
+                tied, most = tied + 2 * elements * MASTER_BYTES * (users - 1) / users, max(most, users)
+    if tied:
+        flows.append(Traffic(group="pp", ranks=most, purpose="all_reduce of gradients", bytes=tied))
+    return flows

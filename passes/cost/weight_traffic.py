@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
-from moec.passes.ir.interface import FORWARD
+from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.cost import MASTER_BYTES
 from moec.passes.ir.work.workload import Workload
 from moec.passes.place.schedule import gathers_again, num_gathers, num_sums
@@ -39,7 +39,7 @@ def sendings(block: Block, workload: Workload, microbatches: int, saved: Collect
     a layer if it reads one, and of `forward` those that are read.
     """
     for parameter in block.parameters:
-        is_read = bool(saved) if block.name != FORWARD else f"@{parameter.name}" in saved
+        is_read = bool(saved) if not is_forward(block) else f"@{parameter.name}" in saved
         yield from _sendings_of(parameter, workload, microbatches, is_read)
 
 

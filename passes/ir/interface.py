@@ -7,11 +7,11 @@ Update blocks give states (`state_rules.py`). Every other block gives one scalar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from moec.grammar.diagnostics import DiagnosticError, InternalError, diagnose
+from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
@@ -45,13 +45,6 @@ def forwards(program: Program) -> tuple[Block, ...]:
     return tuple(program.block(stage.forward) for stage in program.stages) or (program.block(FORWARD),)
 
 
-def require_one_stage(program: Program) -> None:
-    """Raises `DiagnosticError` (MOE0700) for a pipeline, of which only `moec verify` runs every stage yet."""
-    if len(program.stages) > 1:
-        message = f"{program.name} has {len(program.stages)} pipeline stages: `moec verify` runs them, nothing else yet"
-        raise DiagnosticError([diagnose("MOE0700", None, message, help="compile the file again: plans have one stage")])
-
-
 def taken_role(program: Program) -> Role:
     """The role of the first input of `forward`: `tokens` or `images` of a model, `residual` of a single layer."""
     role = forwards(program)[0].inputs[0].role
@@ -70,9 +63,15 @@ def scalar_blocks(program: Program) -> tuple[str, ...]:
     return loss + tuple(BALANCE_BLOCKS) if forwards(program)[-1].output("balance") is not None else loss
 
 
-def layer_calls(program: Program) -> tuple[Call, ...]:
-    """The calls of layers, in the order in which `forward` runs them."""
-    return tuple(op for forward in forwards(program) for op in forward.ops if isinstance(op, Call))
+def is_forward(block: Block) -> bool:
+    """Whether the block is `forward`, or a stage's part of it."""
+    return block.name.partition("[")[0] == FORWARD
+
+
+def layer_calls(program: Program, stages: Collection[int] | None = None) -> tuple[Call, ...]:
+    """The calls of layers, in the order in which `forward` runs them; those of some `stages` only, if given."""
+    blocks = (block for stage, block in enumerate(forwards(program)) if stages is None or stage in stages)
+    return tuple(op for forward in blocks for op in forward.ops if isinstance(op, Call))
 
 
 def stages_of_layers(program: Program) -> dict[int, int]:

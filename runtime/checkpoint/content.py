@@ -17,6 +17,7 @@ from moec.runtime.checkpoint.format.parts import Part, UnevenError, host_copies,
 from moec.runtime.checkpoint.format.shards import HostTensor
 from moec.runtime.checkpoint.format.trees import encode
 from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
+from moec.runtime.checkpoint.stages_of_checkpoint import writes
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name, states_by_name
@@ -82,7 +83,8 @@ def content_of(
 ) -> Content:
     """Everything that a checkpoint stores, with copies of the extras. Raises `JobError` for what it cannot."""
     named = parameters_by_name(model, plan)
-    if lacking := [name for name in plan.parameters if name not in named]:
+    elsewhere, size = plan.elsewhere(rank), plan.stage_size
+    if lacking := [name for name in plan.parameters if name not in named and name not in elsewhere]:
         raise JobError(
             "MOE0710",
             f"the model no longer has {lacking[0]}{f' and {len(lacking) - 1} more' * (len(lacking) > 1)}",
@@ -91,7 +93,9 @@ def content_of(
     tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in named.items()}
     tensors |= {MODEL + name: tensor for name, tensor in states_by_name(model, plan).items()}
     state = None if optimizer is None else collect(require_optimizer(optimizer), named)
-    parts = _parts(tensors | (state or OptimizerContent({})).tensors, rank, plan.world_size)
+    tensors |= (state or OptimizerContent({})).tensors
+    written = {name: tensor for name, tensor in tensors.items() if writes(name, plan, rank)}
+    parts = _parts(written, rank % size, size)
     device = next(model.parameters()).device
     for kind, words in random_states(device).items():
         row = words.reshape(1, -1)

@@ -41,6 +41,7 @@ from moec.runtime.checkpoint.optimizer_state import (
 )
 from moec.runtime.checkpoint.remarks import changed_options, first_of, remarks
 from moec.runtime.checkpoint.saving import checksum
+from moec.runtime.checkpoint.stages_of_checkpoint import tensors_without, without
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import complaint_about
 from moec.runtime.model.module import PlanModule
@@ -196,8 +197,9 @@ def _prepared(
     """Reads the index and compares it with the model, the optimizer and the extras. Changes nothing."""
     loading = Loading(Checkpoint(path), ranks_draw_alike=ranks_draw_alike)
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
-    tensors = tensors_of(model, plan)
-    _require_same_model(path, index.model_tensors, tensors, head.model, plan)
+    tensors, elsewhere = tensors_of(model, plan), plan.elsewhere(job.rank)
+    stored = {name: entry for name, entry in index.model_tensors.items() if name not in elsewhere}
+    _require_same_model(path, stored, tensors, head.model, plan)
     if words := other_biases(index.model, plan.spec):
         message = f"{path} is a checkpoint of {head.model}, and this model is {plan.name}: {words}"
         raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
@@ -210,16 +212,17 @@ def _prepared(
     if optimizer is not None:
         named = parameters_by_name(model, plan)
         require_members(require_optimizer(optimizer), named)
-        loading.states = targets_of(optimizer, index.optimizer, index.tensors, named)
+        entry = without(index.optimizer, elsewhere)
+        loading.states = targets_of(optimizer, entry, tensors_without(index.tensors, elsewhere), named)
         for name, target in loading.states.items():
             try:
                 loading.want(name, target.like)
             except UnevenError as error:
                 raise JobError("MOE0806", f"{name} cannot be loaded: {error}") from error
-        assert index.optimizer is not None
+        assert entry is not None
         try:
             loading.plain = plain_state_of(
-                optimizer, index.optimizer, named, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i)
+                optimizer, entry, named, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i)
             )
         except (ValueError, TypeError) as error:
             raise JobError("MOE0801", f"{path}: optimizer: {error}") from error

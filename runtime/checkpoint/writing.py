@@ -21,6 +21,7 @@ from moec.runtime.checkpoint.format.parts import Part
 from moec.runtime.checkpoint.format.shards import HostTensor, write_shard
 from moec.runtime.checkpoint.format.temporary import Temporary
 from moec.runtime.checkpoint.peers import Peers
+from moec.runtime.checkpoint.stages_of_checkpoint import joined_entries
 from moec.runtime.errors import JobError, RankError
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.script import warn
@@ -153,6 +154,7 @@ def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list
     with_digests = {name: (*chunk, written.digests[name]) for name, chunk in chunks.items()}
     return {
         "failure": None, "bytes": written.num_bytes, "header": written.header, "chunks": with_digests, "trees": trees,
+        "optimizer": None if rank % task.plan.stage_size else task.content.optimizer,
     }  # fmt: skip
 
 
@@ -216,13 +218,14 @@ class _Leader:
         for name, entry in tensors.items():
             assert None not in entry["files"], f"{name}: no rank wrote chunk {entry['files'].index(None)}"
         content = self._task.content
+        optimizer = joined_entries([r["optimizer"] for r in reports if r["optimizer"]], [*self._task.plan.parameters])
         extras = {
             name: {"loads": content.extras[name].loads, "copies": [reports[r]["trees"][name][1] for r in ranks]}
             for name, ranks in self._writers.items()
         }
         return {
             "tensors": tensors, "data_ranks": self._task.data_ranks, "settings": content.settings,
-            "job_steps": content.job_steps, "job_tokens": content.job_tokens, "optimizer": content.optimizer,
+            "job_steps": content.job_steps, "job_tokens": content.job_tokens, "optimizer": optimizer,
             "extras": extras,
         }  # fmt: skip
 

@@ -10,7 +10,7 @@ from moec.runtime.unscored import describe_mask
 
 NOT_FINITE = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
-    "(`job.clip_grad_norm_`); if the batch is the cause, catch this error and skip the batch: no gradient was computed"
+    "(`job.clip_grad_norm_`); if the batch is the cause, catch this error, `optimizer.zero_grad()`, and skip the batch"
 )
 
 

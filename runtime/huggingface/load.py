@@ -27,6 +27,7 @@ from moec.runtime.huggingface.moves import LocalPart, pairs
 from moec.runtime.huggingface.source_tensors import SourceTensor, digest_of, source_tensors
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import by_plan_names
+from moec.runtime.model.stage_pass import require_whole
 from moec.runtime.ranks.checks import Complaint, MustMatch
 from moec.runtime.script import warn
 from moec.runtime.weights.home import home_of
@@ -52,6 +53,7 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Modu
     require_module(module)
     home = home_of(module)
     home.require_running()
+    require_whole(module.program, "moec.load_hf", "`moec weights import FOLDER CHECKPOINT` and `job.load` read it")
     home.checks.require("load_hf", module.open_step_complaint())
     if isinstance(source, nn.Module):
         source = source.state_dict()

@@ -24,6 +24,7 @@ from moec.runtime.huggingface.kept import other_files
 from moec.runtime.huggingface.load import complaint_of, plan_tensors, remark_of, require_module
 from moec.runtime.huggingface.writer import MAX_FILE_BYTES, Writer, dtypes_of
 from moec.runtime.model.module import PlanModule
+from moec.runtime.model.stage_pass import require_whole
 from moec.runtime.script import warn
 from moec.runtime.weights.home import home_of
 
@@ -52,6 +53,7 @@ def save_hf(
     require_module(module)
     home = home_of(module)
     home.require_running()
+    require_whole(module.program, "moec.save_hf", "`job.save` and `moec weights export CHECKPOINT FOLDER` write it")
     home.checks.require("save_hf", module.open_step_complaint())
     writer: Writer | None = None
     error: Exception | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moec.runtime.errors import JobError
 from moec.runtime.model.module import PlanModule
+from moec.runtime.model.stage_pass import require_whole
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -21,6 +22,7 @@ def accumulating(
     job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens: tuple[Tensor, ...], padding: tuple[Tensor, ...]
 ) -> Iterator[None]:
     """The block of `Job.accumulate`, which describes it."""
+    require_whole(model.program, "job.accumulate", "`job.step(…, microbatches=n)` accumulates")
     if not labels:
         raise JobError(
             "MOE0713",

@@ -3,7 +3,7 @@ heads, the choices of every group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.passes.ir import Role
+from moec.passes.ir.interface import COUNTS
 from moec.passes.ir.mixture_values import choices_per_token
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
-from moec.runtime.ranks.groups import STAGE
+from moec.runtime.ranks.groups import PIPELINE, STAGE
 from moec.runtime.ranks.watch import collective
 
 if TYPE_CHECKING:
@@ -55,24 +57,35 @@ def last_pass_loads(job: JobFigures, model: PlanModule, site: str, also: Sequenc
     `also`: counts of this rank's sequences, which are added over the data ranks. Raises `JobError` on every rank if one
     makes another call, or has not run the model.
     """
-    counts_by_kind = model.expert_counts, model.head_counts, model.choices_made
+    counts_by_kind = [model.expert_counts, model.head_counts, model.choices_made]
+    num_counted = sum(counts.numel() for by_layer in counts_by_kind for counts in by_layer.values())
+    if job.plan.pipeline > 1:
+        counts_by_kind = [
+            _of_all_layers(job, by_layer, role) for by_layer, role in zip(counts_by_kind, COUNTS, strict=True)
+        ]
     local_counts = [by_layer[layer] for by_layer in counts_by_kind for layer in sorted(by_layer)]
     sizes = [counts.numel() for counts in local_counts]
-    same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
+    same_layers = MustMatch("MOE0713", OTHER_LAYERS, (num_counted,), in_stage=True)
     (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
-    sharers = job.plan.sharers
     counts = torch.cat([*local_counts, torch.tensor(also, dtype=torch.int64, device=job.device_type)])
-    if job.world_size > 1 and counts.numel():
-        with collective("all_reduce", job.number + STAGE, site) as peers:
+    groups = [STAGE, PIPELINE] if job.plan.pipeline > 1 else [STAGE] if job.world_size > 1 else []
+    for group in groups if counts.numel() else ():
+        with collective("all_reduce", job.number + group, site) as peers:
             dist.all_reduce(counts, group=peers)
-    *global_counts, summed_also = torch.split(counts.cpu(), [*sizes, len(also)])
-    summed = iter(global_counts)
+    *global_counts, also_of_all = torch.split(counts.cpu(), [*sizes, len(also)])
+    summed, readers = iter(global_counts), job.plan.readers
     experts, heads, made = ({layer: next(summed) for layer in sorted(by_layer)} for by_layer in counts_by_kind)
     choices_made = {layer: int(total) for layer, total in made.items()}
     return Loads(
-        experts,
-        heads,
-        tokens // job.plan.readers,
-        choices_made,
-        tuple(total // sharers for total in summed_also.tolist()),
+        experts, heads, tokens // readers, choices_made, tuple(total // readers for total in also_of_all.tolist())
     )
+
+
+def _of_all_layers(job: JobFigures, counts: Mapping[int, Tensor], role: Role) -> dict[int, Tensor]:
+    """Counts of this rank's layers, with zeros for those of other stages."""
+    program, zeros = job.plan.program, dict[int, Tensor]()
+    for layer in program.layers:
+        value = program.body(layer).output(role)
+        if value is not None and isinstance(width := value.shape[-1], int):
+            zeros[layer.number] = torch.zeros(width, dtype=torch.int64, device=job.device_type)
+    return zeros | dict(counts)

@@ -16,6 +16,7 @@ from moec.passes.ir import REPLICATED, Role
 from moec.passes.ir.interface import HANDED_ON, forwards
 from moec.passes.ir.limits import MAX_STAGES
 from moec.runtime.ranks.groups import PIPELINE
+from moec.runtime.ranks.verdict import MESSAGE
 from moec.runtime.ranks.watch import collective
 
 Place = tuple[int, int]
@@ -24,25 +25,25 @@ Values = dict[Role, Tensor]
 
 
 class _Arriving(NamedTuple):
-    """Tensors that are being received."""
+    """Tensors that are being received. `ranks`: the sender and this one."""
 
     values: Values
     works: Sequence[dist.Work]
-    site: str
+    ranks: tuple[int, ...]
 
 
 class StageMessages:
-    """The messages of this rank in one step. `job` is the prefix of its groups' names."""
+    """The messages of `rank` in one step. `job` is the prefix of its groups' names."""
 
-    def __init__(self, plan: Plan, job: str, device: torch.device) -> None:
-        self._plan, self._group, self._device = plan, job + PIPELINE, device
+    def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
+        self._plan, self._rank, self._group, self._device = plan, rank, job + PIPELINE, device
         self._rank_of = {stage: rank for rank, stages in enumerate(plan.program.stages_by_rank) for stage in stages}
         self._inputs = [
             {value.role: value for value in forward.inputs if value.role in HANDED_ON}
             for forward in forwards(plan.program)
         ]
         self._arriving: dict[tuple[Place, bool], _Arriving] = {}
-        self._sent: list[tuple[dist.Work, Tensor, str]] = []
+        self._sent: list[tuple[dist.Work, Tensor, str, tuple[int, ...]]] = []
         """Sends that may still run, with their tensors."""
         self._at_hand: dict[tuple[Place, bool], Values] = {}
         """What a stage has sent to another one of this rank."""
@@ -68,15 +69,15 @@ class StageMessages:
         if (values := self._at_hand.pop((place, gradients), None)) is not None:
             return values
         arriving = self._arriving.pop((place, gradients))
-        with collective("recv", self._group, arriving.site, begins=False):
+        with collective(MESSAGE, self._group, _site(place, gradients=gradients), ranks=arriving.ranks):
             for work in arriving.works:
                 work.wait()
         return arriving.values
 
     def finish(self) -> None:
         """Waits until everything is sent."""
-        for work, _, site in self._sent:
-            with collective("send", self._group, site, begins=False):
+        for work, _, site, ranks in self._sent:
+            with collective(MESSAGE, self._group, site, begins=False, ranks=ranks):
                 work.wait()
         self._sent.clear()
 
@@ -89,26 +90,32 @@ class StageMessages:
             for role, value in boundary.items()
             if role is not None
         }
-        site, works = _site(place, gradients=gradients), []
-        with collective("recv", self._group, site) as peers:
+        site, works, ranks = _site(place, gradients=gradients), [], self._ranks(sender, place[0])
+        with collective(MESSAGE, self._group, site, begins=False, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
                 tag = _tag(place, index, gradients=gradients)
                 works.append(dist.irecv(value, group=peers, group_src=self._rank_of[sender], tag=tag))
-        self._arriving[place, gradients] = _Arriving(values, [work for work in works if work is not None], site)
+        self._arriving[place, gradients] = _Arriving(values, [work for work in works if work is not None], ranks)
 
     def _send(self, place: Place, receiver: int, values: Mapping[Role, Tensor], *, gradients: bool) -> None:
         """`place`: that of the receiver."""
-        if self._rank_of[receiver] == self._rank_of[receiver + 1 if gradients else receiver - 1]:
+        sender = receiver + 1 if gradients else receiver - 1
+        if self._rank_of[receiver] == self._rank_of[sender]:
             self._at_hand[place, gradients] = dict(values)
             return
-        site = _site(place, gradients=gradients)
-        with collective("send", self._group, site) as peers:
+        site, ranks = _site(place, gradients=gradients), self._ranks(sender, receiver)
+        with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
                 sent = value.detach().contiguous()
                 tag = _tag(place, index, gradients=gradients)
                 work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
                 if work is not None:
-                    self._sent.append((work, sent, site))
+                    self._sent.append((work, sent, site, ranks))
+
+    def _ranks(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """The ranks in the job of two stages of this pipeline."""
+        stage_size, place = self._plan.stage_size, self._rank % self._plan.stage_size
+        return tuple(self._rank_of[stage] * stage_size + place for stage in (sender, receiver))
 
     def _shape(self, role: Role, tokens: Tensor) -> list[int]:
         """The shape of a value between two stages on this rank."""
@@ -124,7 +131,7 @@ class StageMessages:
 
 
 def _site(place: Place, *, gradients: bool) -> str:
-    values = "gradients of what it sent" if gradients else "values"
+    values = "gradients" if gradients else "values"
     return f"{values} for stage {place[0]}, micro-batch {place[1]}"
 
 

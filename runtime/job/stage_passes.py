@@ -39,7 +39,7 @@ class StagePasses:
         numbered = accumulate((tokens.shape[0] for tokens, *_ in parts), initial=0)
         self._batches = [MicroBatch(*part[:3], before) for part, before in zip(parts, numbered, strict=False)]
         self._last = len(model.program.stages) - 1
-        self._messages = StageMessages(job.plan, job.number, step.tokens.device)
+        self._messages = StageMessages(job.plan, job.rank, job.number, step.tokens.device)
         self._received, self._outputs = dict[Place, Values](), dict[Place, Values]()
         self._losses = dict[int, Tensor]()
         self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)

@@ -12,7 +12,7 @@ from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
-from moec.passes.ir.interface import forwards, require_one_stage, scalar_blocks, stages_of_layers, taken_role
+from moec.passes.ir.interface import forwards, scalar_blocks, stages_of_layers, taken_role
 from moec.runtime import (
     ops,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
@@ -36,7 +36,7 @@ from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
-from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, stage_in_words
+from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, require_whole, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
 from moec.runtime.model.step_module import StepModule
@@ -134,7 +134,7 @@ class PlanModule(StepModule):
         router logits that are NaN or infinite at the end of the pass, before any gradient.
         """
         self._home.require_running()
-        require_one_stage(self.program)
+        require_whole(self.program, "a forward pass")
         look_at(PassBegins(self, device_of(tokens).type))
         extra = ExtraInputs(routes, segments, padding)
         reads_values = require_batch(self, tokens, labels, extra)
@@ -212,6 +212,7 @@ class PlanModule(StepModule):
         context, MOE0702, MOE0728 and MOE0740 for invalid prompts and options, MOE0708 and MOE0743 for logits that are
         not finite.
         """
+        require_whole(self.program, "model.generate")
         sampling = Sampling(temperature, top_k, top_p, seed)
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moec.passes.ir import OutputKey, Role, Stage
+from moec.passes.ir import OutputKey, Program, Role, Stage
 from moec.passes.ir.interface import COUNTS, HANDED_ON
 from moec.runtime import unscored
 from moec.runtime.errors import JobError
@@ -38,6 +38,13 @@ class LayerElsewhere(nn.Module):
 
     def extra_repr(self) -> str:
         return self._place
+
+
+def require_whole(program: Program, call: str, help: str = "`job.step` trains it") -> None:
+    """Raises `JobError` if each rank has only the layers of its pipeline stages, which `call` cannot run alone."""
+    if len(program.stages) > 1:
+        message = f"{call} of a model with {len(program.stages)} pipeline stages, of which no rank has all"
+        raise JobError("MOE0711", message, f"{help}; a plan without `pp` loads its checkpoints, and has no stages")
 
 
 class MicroBatch(NamedTuple):

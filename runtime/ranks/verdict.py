@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
+MESSAGE = "message"
+"""The name of what one rank sends and another one receives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -23,8 +26,9 @@ class Place:
         return f"{self.name} over {self.group or 'all ranks'}, {self.site}"
 
     def key(self) -> str:
-        """Identifies the communicator: disjoint groups along one axis have one name, so a rank is in the key."""
-        return f"{self.group}@{self.ranks[0]}"
+        """Identifies the communicator: disjoint groups along one axis have one name, so a rank is in the key. Messages
+        between two ranks are counted by their sites."""
+        return f"{self.site if self.name == MESSAGE else self.group}@{self.ranks[0]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,22 +48,26 @@ class collective:  # noqa: N801 - used as a statement
     """`with collective("all_reduce", group, site) as peers:` around a collective over `peers`, or the wait for one.
 
     `group` is a name that `groups.py` knows; `site` says which part of the model it serves, with `{layer}` for the
-    number `layer`. `begins` is false for the wait for a collective that began before. Raises `RankError` in place of
+    number `layer`. `begins` is false for the wait for a collective that began before. `ranks`: those of the group that
+    take part, for a message between two, whose site no other message of a step has. Raises `RankError` in place of
     torch's error if another rank has failed.
     """
 
-    __slots__ = ("_begins", "_group", "_layer", "_name", "_site", "_watch")
+    __slots__ = ("_begins", "_group", "_layer", "_name", "_ranks", "_site", "_watch")
 
-    def __init__(self, name: str, group: str, site: str, layer: Layer = None, *, begins: bool = True) -> None:
+    def __init__(
+        self, name: str, group: str, site: str, layer: Layer = None, *, begins: bool = True,
+        ranks: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self._name, self._group, self._site, self._layer, self._begins = name, group, site, layer, begins
+        self._ranks = ranks
 
     def __enter__(self) -> dist.ProcessGroup:
         peers = resolve(self._group)
         self._watch = watch_of(self._group)
         if self._watch is not None:
-            self._watch.enter(
-                self._name, plain_name(self._group), peers, located(self._site, self._layer), self._begins
-            )
+            site = located(self._site, self._layer)
+            self._watch.enter(self._name, plain_name(self._group), self._ranks or peers, site, self._begins)
         return peers
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -141,13 +145,13 @@ class Watch:
 
     # ---- the training thread ---------------------------------------------------------------------------
 
-    def enter(self, name: str, group: str, peers: dist.ProcessGroup, site: str, begins: bool) -> None:
+    def enter(self, name: str, group: str, peers: dist.ProcessGroup | tuple[int, ...], site: str, begins: bool) -> None:
         if self._verdict is not None:
             raise RankError(self._verdict.text)
         place = self._places.get((name, group, site))
         if place is None:
-            ranks = dist.get_process_group_ranks(peers)
-            place = self._places[name, group, site] = Place(name, group, tuple(ranks), site)
+            ranks = peers if isinstance(peers, tuple) else tuple(dist.get_process_group_ranks(peers))
+            place = self._places[name, group, site] = Place(name, group, ranks, site)
         if begins:
             key = place.key()
             self._counts[key] = self._counts.get(key, 0) + 1

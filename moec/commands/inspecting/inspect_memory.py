@@ -11,12 +11,15 @@ from moec.commands.console.replace_file import not_written
 from moec.commands.console.table import amount_or_dash, table
 from moec.commands.inspecting.inspect_documents import LayersMemory, MemoryDevice, MemoryDocument, MemoryMoment
 from moec.commands.inspecting.memory_plot import svg
+from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.commands.inspecting.summary import peak_line, skew_lines
 from moec.driver import load
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.layer_numbers import numbered
 from moec.passes.cost.buffers import MEMORY_KINDS
-from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
+from moec.passes.cost.largest_skew import largest_skew
+from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, memory_of
+from moec.passes.cost.stage_memory import Moment
 
 BAR = 40
 """Characters of the longest bar."""
@@ -75,6 +78,7 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     yield from (f"  {line}" for line in (["every load of the experts fits"] if skew is None else skew_lines(skew)))
     if device.kind in DEVICE_BYTES:
         yield f"  {amount_of_bytes(DEVICE_BYTES[device.kind])} of it for the device's context and communicators"
+    yield from pipeline_lines(plan.program, plan.spec)
     yield ""
     shown = [kind for kind in MEMORY_KINDS if any(m.bytes.of.get(kind) for m in memory.moments)]
     rows: list[tuple[str, ...]] = [("what", "at the peak", "at most", "when")]
@@ -126,4 +130,4 @@ def _is_between(memory: Memory, index: int) -> bool:
 def _block(memory: Memory, moment: Moment) -> tuple[str, str] | None:
     """The direction and the block of a layer's event."""
     blocks = (name for name, layer in memory.layers.items() if moment.layer in layer.numbers)
-    return None if moment.layer is None else (moment.event.partition(" ")[0], next(blocks))
+    return None if moment.layer is None else (moment.event.partition(" of ")[0], next(blocks))

@@ -12,6 +12,7 @@ from moec.commands.console.table import amount_or_dash, table
 from moec.commands.inspecting.inspect_plan_document import BlockCollective, PlanBlock, PlanDocument, PlanMesh
 from moec.commands.inspecting.inspect_rank import rank_document, rank_lines, shortened
 from moec.commands.inspecting.inspect_work import work_of, work_table
+from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
@@ -28,7 +29,8 @@ def run(path: Path, rank: int | None, style: str) -> None:
     plan = given_plan(path, style)
     if rank is None:
         document = plan_document(plan)
-        emit(style, lambda: plan_lines(document), lambda: document)
+        lines = pipeline_lines(plan.program, plan.spec)
+        emit(style, lambda: (*plan_lines(document), *([""] if lines else []), *lines), lambda: document)
     else:
         rank_view = rank_document(plan, rank)
         emit(style, lambda: rank_lines(rank_view), lambda: rank_view)

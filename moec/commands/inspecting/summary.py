@@ -9,11 +9,13 @@ from shlex import quote
 from moec.codegen.launch_command import start_command
 from moec.codegen.plan import Plan
 from moec.codegen.plan_in_words import degrees_lines, subject_line
+from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.grammar.amounts import amount_of_bytes, count, si
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Bytes
-from moec.passes.cost.memory import Memory, largest_skew, memory_of
+from moec.passes.cost.largest_skew import largest_skew
+from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
@@ -37,7 +39,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         f"compiled {plan.name} in {seconds:.2f} s to {path}",
         "",
         f"  {subject_line(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
-        f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
+        f"  ranks     {program.num_ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(degrees_lines(degrees)),
         *_whole(spec),
         *_frozen(plan),
@@ -46,7 +48,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         *_memory(plan, program),
         f"  a step    {count(counts.sequences, unit)}, {si(counts.tokens)} tokens, "
         f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, rank_sequences, unit)}",
-        f"  its order {program.orders[0]}",
+        *(pipeline_lines(program, spec) or [f"  its order {program.orders[0]}"]),
         *_recomputed(program),
     ]
     for index, flow in enumerate(counts.traffic):

@@ -58,6 +58,12 @@ class Direction:
         """Floating-point operations of the products; other kernels count only as bytes."""
         return sum(product.flops for product in self.products)
 
+    @property
+    def of_weights(self) -> Direction:
+        """The part of backward that a pipeline may compute later: the products for gradients of weights."""
+        products = tuple(product for product in self.products if product.name.endswith("_weights"))
+        return Direction(products=products, launches=len(products))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:

@@ -14,7 +14,6 @@ from support.verified import require_equal
 import moec
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError, InternalError
-from moec.passes.cost.memory import memory_of
 from moec.passes.ir import IrError, Program
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
@@ -139,5 +138,3 @@ def test_nothing_else_runs_stages_yet():
     plan = staged()
     with pytest.raises(DiagnosticError, match="MOE0700"), moec.launch(plan, device="cpu"):
         torch.zeros(())
-    with pytest.raises(DiagnosticError, match="has 2 pipeline stages"):
-        memory_of(plan.program, plan.spec)

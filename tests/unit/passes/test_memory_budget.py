@@ -12,7 +12,8 @@ from support.tables import each_row
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers
-from moec.passes.cost.memory import Memory, largest_skew, memory_of
+from moec.passes.cost.largest_skew import largest_skew
+from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.ir import Block, Layout, Program, Shard
 from moec.passes.ir.row_table import table_length

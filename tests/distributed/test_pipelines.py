@@ -1,0 +1,189 @@
+"""Pipelines on gloo ranks: training, checkpoints and errors are those of the model without stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.plans import moe_plan, moe_spec
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.training import batches_of, gradients_of, own_part, parts_of_rank, unsharded
+from support.staged_plans import staged_plan
+from torch import Tensor
+
+import moec
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import DiagnosticError
+from moec.runtime.errors import RankError
+from moec.runtime.job.job import Job
+from moec.runtime.model.module import PlanModule
+
+STEPS, LOSSES, GRADIENTS = 3, 1e-5, 2e-6
+MODEL: dict[str, Any] = {
+    "batch": 16, "depth": 6, "optimizer": "adamw(lr = 3e-3)", "model": "embedding = tokens(tied = true)",
+}  # fmt: skip
+PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "interleaved, dp 2, zero 1": ({"ranks": 2, "ep": 2, "zero": 1}, {"virtual": 2, "schedule": "interleaved"}),
+    "looped, dp 2, zero 3": ({"ranks": 2, "ep": 1, "zero": 3}, {"virtual": 3, "schedule": "looped_bfs"}),
+    "gpipe of 3, tp 2, recomputed": (
+        {"ranks": 2, "ep": 1, "tp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "gpipe"},
+    ),
+    "dp 2, cp 2, etp 2, zero 2": ({"ranks": 4, "ep": 2, "cp": 2, "etp": 2, "zero": 2}, {}),
+}  # fmt: skip
+FAST = "interleaved, dp 2, zero 1"
+
+
+def pipeline(degrees: dict[str, Any], stages: dict[str, Any], **options: Any) -> Plan:
+    return staged_plan(moe_spec(**MODEL, microbatches=4, **degrees, **options), **stages)
+
+
+def train(job: Job, model: PlanModule, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for tokens, labels in batches_of(job.plan.spec, steps.stop)[steps.start :]:
+        losses.append(job.step(model, *own_part(job, tokens, labels)).item())
+        job.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trained(plan: Plan) -> dict[str, Any]:
+    """Losses and norms of some steps; loads, gradients and the names of layers after the first."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer, found = job.optimizer(model), {"losses": list[float](), "norms": list[float]()}
+        first: dict[str, Any] = {}
+        for tokens, labels in batches_of(plan.spec, STEPS):
+            found["losses"].append(job.step(model, *own_part(job, tokens, labels)).item())
+            first = first or {
+                "gradients": {name: gradient.clone() for name, gradient in gradients_of(model).items()},
+                "loads": {layer: load.tolist() for layer, load in job.expert_loads(model).items()},
+            }
+            found["norms"].append(job.clip_grad_norm_(model, 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        job.check_replicas(model)
+        return {**found, **first, "layers": len(model.layers)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in PIPELINES]
+)
+def test_a_pipeline_trains_as_the_unsharded_model(gloo: GlooPool, name: str):
+    plan = pipeline(*PIPELINES[name])
+    results, expected = gloo.run(plan.world_size, trained, plan), unsharded(STEPS, **MODEL)
+    seen = set[str]()
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=LOSSES)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=LOSSES)
+        assert result["loads"] == results[0]["loads"]
+        assert len(result["loads"]) == 5
+        assert result["layers"] == 6
+        wanted = parts_of_rank(plan, expected["gradients"], rank % plan.stage_size)
+        assert result["gradients"].keys() == wanted.keys() - plan.elsewhere(rank)
+        for parameter, gradient in result["gradients"].items():
+            off = float((gradient - wanted[parameter]).norm() / expected["gradients"][parameter].norm())
+            assert off < GRADIENTS, (parameter, rank)
+        seen |= result["gradients"].keys()
+    assert seen == expected["gradients"].keys()
+
+
+def resumed(plan: Plan, source: str, target: str) -> list[float]:
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        if source:
+            job.load(source, model, optimizer)
+        start = 2 * bool(source)
+        losses = train(job, model, optimizer, range(start, start + 2))
+        if target:
+            job.save(target, model, optimizer).wait()
+        return losses
+
+
+def test_a_checkpoint_loads_with_other_stages_and_without_any(gloo: GlooPool, tmp_path: Path):
+    gate, one = {"gate": "topk(2, bias = online(0.01), jitter = 0.1)"}, {"ranks": 1, "ep": 1}
+    plan, path = pipeline(*PIPELINES[FAST], **gate), str(tmp_path / "two")
+    gloo.run(plan.world_size, resumed, plan, "", path)
+    others = [plan, pipeline(one, {"pp": 3}, **gate), moe_plan(**MODEL, **one, **gate)]
+    losses = [gloo.run(other.world_size, resumed, other, path, "") for other in others]
+    expected = losses[0][0]
+    assert all(found == pytest.approx(expected, abs=LOSSES) for ranks in losses for found in ranks)
+
+
+def refusals(plan: Plan) -> dict[str, str]:
+    """What calls that need the whole model say, and steps that cannot be taken."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
+
+        def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return logits.sum()
+
+        other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
+        calls: dict[str, Callable[[], object]] = {
+            "forward": lambda: model(tokens),
+            "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
+            "accumulate": lambda: job.accumulate(model, labels).__enter__(),
+            "own loss": lambda: job.step(model, tokens, labels, loss=own_loss),
+            "other layer": lambda: model.layers[other](tokens),
+            "other batch": lambda: job.step(model, tokens + (job.rank % 2), labels),
+            "save_hf": lambda: moec.save_hf(model, "nowhere"),
+        }
+        said = {}
+        for name, call in calls.items():
+            with pytest.raises(DiagnosticError) as refused:
+                call()
+            said[name] = str(refused.value)
+        with torch.no_grad():
+            for layer in model.layers:
+                for gate in (p for n, p in layer.named_parameters() if n == "moe.gate.weight"):
+                    gate.fill_(float("nan"))
+                    break
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        return {**said, "nan": str(refused.value)}
+
+
+def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
+    plan = pipeline({"ranks": 1, "ep": 1}, {})
+    words = {
+        "forward": "MOE0711", "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "MOE0700",
+        "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
+    }  # fmt: skip
+    for said in gloo.run(2, refusals, plan):
+        assert said.keys() == words.keys()
+        for name, text in said.items():
+            assert words[name] in text, name
+
+
+def stalled(plan: Plan) -> str:
+    """What a rank says when rank 1 raises in its third forward pass."""
+    try:
+        with moec.launch(plan, device="cpu") as job:
+            model = job.build(seed=1)
+            passes = list[int]()
+
+            def hook(*_: object) -> None:
+                passes.append(0)
+                if job.rank == 1 and len(passes) == 3:
+                    raise LookupError("no more data")
+
+            for layer in model.layers:
+                if any(True for _ in layer.parameters()):
+                    layer.register_forward_pre_hook(hook)
+                    break
+            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]))
+    except (RankError, LookupError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_raises_in_its_stage_is_named_by_those_that_wait(gloo: GlooPool):
+    said = gloo.run(3, stalled, pipeline({"ranks": 1, "ep": 1}, {"pp": 3}), initialize=False)
+    assert said[1] == "no more data"
+    assert all("rank 1 ended with LookupError" in said[rank] for rank in (0, 2))
+    assert any("micro-batch" in text for text in said)
