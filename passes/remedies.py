@@ -21,10 +21,10 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
+from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.pipeline_tables import Pipeline, takes
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)

@@ -63,8 +63,8 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: 
 
 def _layers(scope: Scope, first: Written, last: Written) -> LayerRange | Broken:
     kind = NumberKind(whole=True, unit="", bounds=(at_least(0),))
-    ends = [number(scope, end, kind) for end in (first, last)]
-    return BROKEN if any(isinstance(end, Broken) for end in ends) else LayerRange(*(int(end) for end in ends))
+    low, high = number(scope, first, kind), number(scope, last, kind)
+    return BROKEN if isinstance(low, Broken) or isinstance(high, Broken) else LayerRange(int(low), int(high))
 
 
 def _word(value: Name | Call) -> str:

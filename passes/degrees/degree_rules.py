@@ -100,7 +100,7 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
     """A diagnostic if the micro-batches do not divide a rank's sequences: they would differ in size and capacity."""
     parallel, sequences = spec.parallel, batch // dp
     stated, fitting = number_of(parallel.microbatches), fitting_microbatches(spec, sequences)
-    if stated == fitting or (stated is None and fitting) or (stated and not takes_microbatches(spec, stated)):
+    if fitting if stated is None else fitting == stated or not takes_microbatches(spec, stated):
         return []
     assert spec.train is not None
     if stated is None:

@@ -14,8 +14,8 @@ from moec.grammar.spec import LayerRange, Spec
 from moec.grammar.stated import pipeline_of, stage_ranks
 from moec.passes.degrees.fitting_degrees import dense_changes, ratio
 from moec.passes.degrees.labels import labelled, not_whole
+from moec.passes.degrees.schedules import V_SHAPED
 from moec.passes.degrees.stated_degrees import divisors, mixtures_of
-from moec.passes.place.pipeline_tables import V_SHAPED
 
 
 def pipeline_problems(spec: Spec) -> list[Diagnostic]:
@@ -58,18 +58,19 @@ def _virtual_problems(spec: Spec) -> Iterator[Diagnostic]:
 def _size_problems(spec: Spec) -> Iterator[Diagnostic]:
     """A `pp` that does not divide the ranks, and more stages than layers."""
     parallel, depth, (pp, virtual, _) = spec.parallel, spec.subject.depth, pipeline_of(spec)
-    span, help = parallel.span("pp"), f"set `pp = {_fitting_pp(spec, pp)}`"
+    span, ways = parallel.span("pp"), [f"set `pp = {_fitting_pp(spec, pp)}`"]
     if spec.cluster.ranks % pp:
-        yield not_whole(spec.replace(parallel=parallel.replace(pp=None)), span, pp, help)
+        yield not_whole(spec.replace(parallel=parallel.replace(pp=None)), span, pp, ways[0])
     if pp * virtual > depth:
-        fits_otherwise = virtual > 1 and pp <= depth and spec.cluster.ranks % pp == 0 and parallel.stages is None
+        if virtual > 1 and pp <= depth and spec.cluster.ranks % pp == 0 and parallel.stages is None:
+            ways.append(f"`virtual = {depth // pp}`")
         labels = labelled(parallel.span("virtual"), f"virtual = {virtual}") if parallel.virtual else ()
         yield diagnose(
             "MOE0378",
             span,
             f"{_product(spec)} stages",
             labels=_depth_label(spec, f"{depth} layers") + labels,
-            help=help + (f", or `virtual = {depth // pp}`" if fits_otherwise else ""),
+            help=" or ".join(ways),
         )
 
 
@@ -85,10 +86,8 @@ def _stages_problems(spec: Spec) -> Iterator[Diagnostic]:
     if fault := _first_fault(stages, depth):
         labels = _depth_label(spec, f"the layers are 0..{depth - 1}")
     elif len(stages) != fitting * virtual:
-        fault, labels = (
-            f"{count(len(stages), 'range')} for {_product(spec)} stages",
-            labelled(spec.parallel.span("pp"), ""),
-        )
+        fault = f"{count(len(stages), 'range')} for {_product(spec)} stages"
+        labels = labelled(spec.parallel.span("pp"), f"pp = {pp}")
     else:
         return
     yield diagnose("MOE0379", spec.parallel.span("stages"), fault, labels=labels, help=", or ".join(ways))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.spec import Moe, Parallel, Spec
 from moec.grammar.stated import Stated, data_parallel_size, number_of, pipeline_of, stated_by_layer
-from moec.passes.place.pipeline_tables import Pipeline, takes
+from moec.passes.degrees.schedules import Pipeline, takes
 
 if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute

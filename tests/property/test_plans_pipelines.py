@@ -10,10 +10,11 @@ from support.staged_plans import staged_plan
 from support.verified import require_equal
 
 from moec.codegen.plan import Plan
+from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.passes.place.pipeline_tables import TABLES, Pipeline, takes
+from moec.passes.place.pipeline_tables import TABLES
 
 PIPELINES = [
     (word, Pipeline(ranks, virtual, microbatches))
