@@ -85,7 +85,7 @@ _TAKES: Mapping[ActionKind, tuple[Waiting, ...]] = {
     "inputs": ("kept", "gradients"),
     "weights": ("queued",),
 }
-"""What waits for an action."""
+"""What each action takes of its micro-batch, which has waited for it."""
 
 _LEAVES: Mapping[ActionKind, Waiting] = {
     "receive": "received",
@@ -94,7 +94,7 @@ _LEAVES: Mapping[ActionKind, Waiting] = {
     "receive_gradients": "gradients",
     "inputs": "queued",
 }
-"""What waits after an action."""
+"""What each action leaves of its micro-batch, which waits for another action."""
 
 
 @dataclass(slots=True)
@@ -110,8 +110,8 @@ class _Passes:
 class _Timeline:
     """Follows the order of a rank, and notes the bytes at its events.
 
-    Micro-batches under way in a stage take equal bytes. So passes that begin with the same tensors of the step run
-    once, and the micro-batches that wait meanwhile are counted.
+    Micro-batches under way in a stage take equal bytes. So the walk runs a pass once for all micro-batches that find
+    the same tensors of the step, and counts the other micro-batches that wait meanwhile.
     """
 
     def __init__(

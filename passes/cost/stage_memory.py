@@ -64,7 +64,7 @@ class LayerMemory:
 class Place:
     """The place of a pass among those of its stage in a step.
 
-    `is_first`: no earlier micro-batch has collected gradients; `is_last`: sums begin in it.
+    `is_first`: it is the first that computes gradients of weights; `is_last`: their sums begin in it.
     """
 
     is_first: bool = False
@@ -107,7 +107,7 @@ class StagePasses:
         self.inputs = {value.name: cost.workload.bytes(value) for value in handed_on}
         self.result, self.result_bytes = self.block.outputs[0].name, cost.workload.bytes(self.block.output_values()[0])
         self.gradient_bytes = self.result_bytes
-        if len(stages) == 1:
+        if len(stages) == 1:  # an underestimate where the last op adds balance terms: 0 bytes
             self.gradient_bytes = self.steps[-1].results.get(self.result, 0.0)
         self.waiting: dict[Waiting, Bytes] = {
             "received": Bytes({"activations": sum(self.inputs.values())}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moec.passes.degrees.schedules import Pipeline
+from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.ir import Program
 from moec.passes.ir.order import Action, Order, in_turn
 from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, in_dependency_order
@@ -21,6 +21,14 @@ def orders_of(program: Program, microbatches: int) -> tuple[Order, ...]:
     pipeline = Pipeline(len(program.stages_by_rank), len(program.stages_by_rank[0]), microbatches)
     tables = [TABLES[program.schedule](pipeline, rank) for rank in range(pipeline.ranks)]
     return _with_computations(program, in_dependency_order(tables))
+
+
+def takes_microbatches(program: Program, microbatches: int) -> bool:
+    """Whether the Program's schedule has an order of so many micro-batches; any number in a single stage."""
+    if len(program.stages) < 2:
+        return True
+    pipeline = Pipeline(len(program.stages_by_rank), len(program.stages_by_rank[0]), microbatches)
+    return takes(program.schedule, pipeline)
 
 
 def orders_in_turn(program: Program, microbatches: int) -> tuple[Order, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,36 @@ def custom_loss(
 
     Also returns whether any rank's loss depends on the logits.
     """
-    required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.count_takes_logits:
         total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
+    summed, complaint, error = _computed(job, model, step, output, labels, inputs)
+    counts = (int(isinstance(summed, Tensor) and summed.requires_grad),)
+    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=counts)
+    return _divided(job, model, output, summed, total), depending_ranks > 0
+
+
+def custom_loss_of_stage(
+    job: Job,
+    model: PlanModule,
+    step: Step,
+    output: ModelOutput,
+    labels: Tensor,
+    inputs: Mapping[str, Tensor],
+    total: Tensor,
+) -> tuple[Tensor, Complaint | None]:
+    """The custom loss on the ranks of the last pipeline stage. With a complaint, on which all ranks agree at the end of
+    the step, it is NaN."""
+    summed, complaint, _ = _computed(job, model, step, output, labels, inputs)
+    if complaint is not None:
+        summed = output.logits.sum() * math.nan
+    return _divided(job, model, output, summed, total), complaint
+
+
+def _computed(
+    job: Job, model: PlanModule, step: Step, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]
+) -> tuple[Any, Complaint | None, Exception | None]:
+    """What the user's function gave, the complaint about it, and the error that it raised."""
+    required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.loss is not None:
         name, function = "loss", step.loss
         tensors = {"logits": job.whole_logits(output), "labels": labels}
@@ -64,10 +91,11 @@ def custom_loss(
         seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
     )  # fmt: skip
     guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint
-    depends_on_logits = isinstance(summed, Tensor) and summed.requires_grad
-    complaint = complaint or guard_complaint
-    counts = (int(depends_on_logits),)
-    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=counts)
+    return summed, complaint or guard_complaint, error
+
+
+def _divided(job: Job, model: PlanModule, output: ModelOutput, summed: Tensor, total: Tensor) -> Tensor:
+    """The loss of all ranks' sums, with balance terms in training."""
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits, and their backward needs this rank's.
         summed = summed + output.logits[..., :0].sum()
@@ -75,7 +103,7 @@ def custom_loss(
         # The sum's backward is the identity, so that no gradient is summed twice.
         summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
     loss: Tensor = summed / total
-    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, depending_ranks > 0
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss
 
 
 def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir.order import Action
+from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
+from moec.runtime.job.custom_loss import custom_loss_of_stage
 from moec.runtime.job.stage_messages import Place, StageMessages, Values
 from moec.runtime.job.step_agreement import StepAgreement
+from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name
 from moec.runtime.model.stage_pass import MicroBatch, stage_pass
@@ -31,11 +34,14 @@ class StagePasses:
 
     depends_on_logits = True
 
-    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement) -> None:
-        if step.has_custom_loss:
-            raise JobError("MOE0700", "a custom loss or count in a pipeline", "leave it out, or compile without `pp`")
-        self._job, self._model, self._reads_values = job, model, agreement.reads_values
+    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor) -> None:
+        if step.count_takes_logits:
+            message = "a count that takes logits, which only the last pipeline stage has"
+            raise JobError("MOE0700", message, "count by labels and inputs")
+        self._job, self._model, self._step, self._total = job, model, step, total
+        self._reads_values = agreement.reads_values
         parts = [*step.parts()]
+        self._inputs = [inputs for *_, inputs in parts]
         numbered = accumulate((tokens.shape[0] for tokens, *_ in parts), initial=0)
         self._batches = [MicroBatch(*part[:3], before) for part, before in zip(parts, numbered, strict=False)]
         self._last = len(model.program.stages) - 1
@@ -51,6 +57,8 @@ class StagePasses:
     def take(self, action: Action) -> None:
         """Takes an action of a micro-batch."""
         assert action.microbatch is not None
+        if action.kind in ("receive", "send", "receive_gradients", "send_gradients"):
+            note_action(str(action))
         place = self._last if action.stage is None else action.stage, action.microbatch
         batch = self._batches[action.microbatch]
         match action.kind:
@@ -81,10 +89,16 @@ class StagePasses:
         self._received[place], self._outputs[place] = received, dict(result.outputs)
 
     def _loss(self, microbatch: int, batch: MicroBatch) -> None:
-        outputs = self._outputs.pop((self._last, microbatch))
-        loss = self._model.loss(outputs["logits"], batch.labels)
-        if "balance" in outputs:
-            loss = loss + self._model.aux_loss(outputs["balance"], batch.tokens)
+        outputs, model, step = self._outputs.pop((self._last, microbatch)), self._model, self._step
+        balance = model.aux_loss(outputs["balance"], batch.tokens) if "balance" in outputs else None
+        output = ModelOutput(outputs["logits"], aux_loss=balance)
+        if step.has_custom_loss:
+            given = self._inputs[microbatch]
+            loss, complaint = custom_loss_of_stage(self._job, model, step, output, batch.labels, given, self._total)
+            self._complaint = self._complaint or complaint
+        else:
+            loss = model.loss(output.logits, batch.labels)
+            loss = loss if balance is None or not model.training else loss + balance
         self._losses[microbatch] = loss
 
     def _backward(self, place: Place) -> None:

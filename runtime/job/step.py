@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moec.passes.place.pipeline_orders import takes_microbatches
 from moec.passes.place.schedule import is_last_backward, order_of_step
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import is_whole
@@ -128,7 +129,10 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
 
     The script itself runs the last two: `job.clip_grad_norm_` and the optimizer.
     """
-    order = order_of_step(model.program, step.microbatches, model._home.stages[0])
+    taken = takes_microbatches(model.program, step.microbatches)  # if not, `agree` raises
+    order = order_of_step(
+        model.program, step.microbatches if taken else model.program.microbatches, model._home.stages[0]
+    )
     with ExitStack() as contexts:
         for action in order:
             if action.kind in ("agree", "loss", "sum", "states"):
@@ -139,11 +143,8 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     total = _divisor(job, step, agreement)
                     open_step = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreement))
-                    passes: Passes | StagePasses = (
-                        Passes(job, model, step, agreement, total)
-                        if job.plan.pipeline == 1
-                        else StagePasses(job, model, step, agreement)
-                    )
+                    kind: type[Passes | StagePasses] = Passes if job.plan.pipeline == 1 else StagePasses
+                    passes = kind(job, model, step, agreement, total)
                 case "backward":
                     with open_step.backward(is_last=is_last_backward(order, action)):
                         passes.take(action)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from moec.passes.place.pipeline_orders import takes_microbatches
 from moec.runtime.guards.every_guard import look_at, with_number
 from moec.runtime.guards.guard import BatchAgreed
 from moec.runtime.inputs.batches import device_of
@@ -60,6 +61,10 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     complaint, matching = claims(model, step.tokens, step.labels, step.extra, reads_values=reads_values)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
+    if complaint is None and not takes_microbatches(model.program, step.microbatches):
+        words = f"the schedule `{model.program.schedule}` of this plan takes no {step.microbatches} micro-batches"
+        help = f"{model.program.microbatches} as compiled; numbers of whole rounds, one for each rank of the pipeline"
+        complaint = Complaint("MOE0713", words, help)
     if complaint is None and step.microbatches > 1:
         parts = (model.limits.complaint(tokens, labels, reads_values=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):

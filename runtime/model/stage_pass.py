@@ -80,6 +80,7 @@ def stage_pass(
         inputs["sequences"] = sequence_numbers(
             model._home.data_rank, in_step, tokens.shape[0], numbered=batch.numbered, device=tokens.device
         )
+    model.num_tokens = model.counters.real_tokens(tokens, extra)
     top = model.tops[stage]
     with unscored.noting() as masks:
         results = top.run(model, inputs)

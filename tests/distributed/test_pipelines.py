@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -91,6 +93,41 @@ def test_a_pipeline_trains_as_the_unsharded_model(gloo: GlooPool, name: str):
     assert seen == expected["gradients"].keys()
 
 
+def stepped_twice(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, list[int]], dict[str, Any]]:
+    """Gradients after one step and after a second one with the same batch, loads, and a line of metrics."""
+    with moec.launch(plan, device="cpu") as job, TemporaryDirectory() as folder:
+        model = job.build(seed=1)
+        batch = own_part(job, *batches_of(plan.spec, 1)[0])
+        with job.metrics(Path(folder) / "run.jsonl") as metrics:
+            job.step(model, *batch)
+            once = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+            loss = job.step(model, *batch)
+            metrics.step(model, loss, grad_norm=job.clip_grad_norm_(model, 1e9))
+        lines = (Path(folder) / "run.jsonl").read_text().splitlines() if job.rank == 0 else ["{}"]
+        loads = {layer: load.tolist() for layer, load in job.expert_loads(model).items()}
+        return once, gradients_of(model), loads, json.loads(lines[-1])
+
+
+@pytest.fixture(scope="module")
+def twice(gloo: GlooPool) -> list[Any]:
+    plan = pipeline({"ranks": 1, "ep": 1}, {"last_layers": (0, 5)})
+    assert not plan.expert_meshes.keys() & {0}
+    return gloo.run(2, stepped_twice, plan)
+
+
+def test_a_schedule_neither_scales_nor_clears_the_gradients_of_an_earlier_step(twice: list[Any]):
+    for once, both, *_ in twice:
+        for name, gradient in once.items():
+            torch.testing.assert_close(both[name], 2 * gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_figures_of_a_stage_without_a_mixture_have_the_sizes_of_the_others(twice: list[Any]):
+    *_, loads, line = twice[0]
+    assert loads == twice[1][2]
+    assert sorted(loads) == [1, 2, 3, 4, 5]
+    assert line["load"].keys() == {"1", "2", "3", "4", "5"}
+
+
 def resumed(plan: Plan, source: str, target: str) -> list[float]:
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
@@ -114,21 +151,55 @@ def test_a_checkpoint_loads_with_other_stages_and_without_any(gloo: GlooPool, tm
     assert all(found == pytest.approx(expected, abs=LOSSES) for ranks in losses for found in ranks)
 
 
+def own_losses(plan: Plan) -> list[tuple[float, float]]:
+    """The loss and the gradient norm of a step, by the model and by functions of the script."""
+    found = []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
+
+        def loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return (each * weights.flatten()).sum()
+
+        def logprob_loss(logprobs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            return -(logprobs * weights).sum()
+
+        weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(job.data_rank))
+        inputs = {"inputs": {"weights": weights}, "count": lambda labels, weights: weights.sum()}
+        for given in ({}, {"loss": loss, **inputs}, {"logprob_loss": logprob_loss, **inputs}):
+            value = job.step(model, tokens, labels, **given)
+            found.append((value.item(), job.clip_grad_norm_(model, 1e9).item()))
+            model.zero_grad()
+    return found
+
+
+def test_a_loss_of_the_script_is_computed_by_the_last_stage(gloo: GlooPool):
+    degrees, stages = PIPELINES[FAST]
+    staged = pipeline({**degrees, "tp": 2}, stages, balance="[switch_loss(0.1)]")
+    whole = moe_plan(**MODEL, microbatches=4, **degrees, tp=2, balance="[switch_loss(0.1)]")
+    expected = gloo.run(whole.world_size, own_losses, whole)[0]
+    for found in gloo.run(staged.world_size, own_losses, staged):
+        assert found == [pytest.approx(pair, rel=LOSSES) for pair in expected]
+
+
 def refusals(plan: Plan) -> dict[str, str]:
     """What calls that need the whole model say, and steps that cannot be taken."""
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
 
-        def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return logits.sum()
+        def mean(logits: Tensor, labels: Tensor) -> Tensor:
+            return logits.mean(-1)
 
         other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: model(tokens),
+            "five": lambda: job.step(model, tokens, labels, microbatches=5),
             "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
             "accumulate": lambda: job.accumulate(model, labels).__enter__(),
-            "own loss": lambda: job.step(model, tokens, labels, loss=own_loss),
+            "own loss": lambda: job.step(model, tokens, labels, loss=mean),
+            "count": lambda: job.step(model, tokens, labels, loss=mean, count=lambda logits, labels: 1, microbatches=1),
             "other layer": lambda: model.layers[other](tokens),
             "other batch": lambda: job.step(model, tokens + (job.rank % 2), labels),
             "save_hf": lambda: moec.save_hf(model, "nowhere"),
@@ -149,9 +220,11 @@ def refusals(plan: Plan) -> dict[str, str]:
 
 
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
-    plan = pipeline({"ranks": 1, "ep": 1}, {})
+    plan = pipeline({"ranks": 1, "ep": 1}, {"virtual": 2, "schedule": "interleaved"})
     words = {
-        "forward": "MOE0711", "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "MOE0700",
+        "forward": "MOE0711", "five": "takes no 5 micro-batches",
+        "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
+        "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):

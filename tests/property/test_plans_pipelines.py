@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from hypothesis import given
-from hypothesis import strategies as st
-from random_specs import specs
+from random_pipelines import pipelines
 from support.examples import examples
-from support.staged_plans import staged_plan
 from support.verified import require_equal
 
 from moec.codegen.plan import Plan
-from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.passes.place.pipeline_tables import TABLES
-
-PIPELINES = [
-    (word, Pipeline(ranks, virtual, microbatches))
-    for word in TABLES
-    for ranks, virtual in ((2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 2), (2, 3))
-    for microbatches in (1, 2, 3, 4, 6, 8)
-    if takes(word, Pipeline(ranks, virtual, microbatches))
-]
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Plan:
-    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to 8 ranks."""
-    word, pipeline = draw(st.sampled_from(PIPELINES))
-    stages = pipeline.ranks * pipeline.virtual
-    spec = draw(specs(max_ranks=8, parts=(pipeline.microbatches,), depths=(stages, stages + 1, stages + 3)))
-    return staged_plan(spec, pipeline.ranks, pipeline.virtual, word)
 
 
 @examples(12, 1000)

@@ -1,0 +1,32 @@
+"""A strategy of random pipelines: a schedule, and a random model whose layers its stages divide."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from property.random_specs import specs
+from support.staged_plans import staged_plan
+
+from moec.codegen.plan import Plan
+from moec.passes.degrees.schedules import Pipeline, takes
+from moec.passes.place.pipeline_tables import TABLES
+
+PIPELINES = [
+    (word, Pipeline(ranks, virtual, microbatches))
+    for word in TABLES
+    for ranks, virtual in ((2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 2), (2, 3))
+    for microbatches in (1, 2, 3, 4, 6, 8)
+    if takes(word, Pipeline(ranks, virtual, microbatches))
+]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, max_ranks: int = 8, words: Collection[str] = TABLES) -> Plan:
+    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks."""
+    word, pipeline = draw(st.sampled_from([(word, pipeline) for word, pipeline in PIPELINES if word in words]))
+    stages = pipeline.ranks * pipeline.virtual
+    spec = draw(specs(max_ranks=max_ranks, parts=(pipeline.microbatches,), depths=(stages, stages + 1, stages + 3)))
+    assume(spec.model.depth >= stages)  # layers with degrees of their own may be fewer
+    return staged_plan(spec, pipeline.ranks, pipeline.virtual, word)
