@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """The ranks of a pipeline, the stages of each (`virtual`), and the micro-batches of a step."""
 
     ranks: int
