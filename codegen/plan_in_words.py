@@ -56,16 +56,18 @@ def subject_line(spec: Spec) -> str:
 
 
 def degrees_lines(degrees: Degrees) -> list[str]:
-    """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes.
+    """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes; of a pipeline a line before.
 
     `cp`, `tp` and `etp` of 1 are left out.
     """
+    stages = f", {degrees.virtual} stages per rank" if degrees.virtual > 1 else ""
+    pipeline = [f"pp {degrees.pp}{stages}, {degrees.schedule}; of each stage:"] if degrees.pp > 1 else []
     dense = f"dp {degrees.dp}{_default('dp' in degrees.stated)}{_above_1('cp', degrees.cp)}{_above_1('tp', degrees.tp)}"
     spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}{_above_1('etp', e.etp)}" for e in degrees.experts]
     if len(spread) > 1:
         layer_lines = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
-        return [dense, *layer_lines]
-    return [", ".join([dense, *spread])]
+        return [*pipeline, dense, *layer_lines]
+    return [*pipeline, ", ".join([dense, *spread])]
 
 
 def _above_1(word: str, degree: int) -> str:

@@ -12,7 +12,7 @@ from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import IrError, Program
-from moec.passes.ir.interface import FORWARD, result_role
+from moec.passes.ir.interface import forwards, result_role
 from moec.passes.ir.ops import Capacity
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.verifier import check_program
@@ -132,12 +132,13 @@ def _declared(program: Program) -> dict[str, tuple[object, ...]]:
     }
     states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in program.states.items()}
     stated: dict[str, tuple[object, ...]] = {}
-    for block_name, block in [
-        ("forward", program.block(FORWARD)),
-        *((f"layer {layer.number}", program.body(layer)) for layer in program.layers),
+    for block_name, blocks in [
+        ("forward", forwards(program)),
+        *((f"layer {layer.number}", [program.body(layer)]) for layer in program.layers),
     ]:
-        stated[f"order of the parameters of {block_name}"] = tuple(p.name for p in block.parameters)
-        capacities = {tuple(op.capacity().items()) for op in block.ops if isinstance(op, Capacity)}
+        names = dict.fromkeys(p.name for block in blocks for p in block.parameters)
+        stated[f"order of the parameters of {block_name}"] = tuple(names)
+        capacities = {tuple(op.capacity().items()) for block in blocks for op in block.ops if isinstance(op, Capacity)}
         stated[f"capacity of {block_name}"] = tuple(sorted(capacities))
     return parameters | states | stated
 

@@ -15,7 +15,7 @@ from moec.grammar.format import formatted
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
 from moec.grammar.source import Source
-from moec.grammar.spec import Layer, ParallelLayers, Spec, distinct_layers
+from moec.grammar.spec import Layer, LayerRange, ParallelLayers, Spec, distinct_layers
 from moec.grammar.spec.base import Node
 from moec.grammar.units import written
 
@@ -119,6 +119,8 @@ def _value(kinds: tuple[Kind, ...], value: object) -> str:
             return value
         case str() if any(isinstance(kind, TextKind) for kind in kinds):
             return _quoted(value)
+        case LayerRange():
+            return str(value)
         case tuple():
             items = tuple(item for kind in kinds for item in getattr(kind, "items", ()))
             return f"[{', '.join(_value(items, item) for item in value)}]"

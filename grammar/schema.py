@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.spec.base import Bound, Doc, Node, NotYet, Reference, Unit, Word, field_types
+from moec.grammar.spec.parallel import LayerRange
 
 
 class NumberKind(NamedTuple):
@@ -26,6 +27,10 @@ class NumberKind(NamedTuple):
 
 class TextKind:
     """A text in quotes."""
+
+
+class RangeKind:
+    """`first..last`, or one number: a range of layers."""
 
 
 class WordKind(NamedTuple):
@@ -65,7 +70,7 @@ class BlockKind(NamedTuple):
     many: bool
 
 
-Kind = NumberKind | TextKind | WordKind | CallKind | ProductKind | ListKind | ReferenceKind | BlockKind
+Kind = NumberKind | TextKind | RangeKind | WordKind | CallKind | ProductKind | ListKind | ReferenceKind | BlockKind
 
 
 class Field(NamedTuple):
@@ -143,6 +148,8 @@ def _kinds(annotation: Any) -> Iterator[Kind]:
 
 
 def _plain_kind(annotation: Any, said: tuple[Any, ...]) -> Kind:
+    if annotation is LayerRange:
+        return RangeKind()
     if get_origin(annotation) is tuple:
         items = tuple(_kinds(get_args(annotation)[0]))
         if len(items) == 1 and isinstance(items[0], BlockKind):

@@ -15,6 +15,7 @@ from moec.grammar.schema import (
     ListKind,
     NumberKind,
     ProductKind,
+    RangeKind,
     ReferenceKind,
     TextKind,
     WordKind,
@@ -130,6 +131,8 @@ def _takes(kind: Kind) -> str:
             return f"{'whole number' if kind.whole else 'number'}{' ' + bounds if bounds else ''}{unit}"
         case TextKind():
             return '"text"'
+        case RangeKind():
+            return "range of layers, as `0..3`"
         case WordKind():
             return ", ".join(f"`{word}`" for word in kind.values)
         case CallKind():

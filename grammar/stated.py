@@ -38,9 +38,34 @@ def sharing_degrees(spec: Spec) -> SharingDegrees:
     return SharingDegrees(number_of(spec.parallel.cp) or 1, number_of(spec.parallel.tp) or 1)
 
 
+class StatedPipeline(NamedTuple):
+    """The number of ranks of a pipeline, the stages of each, and its schedule; `pp` is 1 where there is none."""
+
+    pp: int
+    virtual: int
+    schedule: str
+
+
+def pipeline_of(spec: Spec) -> StatedPipeline:
+    """The pipeline that a file states, with the defaults of the language."""
+    parallel = spec.parallel
+    schedule = parallel.schedule or "one_f_one_b"
+    virtual = parallel.virtual or (2 if schedule in _TWO_STAGES else 1)
+    return StatedPipeline(number_of(parallel.pp) or 1, virtual, schedule)
+
+
+_TWO_STAGES = ("interleaved", "looped_bfs", "zero_bubble_v", "dual_pipe_v")
+"""The schedules whose ranks have 2 stages by default."""
+
+
+def stage_ranks(spec: Spec) -> int:
+    """Number of ranks of a pipeline stage, which all degrees but `pp` factor: all ranks where there is no pipeline."""
+    return max(1, spec.cluster.ranks // pipeline_of(spec).pp)
+
+
 def data_parallel_size(spec: Spec) -> int:
     """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
-    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // sharing_degrees(spec).sharers)
+    return number_of(spec.parallel.dp) or max(1, stage_ranks(spec) // sharing_degrees(spec).sharers)
 
 
 def stated_of_layers(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> list[tuple[Sequence[int], Stated]]:

@@ -21,10 +21,10 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
+from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.pipeline_tables import Pipeline, takes
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)
@@ -71,7 +71,7 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     if change := _degrees_that_fit(_Search(spec, degrees, place)):
         return Change(f"set {change.text}", change.num_words, change.peak)
     clusters = [(larger, scaled) for times in MORE_RANKS if (scaled := _degrees_of(larger := _with_ranks(spec, times)))]
-    peaks = {scaled.ranks: peak for larger, scaled in clusters if (peak := _peak(larger, scaled, place))}
+    peaks = {scaled.all_ranks: peak for larger, scaled in clusters if (peak := _peak(larger, scaled, place))}
     if peaks:
         memory = spec.cluster.device.memory
         ranks = next((ranks for ranks, peak in peaks.items() if has_room(peak, memory)), min(peaks))
@@ -79,7 +79,7 @@ def first_that_fits(spec: Spec, degrees: Degrees, place: Placing) -> Change | No
     for larger, scaled in clusters:
         search = _Search(larger, scaled, place)
         if search.is_promising() and (change := _degrees_that_fit(search)):
-            return Change(f"use {scaled.ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
+            return Change(f"use {scaled.all_ranks} ranks and set {change.text}", 1 + change.num_words, change.peak)
     return None
 
 

@@ -5,10 +5,10 @@ Node classes with `implemented = False`, and fields or values marked `NotYet`. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec.base import Node
@@ -85,7 +85,9 @@ def elsewhere(span: Span | None, what: str, help: str) -> Diagnostic:
     return diagnose("MOE0202", span, f"moec cannot compile {what} yet", help=help)
 
 
-def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = True) -> Diagnostic:
+def refused(
+    span: Span | None, what: str, help: str, *, numbers: bool | None = True, labels: Sequence[Label] = ()
+) -> Diagnostic:
     """The diagnostic of something that is known, and that nothing compiles yet.
 
     `numbers`: whether the model computes other numbers without the word, or only differs in speed and memory; None if
@@ -93,4 +95,4 @@ def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = T
     """
     effect = "that changes nothing else" if numbers is None else NUMBERS if numbers else SPEED
     text = f"{help}; {effect}" if help else f"leave it out: {effect}"
-    return diagnose("MOE0202", span, f"moec cannot compile {what} yet", help=text)
+    return diagnose("MOE0202", span, f"moec cannot compile {what} yet", labels=labels, help=text)

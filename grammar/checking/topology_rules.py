@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
 from moec.grammar.spec import Moa, Spec, Topology
-from moec.grammar.stated import Stated, stated_by_layer
+from moec.grammar.stated import Stated, stage_ranks, stated_by_layer
 
 
 def topology_problems(spec: Spec) -> list[Diagnostic]:
@@ -38,11 +38,12 @@ def _flat(spec: Spec, gate: Topology, ep: Stated | None, etp: Stated | None) -> 
     all, within one level.
     """
     parallel = spec.parallel
-    everywhere = spec.cluster.ranks == 1 or (ep is not None and ep.value == 1)
+    everywhere = stage_ranks(spec) == 1 or (ep is not None and ep.value == 1)
     if not everywhere and not _have_all_experts(spec, ep, etp):
         return
     message = "every rank has all experts" if everywhere else "the ranks that share a token have all experts"
-    labels = labels_at((ep.span, f"`ep = {ep.value}`") if ep is not None else (spec.cluster.span(), "one rank"))
+    one_rank = "one rank" if spec.cluster.ranks == 1 else "one rank for each pipeline stage"
+    labels = labels_at((ep.span, f"`ep = {ep.value}`") if ep is not None else (spec.cluster.span(), one_rank))
     if not everywhere:
         sharing = (("cp", parallel.cp), ("tp", parallel.tp))
         labels += labels_at(*((parallel.span(word), f"`{word} = {n}`") for word, n in sharing if n not in (None, 1)))

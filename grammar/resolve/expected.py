@@ -11,6 +11,7 @@ from moec.grammar.schema import (
     ListKind,
     NumberKind,
     ProductKind,
+    RangeKind,
     ReferenceKind,
     TextKind,
     WordKind,
@@ -57,6 +58,8 @@ def described(kind: Kind) -> str:
             return f"{name} such as `{EXAMPLES[kind.unit]}`" if kind.unit else name
         case TextKind():
             return 'a "text"'
+        case RangeKind():
+            return "a range of layers such as `0..3`"
         case WordKind():
             return _any_of(list(kind.values))
         case CallKind():

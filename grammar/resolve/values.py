@@ -14,14 +14,16 @@ from moec.grammar.schema import (
     ListKind,
     NumberKind,
     ProductKind,
+    RangeKind,
     ReferenceKind,
     TextKind,
     WordKind,
     fields,
     positional,
 )
-from moec.grammar.spec.base import Node
-from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Operation, String
+from moec.grammar.spec.base import Node, at_least
+from moec.grammar.spec.parallel import LayerRange
+from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Operation, Range, String
 from moec.grammar.syntax.tree import Sequence as ListValue
 
 
@@ -35,6 +37,10 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: 
         match kind:
             case NumberKind() if is_arithmetic(scope, value):
                 return number(scope, written, kind, known)
+            case RangeKind() if is_arithmetic(scope, value):
+                return _layers(scope, written, written)
+            case RangeKind() if isinstance(value, Range) and value.step is None:
+                return _layers(scope, scope.follow(value.first), scope.follow(value.last))
             case TextKind() if isinstance(value, String):
                 return value.value
             case ReferenceKind() if isinstance(value, String):
@@ -53,6 +59,12 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: 
     from moec.grammar.resolve.misfit import diagnose_misfit  # good files do without it
 
     return diagnose_misfit(scope, known or Field("", "", tuple(kinds), True, None, ""), written, value)
+
+
+def _layers(scope: Scope, first: Written, last: Written) -> LayerRange | Broken:
+    kind = NumberKind(whole=True, unit="", bounds=(at_least(0),))
+    low, high = number(scope, first, kind), number(scope, last, kind)
+    return BROKEN if isinstance(low, Broken) or isinstance(high, Broken) else LayerRange(int(low), int(high))
 
 
 def _word(value: Name | Call) -> str:

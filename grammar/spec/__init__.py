@@ -73,7 +73,7 @@ from moec.grammar.spec.model import (
     distinct_layers,
 )
 from moec.grammar.spec.optimizers import Optimizer, Update
-from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
+from moec.grammar.spec.parallel import Adapt, Greedy, LayerRange, Parallel, ParallelLayers, Replicate, Shadow
 from moec.grammar.spec.training import ModelPart, Trace, Train, Uniform, Zipf
 
 
@@ -162,6 +162,7 @@ __all__ = [
     "Layer",
     "LayerModule",
     "LayerNorm",
+    "LayerRange",
     "Level",
     "Linear",
     "LinearMap",

@@ -1,6 +1,6 @@
 """`parallel { … }` and `adapt { … }`: over which degrees, and what may change between steps."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, at_least, at_most, more_than
 
@@ -12,6 +12,18 @@ Microbatches = Annotated[int, at_least(1), at_most(2**31)]
 Schedule = Literal[
     "gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto"
 ]
+
+
+class LayerRange(NamedTuple):
+    """`4..8`: consecutive layers, the last one included; `4` alone is one layer."""
+
+    first: Annotated[int, at_least(0)]
+    last: Annotated[int, at_least(0)]
+
+    def __str__(self) -> str:
+        return f"{self.first}" if self.first == self.last else f"{self.first}..{self.last}"
+
+
 Recompute = Literal["none", "experts", "layer", "auto"]
 Offload = Literal["none", "optimizer", "parameters", "auto"]
 
@@ -41,10 +53,25 @@ class Parallel(Node):
     form = "block"
     dp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("data parallel; equals ranks / (pp * tp * cp)")] = None
     ep: Annotated[
-        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and every layer's experts")
+        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides ranks / pp and every layer's experts")
     ] = None
     tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of all but experts; default 1")] = None
-    pp: Annotated[Degree, NotYet(neutral=1), Doc("pipeline parallel; default 1")] = None
+    pp: Annotated[
+        Degree,
+        NotYet(("auto",), lists=True),
+        Doc("pipeline parallel: number of ranks over which the layers are cut; divides the ranks; default 1"),
+    ] = None
+    virtual: Annotated[
+        PositiveInt | None,
+        Doc(
+            "with `pp`, number of stages of each of its ranks; default 2 for `interleaved`, `looped_bfs`, "
+            "`zero_bubble_v` and `dual_pipe_v`, which take no other number if their name ends in `v`, else 1"
+        ),
+    ] = None
+    stages: Annotated[
+        tuple[LayerRange, ...] | None,
+        Doc("with `pp`, the layers of each of its pp * virtual stages; by default they take equally long"),
+    ] = None
     etp: Annotated[
         Degree,
         NotYet(("auto",), lists=True),
@@ -76,9 +103,16 @@ class Parallel(Node):
     microbatches: Annotated[
         Microbatches | tuple[Microbatches, ...] | Literal["auto"] | None,
         NotYet(("auto",), lists=True),
-        Doc("number of micro-batches of a step; divides a rank's sequences; default 1"),
+        Doc(
+            "number of micro-batches of a step; divides a rank's sequences; default 1, with `pp` the smallest number "
+            "from `pp` on that the schedule takes"
+        ),
     ] = None
-    schedule: Annotated[Schedule | None, NotYet(), Doc("order of a pipeline's micro-batches")] = None
+    schedule: Annotated[
+        Schedule | None,
+        NotYet(("zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto")),
+        Doc("with `pp`, the order of its micro-batches; default `one_f_one_b`"),
+    ] = None
     sequence_parallel: Annotated[
         bool,
         Doc(

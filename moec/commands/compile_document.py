@@ -38,6 +38,11 @@ class DegreesDocument:
 
     dp: int
     dp_stated: bool
+    pp: int
+    virtual: int
+    """The pipeline stages of each rank."""
+    schedule: str | None
+    """The order of a pipeline's micro-batches; null without a pipeline."""
     cp: int
     tp: int
     experts: list[ExpertDegrees]
@@ -147,6 +152,9 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
         degrees=DegreesDocument(
             dp=degrees.dp,
             dp_stated="dp" in degrees.stated,
+            pp=degrees.pp,
+            virtual=degrees.virtual,
+            schedule=degrees.schedule,
             cp=degrees.cp,
             tp=degrees.tp,
             experts=[

@@ -8,21 +8,31 @@ from moec.grammar.checking.rules import attention
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.spec import Attention, Spec
 from moec.grammar.spec.base import Node
-from moec.grammar.stated import SharingDegrees, number_of, sharing_degrees
+from moec.grammar.stated import SharingDegrees, number_of, pipeline_of, sharing_degrees, stage_ranks
 from moec.passes.degrees.expert_degree_rules import expert_problems
 from moec.passes.degrees.fitting_degrees import Changes, changes_sharing, dense_changes, divided, undivided, written
 from moec.passes.degrees.fitting_expert_degrees import FittingExpertDegrees
 from moec.passes.degrees.labels import cluster_label, labelled, not_whole, quotient
+from moec.passes.degrees.pipeline_rules import pipeline_problems
 from moec.passes.degrees.sequence_cuts import sequence_pieces
-from moec.passes.degrees.stated_degrees import PlacedMixture, zero_of
+from moec.passes.degrees.stated_degrees import (
+    PlacedMixture,
+    divisors,
+    fitting_microbatches,
+    takes_microbatches,
+    zero_of,
+)
 
 
 def problems_of(spec: Spec, mixtures: list[PlacedMixture]) -> list[Diagnostic]:
     """A diagnostic for every rule that the stated degrees break."""
+    if pipeline := pipeline_problems(spec):
+        return pipeline
     changes = dense_changes(spec)
     return [
         *_mesh_problems(spec, changes),
         *expert_problems(spec, mixtures, FittingExpertDegrees.of(spec, mixtures, changes)),
+        *_schedule_problems(spec, changes),
         *_batch_problems(spec, changes),
         *_width_problems(spec, changes),
         *_sequence_problems(spec, changes),
@@ -45,15 +55,15 @@ def _degree_labels(spec: Spec, *words: str) -> tuple[Label, ...]:
 
 
 def _mesh_problems(spec: Spec, changes: Changes) -> Iterator[Diagnostic]:
-    ranks, parallel = spec.cluster.ranks, spec.parallel
+    ranks, parallel, pp = stage_ranks(spec), spec.parallel, pipeline_of(spec).pp
     dp, sharing = number_of(parallel.dp), sharing_degrees(spec)
     if ranks % sharing.sharers == 0 and dp is not None and dp * sharing.sharers != ranks:
-        others = [f"{word} = {n}" for word, n in (("cp", sharing.cp), ("tp", sharing.tp)) if n > 1]
+        others = [f"{word} = {n}" for word, n in (("pp", pp), ("cp", sharing.cp), ("tp", sharing.tp)) if n > 1]
         degrees = ", ".join((f"dp = {dp}", *(others or ["and every other dense degree is 1"])))
         yield diagnose(
             "MOE0310",
             parallel.span("dp"),
-            f"{degrees}, but the cluster has {ranks} ranks",
+            f"{degrees}, but the cluster has {spec.cluster.ranks} ranks",
             labels=cluster_label(spec) + _degree_labels(spec, "cp", "tp"),
             help=_advice(changes, "dp") + ("" if changes_sharing(changes) else ", or leave `dp` out"),
         )
@@ -65,12 +75,12 @@ def _mesh_problems(spec: Spec, changes: Changes) -> Iterator[Diagnostic]:
 
 def _batch_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
     train, sharers = spec.train, sharing_degrees(spec).sharers
-    if train is None or spec.cluster.ranks % sharers:
+    if train is None or stage_ranks(spec) % sharers:
         return []
-    dp = spec.cluster.ranks // sharers
+    dp = stage_ranks(spec) // sharers
     if train.batch % dp == 0:
         return _microbatch_problems(spec, train.batch, dp, changes)
-    shares = f"{dp} data-parallel ranks" if sharers > 1 else f"{dp} ranks"
+    shares = f"{dp} data-parallel ranks" if dp < spec.cluster.ranks else f"{dp} ranks"
     return [
         diagnose(
             "MOE0313",
@@ -89,23 +99,42 @@ def _sequences(spec: Spec) -> str:
 def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> list[Diagnostic]:
     """A diagnostic if the micro-batches do not divide a rank's sequences: they would differ in size and capacity."""
     parallel, sequences = spec.parallel, batch // dp
-    parts = number_of(parallel.microbatches) or 1
-    if sequences % parts == 0:
+    stated, fitting = number_of(parallel.microbatches), fitting_microbatches(spec, sequences)
+    if fitting if stated is None else fitting == stated or not takes_microbatches(spec, stated):
         return []
     assert spec.train is not None
-    batch_that_fits = -(-sequences // parts) * parts * dp
+    if stated is None:
+        pp = pipeline_of(spec).pp
+        span, message = parallel.span("pp"), f"no number of micro-batches from {pp} on divides {sequences}"
+        other = f"microbatches = {max(d for d in divisors(sequences) if takes_microbatches(spec, d))}"
+    else:
+        span, message = parallel.span("microbatches"), f"{sequences} / {stated} is not whole"
+        other = f"batch = {-(-sequences // stated) * stated * dp}"
     return [
         diagnose(
             "MOE0330",
-            parallel.span("microbatches"),
-            f"{sequences} / {parts} is not whole",
+            span,
+            message,
             labels=labelled(
                 spec.train.span("batch"), f"{sequences} {_sequences(spec)} per data-parallel rank, of {dp}"
             ),
-            help=_advice(changes, "microbatches")
-            + ("" if changes_sharing(changes) else f" or `batch = {batch_that_fits}`"),
+            help=_advice(changes, "batch" if stated is None else "microbatches")
+            + ("" if changes_sharing(changes) else f" or `{other}`"),
         )
     ]
+
+
+def _schedule_problems(spec: Spec, changes: Changes) -> Iterator[Diagnostic]:
+    """Stated micro-batches of which the schedule has no table."""
+    stated, (pp, _, schedule) = number_of(spec.parallel.microbatches), pipeline_of(spec)
+    if stated is None or takes_microbatches(spec, stated):
+        return
+    message = f"`{schedule}` takes them in {stated // pp} equal rounds on {pp} ranks"
+    if schedule == "dual_pipe_v":
+        message = f"`dual_pipe_v` takes at least 2 * {pp}"
+    span = spec.parallel.span("microbatches")
+    labels = labelled(spec.parallel.span("pp"), f"pp = {pp}")
+    yield diagnose("MOE0380", span, message, labels=labels, help=_advice(changes, "microbatches"))
 
 
 def _width_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
@@ -137,7 +166,7 @@ def _wider(spec: Spec, node: Node, name: str, size: int, sharing: SharingDegrees
     """A second advice for a single size: the next size that is divided, if ranks and the other rules allow it."""
     pieces = sharing.tp if name == "hidden" else sharing.sharers
     wider = -(-size // pieces) * pieces
-    if spec.cluster.ranks % sharing.sharers:
+    if stage_ranks(spec) % sharing.sharers:
         return ""
     if isinstance(node, Attention):
         refused = attention(node.replace(**{name: wider}), spec.model.dim, None)

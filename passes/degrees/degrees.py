@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import data_parallel_size, sharing_degrees
+from moec.grammar.stated import data_parallel_size, pipeline_of, sharing_degrees, stage_ranks
 from moec.passes.degrees.degree_rules import problems_of
 from moec.passes.degrees.near_rules import near_problems
 from moec.passes.degrees.stated_degrees import (
@@ -50,8 +50,7 @@ class Degrees(NamedTuple):
     `ranks` are those of one pipeline stage, and the other degrees factor them. `pp` is the number of ranks of a
     pipeline, each with `virtual` stages, `last_layers` the last layer of each stage (empty: `partition` chooses).
 
-    Not supported yet, and so at their defaults: `pp`, `virtual`, `schedule` and `last_layers` in a file, `overlap`
-    (parts of an exchange) and `exchange` (its algorithm).
+    Not supported yet, and so at their defaults: `overlap` (parts of an exchange) and `exchange` (its algorithm).
     """
 
     ranks: int
@@ -70,6 +69,11 @@ class Degrees(NamedTuple):
     overlap: int = 1
     exchange: str = "linear"
     stated: frozenset[str] = frozenset()
+
+    @property
+    def all_ranks(self) -> int:
+        """The ranks of all pipeline stages together."""
+        return self.ranks * self.pp
 
     @property
     def sharers(self) -> int:
@@ -140,10 +144,11 @@ def choose_degrees(spec: Spec) -> Degrees:
     """The degrees of `spec`: what it states, and the defaults of the language for the rest.
 
     `ep` is the largest with which `ep` * `etp` divides the ranks, and `ep` the experts, of every layer without a stated
-    one; `tp = 1`, `cp = 1`, `etp = 1`; `dp` is ranks / (`cp` * `tp`). Raises `DiagnosticError` with every rule that a
+    one; `pp = 1`, `tp = 1`, `cp = 1`, `etp = 1`; `dp` is ranks / (`cp` * `tp`). These ranks are those of one pipeline
+    stage. Raises `DiagnosticError` with every rule that a
     stated degree breaks.
     """
-    ranks, sharing = spec.cluster.ranks, sharing_degrees(spec)
+    ranks, sharing, pipeline = stage_ranks(spec), sharing_degrees(spec), pipeline_of(spec)
     mixtures = mixtures_of(spec)
     if problems := problems_of(spec, mixtures):
         raise DiagnosticError(problems)
@@ -157,6 +162,10 @@ def choose_degrees(spec: Spec) -> Degrees:
         recompute=recomputed_of(spec),
         microbatches=microbatches_of(spec),
         sequence_parallel=spec.parallel.sequence_parallel,
+        pp=pipeline.pp,
+        virtual=pipeline.virtual,
+        schedule=pipeline.schedule if pipeline.pp > 1 else None,
+        last_layers=tuple(stage.last for stage in spec.parallel.stages or ()),
         stated=stated_names(spec),
     )
     degrees.require_near(spec)

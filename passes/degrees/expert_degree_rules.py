@@ -10,7 +10,7 @@ from moec.grammar.checking.mixture_rules import mixture
 from moec.grammar.diagnostics import Diagnostic, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Activated, Experts, Moe, Spec
-from moec.grammar.stated import Stated, stated_of_layers
+from moec.grammar.stated import Stated, stage_ranks, stated_of_layers
 from moec.passes.degrees.expert_slices import sliced_experts
 from moec.passes.degrees.fitting_expert_degrees import FittingExpertDegrees, fits_alone, nearest_divisor
 from moec.passes.degrees.labels import labelled, not_whole
@@ -31,15 +31,15 @@ def expert_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingE
 def _rank_problems(spec: Spec, word: Literal["ep", "etp"], fitting: FittingExpertDegrees) -> Iterator[Diagnostic]:
     """Degrees that do not divide the ranks, also of layers without a mixture."""
     for _, stated in stated_of_layers(spec, word):
-        if spec.cluster.ranks % stated.value:
-            degree = getattr(fitting, word).get(stated) or nearest_divisor(spec.cluster.ranks, stated)
+        if stage_ranks(spec) % stated.value:
+            degree = getattr(fitting, word).get(stated) or nearest_divisor(stage_ranks(spec), stated)
             yield not_whole(spec, stated.span, stated.value, f"set `{word} = {degree}`")
 
 
 def _product_problems(spec: Spec, mixtures: list[PlacedMixture], fitting: FittingExpertDegrees) -> Iterator[Diagnostic]:
     """Degrees of one layer that divide all that they must, and whose product does not divide the ranks."""
     for ep, etp in dict.fromkeys((m.ep, m.etp) for m in mixtures):
-        if ep is None or etp is None or spec.cluster.ranks % (ep.value * etp.value) == 0:
+        if ep is None or etp is None or stage_ranks(spec) % (ep.value * etp.value) == 0:
             continue
         if fits_alone(spec, mixtures, "ep", ep) and fits_alone(spec, mixtures, "etp", etp):
             label = labelled(etp.span, f"etp = {etp.value}")
@@ -124,4 +124,4 @@ def _next_multiple(size: int, degrees: list[Stated | None]) -> int:
 def _divide_ranks(spec: Spec, mixtures: list[PlacedMixture]) -> bool:
     """Whether the product of the degrees of each mixture divides the ranks."""
     products = (math.prod(stated.value for stated in (m.ep, m.etp) if stated is not None) for m in mixtures)
-    return all(spec.cluster.ranks % product == 0 for product in products)
+    return all(stage_ranks(spec) % product == 0 for product in products)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from moec.grammar.spec import Conv, Layer, Soft, Spec
 from moec.grammar.spec.base import Node
-from moec.grammar.stated import SharingDegrees, number_of, sharing_degrees
+from moec.grammar.stated import SharingDegrees, number_of, sharing_degrees, stage_ranks
 from moec.passes.degrees.sequence_cuts import sequence_pieces
-from moec.passes.degrees.stated_degrees import divisors
+from moec.passes.degrees.stated_degrees import divisors, fitting_microbatches
 
 Changes = Mapping[str, int]
 """New values of `tp`, `cp`, `dp`, `microbatches`, `batch` and `sequence`, by name."""
@@ -28,7 +28,7 @@ def dense_changes(spec: Spec) -> Changes:
     stated = sharing_degrees(spec)
     if _can_stay(spec, stated):
         return _further_changes(spec, stated)
-    candidates = (divisors(spec.cluster.ranks) if degree > 1 else [1] for degree in stated)
+    candidates = (divisors(stage_ranks(spec)) if degree > 1 else [1] for degree in stated)
     fitting = [
         sharing
         for sharing in itertools.starmap(SharingDegrees, itertools.product(*candidates))
@@ -93,7 +93,7 @@ def ratio(a: int, b: int) -> float:
 
 def _fits(spec: Spec, sharing: SharingDegrees) -> bool:
     """Whether the degrees divide ranks and sizes: of layers, and the tokens of an image if they cut them."""
-    if spec.cluster.ranks % sharing.sharers:
+    if stage_ranks(spec) % sharing.sharers:
         return False
     if not spec.has_model:
         return True
@@ -130,17 +130,19 @@ def _sequence_for(spec: Spec, sharing: SharingDegrees) -> int:
 
 def _further_changes(spec: Spec, sharing: SharingDegrees) -> dict[str, int]:
     """The further changes that these degrees, which divide the ranks, need."""
-    parallel, train, dp = spec.parallel, spec.train, spec.cluster.ranks // sharing.sharers
+    parallel, train, dp = spec.parallel, spec.train, stage_ranks(spec) // sharing.sharers
     changes = {}
     if number_of(parallel.dp) not in (None, dp):
         changes["dp"] = dp
-    if train is None:
-        return changes
-    parts = number_of(parallel.microbatches) or 1
-    if train.batch % dp:
+    sequences = train.batch // dp if train is not None and train.batch % dp == 0 else None
+    parts = fitting_microbatches(spec, sequences)
+    if train is not None and (sequences is None or parts is None):
+        parts = fitting_microbatches(spec, None)
+        assert parts is not None
         changes["batch"] = -(-train.batch // (dp * parts)) * dp * parts
-    elif train.batch // dp % parts:
-        changes["microbatches"] = max(d for d in divisors(train.batch // dp) if d < parts)
+    stated = number_of(parallel.microbatches)
+    if parts is not None and stated not in (None, parts):
+        changes["microbatches"] = parts
     if _sequence_remainder(spec, sharing):
         changes["sequence"] = _sequence_for(spec, sharing)
     return changes

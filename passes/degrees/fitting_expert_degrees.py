@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from moec.grammar.spec import Spec, Topology
-from moec.grammar.stated import Stated, sharing_degrees
+from moec.grammar.stated import Stated, sharing_degrees, stage_ranks
 from moec.passes.degrees.expert_slices import sliced_experts
 from moec.passes.degrees.fitting_degrees import Changes, ratio
 from moec.passes.degrees.near_rules import num_near_experts
@@ -42,7 +42,7 @@ def _fitting_etp(spec: Spec, mixtures: list[PlacedMixture], etp: Stated, sliced:
 
     The product of that divisor with each `ep` of these mixtures divides the ranks, if the `ep` fits by itself.
     """
-    ranks, degree = spec.cluster.ranks, int(etp.value)
+    ranks, degree = stage_ranks(spec), int(etp.value)
     common = math.gcd(ranks, *_sizes(spec, sliced, "etp"))
     if common % degree == 0:
         return degree
@@ -55,7 +55,7 @@ def _fitting_ep(spec: Spec, ep: Stated, placed: list[tuple[PlacedMixture, int]],
 
     If some of these divisors leave enough experts near, it is one of them.
     """
-    ranks, degree = spec.cluster.ranks, int(ep.value)
+    ranks, degree = stage_ranks(spec), int(ep.value)
     common = math.gcd(*(ranks // etp for _, etp in placed), *_sizes(spec, (mixture for mixture, _ in placed), "ep"))
     if common % degree == 0:
         return degree
@@ -66,7 +66,7 @@ def _fitting_ep(spec: Spec, ep: Stated, placed: list[tuple[PlacedMixture, int]],
 def fits_alone(spec: Spec, mixtures: list[PlacedMixture], word: Word, stated: Stated) -> bool:
     """Whether a degree divides the ranks, and the experts or their widths, whatever the other degree of its layers."""
     sizes = _sizes(spec, _by_degree(mixtures, word).get(stated, ()), word)
-    return all(size % stated.value == 0 for size in (spec.cluster.ranks, *sizes))
+    return all(size % stated.value == 0 for size in (stage_ranks(spec), *sizes))
 
 
 def nearest_divisor(number: int, stated: Stated) -> int:

@@ -6,6 +6,7 @@ from moec.grammar.checking.rank_rules import states_cluster
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.source import Span
 from moec.grammar.spec import Spec
+from moec.grammar.stated import pipeline_of
 
 
 def labelled(span: Span | None, message: str) -> tuple[Label, ...]:
@@ -14,9 +15,10 @@ def labelled(span: Span | None, message: str) -> tuple[Label, ...]:
 
 
 def cluster_label(spec: Spec) -> tuple[Label, ...]:
-    """A label with the number of ranks, at the cluster."""
-    ranks = spec.cluster.ranks
-    return labelled(spec.cluster.span(), f"{ranks} {'rank' if ranks == 1 else 'ranks'}")
+    """A label with the number of ranks, at the cluster, and one at a `pp` above 1, which divides them."""
+    ranks, pp = spec.cluster.ranks, pipeline_of(spec).pp
+    labels = labelled(spec.cluster.span(), f"{ranks} {'rank' if ranks == 1 else 'ranks'}")
+    return labels + (labelled(spec.parallel.span("pp"), f"pp = {pp}") if pp > 1 else ())
 
 
 def quotient(size: int, degree: int, beside: int = 1) -> str:
@@ -27,7 +29,8 @@ def quotient(size: int, degree: int, beside: int = 1) -> str:
 def not_whole(
     spec: Spec, span: Span | None, degree: int, help: str, beside: int = 1, labels: tuple[Label, ...] = ()
 ) -> Diagnostic:
-    """MOE0312 for a degree at `span` which, times one `beside` it at `labels`, does not divide the ranks."""
+    """MOE0312 for a degree at `span` which, times `pp` and one `beside` it at `labels`, does not divide the ranks."""
+    beside *= pipeline_of(spec).pp
     message = f"{quotient(spec.cluster.ranks, degree, beside)} is not whole"
     if not states_cluster(spec):
         size = -(-8 // (degree * beside)) * degree * beside  # the smallest multiple from 8 on

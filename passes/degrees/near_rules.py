@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from moec.grammar.checking.marks import refused
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.spec import Moe, Spec, Topology
+from moec.grammar.stated import stage_ranks
 
 if TYPE_CHECKING:
     from moec.passes.degrees.degrees import Degrees
@@ -21,6 +25,7 @@ def near_problems(spec: Spec, degrees: Degrees) -> list[Diagnostic]:
         if moe is not None and isinstance(moe.gate, Topology):
             ep, etp = experts_of[number].ep, experts_of[number].etp
             problems += _unknown(spec, moe.gate)
+            problems += _uneven(spec, moe.gate)
             problems += _far(spec, moe, moe.gate, num_near_experts(spec, moe, degrees.sharers, ep, etp))
     return list(dict.fromkeys(problems))
 
@@ -36,6 +41,15 @@ def _unknown(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
                 labels=[Label(span=span, message=f"`{level.name}` has none")] if span else (),
                 help=f'state it per device and direction: `level "{level.name}" {{ …; bandwidth = 50GB/s }}`',
             )
+
+
+def _uneven(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
+    """Refuses pipeline stages that share nodes unevenly, so that ranks of one stage have another distance than those of
+    the next."""
+    ranks, sizes = stage_ranks(spec), itertools.accumulate((level.size for level in spec.cluster.levels), operator.mul)
+    if any(max(ranks, size) % min(ranks, size) for size in sizes):
+        what = f"`topology` with pipeline stages of {ranks} ranks, which share nodes unevenly,"
+        yield refused(gate.span(), what, "use another `pp`, or `topk`")
 
 
 def _far(spec: Spec, moe: Moe, gate: Topology, near: int) -> Iterator[Diagnostic]:

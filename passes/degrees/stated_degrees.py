@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from moec.grammar.spec import Moe, Parallel, Spec
-from moec.grammar.stated import Stated, number_of, stated_by_layer
+from moec.grammar.stated import Stated, data_parallel_size, number_of, pipeline_of, stated_by_layer
+from moec.passes.degrees.schedules import Pipeline, takes
 
 if TYPE_CHECKING:  # `moec check` imports no op of the IR
     from moec.passes.ir import Recompute
 
 
-WORDS = ("dp", "tp", "cp", "ep", "etp", "zero", "recompute", "microbatches", "sequence_parallel")
+WORDS = ("dp", "tp", "cp", "pp", "ep", "etp", "zero", "recompute", "microbatches", "sequence_parallel")
 """The words of `parallel` that are degrees."""
 
 
@@ -33,8 +35,34 @@ def stated_names(spec: Spec) -> frozenset[str]:
 
 
 def microbatches_of(spec: Spec) -> int:
-    """The number of micro-batches of a step; 1 by default."""
-    return number_of(spec.parallel.microbatches) or 1
+    """The number of micro-batches of a step, of a file that breaks no rule."""
+    return fitting_microbatches(spec, spec.train.batch // data_parallel_size(spec) if spec.train else None) or 1
+
+
+def fitting_microbatches(spec: Spec, sequences: int | None) -> int | None:
+    """The number of micro-batches, if the schedule takes it and it divides a rank's `sequences` (None: any number).
+
+    Else for a stated one the next smaller that does, or the next larger; by default the smallest from `pp` on. None
+    where no number does.
+    """
+    pp, stated = pipeline_of(spec).pp, number_of(spec.parallel.microbatches)
+    wanted = stated or pp
+
+    def fits(number: int) -> bool:
+        return (sequences is None or sequences % number == 0) and takes_microbatches(spec, number)
+
+    if fits(wanted):
+        return wanted
+    numbers = range(1, max(wanted, 2 * pp) + 1) if sequences is None else divisors(sequences)
+    below = (number for number in reversed(numbers) if stated and number < stated)
+    above = (number for number in numbers if number > wanted)
+    return next(filter(fits, itertools.chain(below, above)), None)
+
+
+def takes_microbatches(spec: Spec, number: int) -> bool:
+    """Whether the schedule of the pipeline takes this number of micro-batches."""
+    pp, virtual, schedule = pipeline_of(spec)
+    return pp == 1 or takes(schedule, Pipeline(pp, virtual, number))
 
 
 def recomputed_of(spec: Spec) -> tuple[Recompute, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.ir import Program
 from moec.passes.ir.order import Action, Order, in_turn
-from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, Pipeline, in_dependency_order, takes
+from moec.passes.place.pipeline_tables import TABLES, Computation, Kind, in_dependency_order
 
 
 def orders_of(program: Program, microbatches: int) -> tuple[Order, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from moec.passes.degrees.schedules import V_SHAPED, Pipeline
+
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """`backward` computes all gradients at once; `inputs` those of a stage's inputs, and `weights`, later, the rest."""
 
@@ -22,39 +24,6 @@ class Computation(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The ranks of a pipeline, the stages of each (`virtual`), and the micro-batches of a step."""
-
-    ranks: int
-    virtual: int
-    microbatches: int
-
-    @property
-    def per_round(self) -> int:
-        """The micro-batches that a rank takes through one of its stages before it takes them through the next."""
-        return self.microbatches // max(1, self.microbatches // self.ranks)
-
-
-V_SHAPED = frozenset({"zero_bubble_v", "dual_pipe_v"})
-"""The schedules whose stages follow each other in a V."""
-
-
-def takes(schedule: str, pipeline: Pipeline) -> bool:
-    """Whether a schedule has a table for so many stages of each rank and micro-batches."""
-    match schedule:
-        case "gpipe" | "one_f_one_b":
-            return pipeline.virtual == 1
-        case "interleaved" | "zero_bubble":
-            return pipeline.microbatches % pipeline.per_round == 0
-        case "zero_bubble_v":
-            return pipeline.virtual == 2
-        case "dual_pipe_v":
-            return pipeline.virtual == 2 and pipeline.microbatches >= 2 * pipeline.ranks
-        case _:
-            return True
 
 
 def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:

@@ -47,13 +47,13 @@ def without_repeats(plan: Plan, compiled: Program) -> ShortPlan:
     Layers are of one kind if they run one block, so that they have the same ops, attributes and layouts. What else a
     layer is, its place in `forward`, must be what moec compiles, and without the repeated layers it must be what moec
     compiles the shorter model to. All layers stay where that is not so: in a plan whose layers, `forward`, meshes or
-    groups were edited, and in models whose layers differ in more than their numbers.
+    groups were edited, in models whose layers differ in more than their numbers, and in pipelines.
     """
     program = plan.program
     depth = len(layer_calls(program))
     layers = sorted(number for numbers in program.layers_by_block.values() for number in numbers[:LAYERS_PER_KIND])
     unchanged = ShortPlan(plan, range(depth), depth)
-    if len(layers) == depth or not _is_compiled_around_bodies(plan, compiled):
+    if len(layers) == depth or len(program.stages) > 1 or not _is_compiled_around_bodies(plan, compiled):
         return unchanged
     spec = _shorter_spec(plan.spec, layers)
     shorter = compile_program(spec, "schedule").program

@@ -10,7 +10,8 @@ from property.random_specs import specs
 from support.staged_plans import staged_plan
 
 from moec.codegen.plan import Plan
-from moec.passes.place.pipeline_tables import TABLES, Pipeline, takes
+from moec.passes.degrees.schedules import Pipeline, takes
+from moec.passes.place.pipeline_tables import TABLES
 
 PIPELINES = [
     (word, Pipeline(ranks, virtual, microbatches))

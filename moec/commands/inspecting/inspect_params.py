@@ -38,7 +38,7 @@ def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ..
 
 def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
     """The notation, then a table: the parts outside of layers, each kind of layer with its parts, and the total."""
-    ranks = count(choose_degrees(spec).ranks, "rank")
+    ranks = count(choose_degrees(spec).all_ranks, "rank")
     yield f"{spec.subject.name}: {counts.notation}, on {ranks} ({spec.cluster.name})"
     yield ""
     rows = [HEAD, *(_row(title, elements) for title, elements in counts.outside.items())]
@@ -64,7 +64,7 @@ def counted(spec: Spec, counts: ParameterCounts) -> ParametersDocument:
     return ParametersDocument(
         name=spec.subject.name,
         notation=counts.notation,
-        ranks=choose_degrees(spec).ranks,
+        ranks=choose_degrees(spec).all_ranks,
         outside={name: _elements(elements) for name, elements in counts.outside.items()},
         layers=layers,
         **asdict(counts.whole),

@@ -5,6 +5,7 @@
 from typing import TYPE_CHECKING, Any
 
 from moec.grammar.spec import Layer, Moe, Spec, Topology
+from moec.grammar.stated import stage_ranks
 
 if TYPE_CHECKING:
     from moec.passes.degrees.degrees import Degrees
@@ -63,7 +64,7 @@ def _placed(spec: Spec, moe: Moe, sharers: int, ep: int, etp: int) -> Moe:
         k=gate.k,
         weight=gate.weight,
         share=gate.share,
-        levels=tuple(level.size for level in spec.cluster.levels),
+        levels=_levels_of_stage(spec),
         bandwidths=(memory, *(min(memory, level.bandwidth or memory) for level in spec.cluster.levels)),
         parts=moe.counts,
         sharers=sharers,
@@ -72,3 +73,12 @@ def _placed(spec: Spec, moe: Moe, sharers: int, ep: int, etp: int) -> Moe:
     )
     spans = {name: span for name in ("", "k", "weight", "share") if (span := gate.span(name))}
     return moe.replace(gate=gate_with_places.with_spans(spans))
+
+
+def _levels_of_stage(spec: Spec) -> tuple[int, ...]:
+    """The sizes of the cluster's levels inside of a pipeline stage: 1 of those that only join stages."""
+    ranks, sizes = stage_ranks(spec), list[int]()
+    for level in spec.cluster.levels:
+        sizes.append(min(level.size, ranks))
+        ranks //= sizes[-1]
+    return tuple(sizes)

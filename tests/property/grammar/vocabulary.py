@@ -17,7 +17,18 @@ from moec.grammar import Spec
 from moec.grammar import spec as s
 from moec.grammar.checking.rules import check
 from moec.grammar.diagnostics.diagnostic import Severity
-from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
+from moec.grammar.schema import (
+    BlockKind,
+    CallKind,
+    Field,
+    Kind,
+    ListKind,
+    NumberKind,
+    ProductKind,
+    RangeKind,
+    TextKind,
+    WordKind,
+)
 from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.optimizers import OPTIMIZERS
@@ -54,6 +65,8 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
             return numbers(kind)
         case TextKind():
             return label
+        case RangeKind():
+            return st.builds(s.LayerRange, st.integers(0, 99), st.integers(0, 99))
         case WordKind():
             return st.sampled_from(list(kind.values.values()))
         case CallKind():

@@ -24,7 +24,6 @@ LATER = re.compile(r"not built yet: `([^`]+)`")
 
 PARALLEL = "parallel {"
 REFUSED: dict[str, tuple[str, str]] = {
-    "pp": (PARALLEL, f"{PARALLEL} pp = 2;"),
     "fp8": ("dtype = fp32", "dtype = fp8"),
     "adapt": (PARALLEL, f"adapt {{ placement = replicate(2) }}\n{PARALLEL}"),
 }

@@ -108,7 +108,7 @@ FURTHER = {
     "train": {"optimizer", "master"},
     "parallel": {
         *("tp", "ep", "etp", "pp", "cp", "dp", "zero", "recompute", "offload", "microbatches"),
-        *("schedule", "sequence_parallel"),
+        *("schedule", "virtual", "stages", "sequence_parallel"),
     },
 }
 NUMBERS_FOR = {

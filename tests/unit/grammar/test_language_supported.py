@@ -107,7 +107,7 @@ LAYER = 'layer "x" {{ dim = 8; moe {{ experts = {}; gate = topk(1) }} }}\n{}'
     ("experts", "tail", "what"),
     [
         ("2 * gelu(4)", "parallel { tp = 2 }", "`tp = 2` in the file of one `layer`"),
-        ("2 * gelu(4)", "parallel { pp = 2 }", "`pp`"),
+        ("2 * gelu(4)", "parallel { pp = 2 }", "`pp = 2` in the file of one `layer`"),
         ("2 * gelu(4)", "parallel { cp = 2 }", "`cp = 2` in the file of one `layer`"),
         ("2 * gelu(4)", "parallel { etp = 2 }", "`etp = 2` in the file of one `layer`"),
         ("2 * gelu(4)", "parallel { layers 0 { etp = 2 } }", "`etp = 2` in the file of one `layer`"),

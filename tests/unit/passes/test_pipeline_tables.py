@@ -10,7 +10,8 @@ from support.tables import each_row
 from torch.distributed.pipelining import schedules
 
 from moec.grammar.spec.parallel import Schedule
-from moec.passes.place.pipeline_tables import TABLES, Computation, Pipeline, in_dependency_order
+from moec.passes.degrees.schedules import Pipeline
+from moec.passes.place.pipeline_tables import TABLES, Computation, in_dependency_order
 
 OF_TORCH: dict[str, Any] = {
     "interleaved": schedules.ScheduleInterleaved1F1B,
