@@ -110,7 +110,7 @@ def other_paths() -> Sequence[Diagnostic]:
     from moec.runtime.ranks.checks import _difference, _Report
 
     reports = [_Report("job.save", None, same_calls(path, None, None)) for path in ("checkpoints/0", "checkpoints/1")]
-    return _difference(reports).error().diagnostics
+    return _difference(reports, len(reports)).error().diagnostics
 
 
 def failing_copy() -> Sequence[Diagnostic]:
