@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from support.plans import moe_spec
 from support.staged_plans import staged_plan
 from support.verified import require_equal
 
-import moec
 from moec.codegen.plan import Plan
-from moec.grammar.diagnostics import DiagnosticError, InternalError
+from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError, Program
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
@@ -132,9 +130,3 @@ def test_ranks_of_a_stage_share_the_batch_as_those_of_the_first_do():
     assert [plan.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     assert plan.sharing_ranks(2) == (2, 3)
     assert plan.sharing_ranks(7) == (6, 7)
-
-
-def test_nothing_else_runs_stages_yet():
-    plan = staged()
-    with pytest.raises(DiagnosticError, match="MOE0700"), moec.launch(plan, device="cpu"):
-        torch.zeros(())
