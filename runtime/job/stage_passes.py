@@ -49,7 +49,10 @@ class StagePasses:
         self._received, self._outputs = dict[Place, Values](), dict[Place, Values]()
         self._losses = dict[int, Tensor]()
         self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
+        self._routers: Complaint | None = None
+        """The first complaint about router logits, which a job may skip."""
         self._complaint: Complaint | None = None
+        """The first complaint that ends the step."""
         tied = {name: p for name, p in parameters_by_name(model, job.plan).items() if name in job.plan.owners_of_tied}
         self._earlier = {name: local_part(p.grad).clone() for name, p in tied.items() if p.grad is not None}
         """The gradients of tied parameters before the step."""
@@ -85,7 +88,7 @@ class StagePasses:
         stage, _ = place
         received = {r: x.requires_grad_() for r, x in self._messages.received(place).items()} if stage else {}
         result = stage_pass(self._model, stage, batch, received, reads_values=self._reads_values)
-        self._complaint = self._complaint or result.complaint
+        self._routers = self._routers or result.complaint
         self._received[place], self._outputs[place] = received, dict(result.outputs)
 
     def _loss(self, microbatch: int, batch: MicroBatch) -> None:
@@ -119,8 +122,8 @@ class StagePasses:
         """The global loss of the step, which the last stage tells the others; raises what a stage complains of."""
         self._messages.finish()
         self._sum_tied()
-        refused = None if self._job.finite.skips else self._complaint
-        self._job.checks.require("end of a step", refused)
+        routers = None if self._job.finite.skips else self._routers
+        self._job.checks.require("end of a step", self._complaint or routers)
         with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
             dist.all_reduce(self._sum_of_losses, group=peers)
         return self._sum_of_losses
@@ -131,7 +134,15 @@ class StagePasses:
         named = parameters_by_name(self._model, plan)
         for name, owners in plan.owners_of_tied.items():
             parameter = named.get(name)
-            if own in owners and parameter is not None and parameter.requires_grad:
+            if own not in owners or parameter is None or plan.parameters[name].frozen:
+                continue
+            trains = torch.tensor(int(parameter.requires_grad), device=self._sum_of_losses.device)
+            with collective("all_reduce", self._job.number + TIED, f"stages that train {name}") as peers:
+                dist.all_reduce(trains, group=peers)
+            if int(trains) not in (0, len(owners)):
+                words = f"{name} is of several pipeline stages, of which {int(trains)} of {len(owners)} train it"
+                self._complaint = Complaint("MOE0702", words, "call `requires_grad_` on every rank or on none", True)
+            elif parameter.requires_grad:
                 earlier = self._earlier.get(name)
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

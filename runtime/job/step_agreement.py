@@ -61,6 +61,9 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     complaint, matching = claims(model, step.tokens, step.labels, step.extra, reads_values=reads_values)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
+    if complaint is None and job.plan.pipeline > 1 and (model.is_hooked or model._forward_hooks):
+        words = "the model has a hook of its forward pass, and a pipeline runs stages, never the whole model"
+        complaint = Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
     if complaint is None and not takes_microbatches(model.program, step.microbatches):
         words = f"the schedule `{model.program.schedule}` of this plan takes no {step.microbatches} micro-batches"
         help = f"{model.program.microbatches} as compiled; numbers of whole rounds, one for each rank of the pipeline"

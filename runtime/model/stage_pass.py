@@ -32,9 +32,18 @@ class LayerElsewhere(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Raises `JobError`."""
-        raise JobError(
-            "MOE0711", f"layer {self._number} is in {self._place}", "`job.step` runs the stages of all ranks"
-        )
+        raise JobError("MOE0711", self._words, "`job.step` runs the stages of all ranks")
+
+    @property
+    def _words(self) -> str:
+        return f"layer {self._number} is in {self._place}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises `AttributeError`, which says where the layer is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}: {self._words}") from None
 
     def extra_repr(self) -> str:
         return self._place

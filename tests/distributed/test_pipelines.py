@@ -209,6 +209,18 @@ def refusals(plan: Plan) -> dict[str, str]:
             with pytest.raises(DiagnosticError) as refused:
                 call()
             said[name] = str(refused.value)
+        with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
+            model.layers[other].attention  # noqa: B018
+        hook = model.register_forward_hook(lambda *_: None)
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["hook"] = str(refused.value)
+        hook.remove()
+        model.get_parameter("embedding.weight").requires_grad_(job.rank == 0)
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["half of a tied weight"] = str(refused.value)
+        model.get_parameter("embedding.weight").requires_grad_()
         with torch.no_grad():
             for layer in model.layers:
                 for gate in (p for n, p in layer.named_parameters() if n == "moe.gate.weight"):
@@ -226,6 +238,8 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
+        "hook": "MOE0711",
+        "half of a tied weight": "1 of 2 train it",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
         assert said.keys() == words.keys()
