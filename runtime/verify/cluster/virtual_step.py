@@ -37,9 +37,9 @@ class VirtualStep:
         self.losses: dict[int, PerRank] = {}
         """The loss of each micro-batch on every rank."""
         self.gradients: dict[str, list[Tensor]] = {}
-        self._new: dict[str, list[Tensor]] = {}
-        """Gradients of a backward pass that are neither collected nor summed yet."""
-        self._collected: dict[str, list[Tensor]] = {}
+        self._new: dict[tuple[int, str], list[Tensor]] = {}
+        """Gradients of a stage's backward pass that are neither collected nor summed yet."""
+        self._collected: dict[tuple[int, str], list[Tensor]] = {}
         self._started: dict[Place, tuple[list[Tensor], list[Tensor]]] = {}
         """The outputs, with their gradients, from which a backward pass starts whose gradients of weights wait."""
         self._events: Iterator[Event] = iter(())
@@ -86,9 +86,7 @@ class VirtualStep:
             self._require_summed(order)
 
     def _require_summed(self, order: Order) -> None:
-        units = (unit for stage in order.stages for unit in self._weights.units[stage])
-        names = {name for unit in units for name, _ in named_parameters(unit)}
-        for name in sorted(names & {*self._new, *self._collected}):
+        for _, name in sorted(key for key in {*self._new, *self._collected} if key[0] in order.stages):
             raise BackwardError(f"the end of the step: the gradient of {name} is left over, which nobody summed")
 
     def _run_in_microbatch(self, order: Order, action: Action, stage: int, microbatch: int) -> None:
@@ -170,17 +168,17 @@ class VirtualStep:
             raise BackwardError(f"the gradients' way to the optimizer, which stopped: {error}") from error
 
     def _move_gradient(self, event: Event, name: str, parameter: Parameter, *, last: bool, completes: bool) -> None:
-        summed = is_summed(parameter, last)
+        summed, key = is_summed(parameter, last), (self._weights.stage, name)
         if completes:
-            self._new[name] = self._weights.gradient_of_pass(name)
+            self._new[key] = self._weights.gradient_of_pass(name)
         moves = {"collect": not summed, "reduce": summed and is_sent(parameter)}
         if not moves.get(event.kind, completes and summed and not is_sent(parameter)):
             return
-        if name not in self._new:
+        if key not in self._new:
             raise BackwardError(f"`{event}` before the backward pass gave the gradient of {name}")
-        gradient = _added(self._collected.pop(name, None), self._new.pop(name))
+        gradient = _added(self._collected.pop(key, None), self._new.pop(key))
         if event.kind == "collect":
-            self._collected[name] = gradient
+            self._collected[key] = gradient
         else:
             self.gradients[name] = _added(self.gradients.get(name), self._weights.summed(name, gradient))
 
