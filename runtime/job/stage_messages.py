@@ -120,7 +120,8 @@ class StageMessages:
     def _shape(self, role: Role, tokens: Tensor) -> list[int]:
         """The shape of a value between two stages on this rank."""
         value = next(inputs[role] for inputs in self._inputs if role in inputs)
-        sizes = {"batch": tokens.shape[0], "sequence": tokens.shape[-1]}
+        length = self._plan.spec.model.length  # of images: the number of patches, not a size of `tokens`
+        sizes = {"batch": tokens.shape[0], "sequence": length or tokens.shape[-1]}
         layout, dense = value.layout or REPLICATED, self._plan.meshes["dense"]
         shape = []
         for dim, size in enumerate(value.shape):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.image_plans import CHANNELS, CLASSES, IMAGE, image_plan, image_spec
 from support.plans import moe_plan, moe_spec
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import batches_of, gradients_of, own_part, parts_of_rank, unsharded
@@ -91,6 +92,22 @@ def test_a_pipeline_trains_as_the_unsharded_model(gloo: GlooPool, name: str):
             assert off < GRADIENTS, (parameter, rank)
         seen |= result["gradients"].keys()
     assert seen == expected["gradients"].keys()
+
+
+def step_of_images(plan: Plan) -> tuple[float, float]:
+    """The loss and the gradient norm of a step over images."""
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(8, CHANNELS, IMAGE, IMAGE, generator=generator), torch.arange(8) % CLASSES
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        return job.step(model, *own_part(job, images, labels)).item(), job.clip_grad_norm_(model, 1.0).item()
+
+
+def test_stages_of_a_model_of_images_send_as_many_tokens_as_it_has_patches(gloo: GlooPool):
+    options: dict[str, Any] = {"batch": 8, "microbatches": 2, "gate": "topk(2, jitter = 0.2)", "tp": 1}
+    whole = gloo.run(1, step_of_images, image_plan(ranks=1, ep=1, **options))
+    for found in gloo.run(4, step_of_images, staged_plan(image_spec(ranks=2, ep=2, zero=1, **options))):
+        assert found == pytest.approx(whole[0], rel=LOSSES)
 
 
 def stepped_twice(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, list[int]], dict[str, Any]]:
