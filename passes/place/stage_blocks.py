@@ -11,11 +11,10 @@ from moec.passes.ir.ops import Add, Call
 
 
 class UncuttableError(ValueError):
-    """A stage would need a value of an earlier one that stages do not hand on: the attribute `value`."""
+    """A stage would need a value of an earlier one that stages do not hand on."""
 
     def __init__(self, value: str, op: Op) -> None:
         super().__init__(f"`{op.mnemonic}` needs %{value} of an earlier stage")
-        self.op = op
 
 
 def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
@@ -24,32 +23,31 @@ def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
     A stage hands the residual stream to the next one, and the sum of the balance terms so far. It computes the whole
     numbers of tokens from the batch itself. Raises `UncuttableError`.
     """
-    ends = [place + 1 for place, op in enumerate(forward.ops) if isinstance(op, Call) and op.layer in lasts[:-1]]
+    before_cuts = set(lasts[:-1])
+    ends = [place + 1 for place, op in enumerate(forward.ops) if isinstance(op, Call) and op.layer in before_cuts]
     segments = [forward.ops[a:b] for a, b in zip([0, *ends], [*ends, len(forward.ops)], strict=True)]
     blocks, received = list[Block](), dict[str, Value]()
     balance = _BalanceTerms(forward)
     for number, own in enumerate(segments):
-        ops, total = balance.in_segment(own, received.get("balance"), is_last=number == len(segments) - 1)
-        stream = received.get("residual")
-        if stream is not None:
-            name = segments[number - 1][-1].results[0].name
-            ops = tuple(_with_operand(op, name, stream.name) for op in ops)
-        ops = (*_numbers_of_tokens(forward, segments[:number], ops), *ops)
+        ops, total = balance.in_segment(own, received.get("balance"))
+        if number:
+            stream = segments[number - 1][-1].results[0].name
+            ops = tuple(_with_operand(op, stream, received["residual"].name) for op in ops)
+        ops = (*_numbers_of_tokens(segments[:number], ops), *ops)
         _require_known(forward, ops, received.values())
-        outputs = [o for o in forward.outputs if o.layer is not None and o.name in _results(ops)]
+        values = {v.name: v for op in ops for v in op.results} | {v.name: v for v in received.values()}
+        counts = [output for output in forward.outputs if output.layer is not None and output.name in values]
+        given, handed_on = list[Value](received.values()), dict[str, Value]()
         if number < len(segments) - 1:
             result = own[-1].results[0]
-            outputs = [Output(result.name, "residual"), *total, *outputs]
-            made = {v.name: v for op in ops for v in op.results} | {v.name: v for v in received.values()}
-            next_received = {"residual": replace(result, name="received", role="residual")}
+            first, others = Output(result.name, "residual"), list[Output]()
+            handed_on["residual"] = replace(result, name="received", role="residual")
             if total:
-                value = made[total[0].name]
-                next_received["balance"] = replace(value, name="balance_before", role="balance")
+                handed_on["balance"] = replace(values[total[0].name], name="balance_before", role="balance")
         else:
-            result_output, *others = (o for o in forward.outputs if o.layer is None and o.role != "balance")
-            outputs, next_received = [result_output, *total, *others, *outputs], {}
-        blocks.append(_block(forward, number, [*received.values()], ops, outputs))
-        received = next_received
+            first, *others = (o for o in forward.outputs if o.layer is None and o.role != "balance")
+        blocks.append(_block(forward, number, given, ops, [first, *total, *others, *counts]))
+        received = handed_on
     return blocks
 
 
@@ -63,21 +61,17 @@ class _BalanceTerms:
         self._total = total if isinstance(total, Add) else None
         self._terms = self._total.operands if self._total else (output.name,) if output else ()
 
-    def in_segment(
-        self, ops: tuple[Op, ...], so_far: Value | None, *, is_last: bool
-    ) -> tuple[tuple[Op, ...], list[Output]]:
+    def in_segment(self, ops: tuple[Op, ...], so_far: Value | None) -> tuple[tuple[Op, ...], list[Output]]:
         """The ops of a stage, with those that add its terms to the sum `so_far`, and the output with the new sum."""
         results = {value.name: value for op in ops for value in op.results}
         own = [*([so_far.name] if so_far else []), *(term for term in self._terms if term in results)]
         ops = tuple(op for op in ops if op is not self._total)
-        if len(own) < 2:
+        if len(own) < 2 or self._total is None:
             return ops, [Output(name, "balance") for name in own]
-        name = self._total.results[0].name if self._total else "balance"
-        assert self._total is not None
-        return (*ops, replace(self._total, operands=tuple(own))), [Output(name, "balance")]
+        return (*ops, replace(self._total, operands=tuple(own))), [Output(self._total.results[0].name, "balance")]
 
 
-def _numbers_of_tokens(forward: Block, earlier: Iterable[Sequence[Op]], ops: Sequence[Op]) -> list[Op]:
+def _numbers_of_tokens(earlier: Iterable[Sequence[Op]], ops: Sequence[Op]) -> list[Op]:
     """The ops of earlier stages that compute the whole numbers which `ops` need from the batch."""
     wanted, found = {name for op in ops for name in op.operands}, list[Op]()
     before = [op for segment in earlier for op in segment]
