@@ -110,7 +110,7 @@ class Parallel(Node):
     ] = None
     schedule: Annotated[
         Schedule | None,
-        NotYet(("zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto")),
+        NotYet(("auto",)),
         Doc("with `pp`, the order of its micro-batches; default `one_f_one_b`"),
     ] = None
     sequence_parallel: Annotated[

@@ -47,8 +47,7 @@ class LayerMemory:
         """The layer whose ops have these costs."""
         by_parameter = weight_bytes(cost, spec, program.microbatches).values()
         largest_state = max((weights.optimizer_states for weights in by_parameter), default=0.0)
-        splits = any(order.count("inputs") for order in program.orders)
-        run, inputs = Run.of(cost, splits=splits), cost.block.inputs
+        run, inputs = Run.of(cost, splits=program.splits_backward), cost.block.inputs
         residual = [v for v in inputs if v.role == "residual" and v.name in run.inputs]
         return cls(
             run=run,

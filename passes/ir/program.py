@@ -177,6 +177,11 @@ class Program:
     microbatches: int = 1
     schedule: str = "one_f_one_b"
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of weights apart from those of inputs."""
+        return any(order.count("weights") for order in self.orders)
+
     def routing_groups(self, group: RoutingGroup) -> int:
         """The routing groups of one process in one forward pass, in order; 0 where each sequence is a group."""
         parts = 1 if self.meshes else self.microbatches

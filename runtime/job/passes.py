@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moec.passes.ir.order import Action
+from moec.passes.ir.order import Action, Order
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_loss import custom_loss
 from moec.runtime.job.step_agreement import StepAgreement
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class Passes:
     """The passes of one step; `total` divides its losses."""
 
-    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor) -> None:
+    def __init__(
+        self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor, order: Order
+    ) -> None:
         self._job, self._model, self._step, self._agreement, self._total = job, model, step, agreement, total
         self._parts = step.parts()
         self._forwarded: dict[int | None, tuple[Part, ModelOutput]] = {}

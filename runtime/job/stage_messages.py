@@ -101,7 +101,7 @@ class StageMessages:
         """`place`: that of the receiver."""
         sender = receiver + 1 if gradients else receiver - 1
         if self._rank_of[receiver] == self._rank_of[sender]:
-            self._at_hand[place, gradients] = dict(values)
+            self._at_hand[place, gradients] = {role: value.detach() for role, value in values.items()}
             return
         site, ranks = _site(place, gradients=gradients), self._ranks(sender, receiver)
         with collective(MESSAGE, self._group, site, ranks=ranks) as peers:

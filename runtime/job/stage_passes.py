@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moec.passes.ir.order import Action
+from moec.passes.ir.order import Action, Order
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_loss import custom_loss_of_stage
@@ -22,6 +23,7 @@ from moec.runtime.model.stage_pass import MicroBatch, stage_pass
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import PIPELINE, TIED
 from moec.runtime.ranks.watch import collective
+from moec.runtime.weight_queue import WeightQueue
 from moec.runtime.weights.masters import local_part
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ class StagePasses:
 
     depends_on_logits = True
 
-    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor) -> None:
+    def __init__(
+        self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor, order: Order
+    ) -> None:
         if step.count_takes_logits:
             message = "a count that takes logits, which only the last pipeline stage has"
             raise JobError("MOE0700", message, "count by labels and inputs")
@@ -48,6 +52,8 @@ class StagePasses:
         self._messages = StageMessages(job.plan, job.rank, job.number, step.tokens.device)
         self._received, self._outputs = dict[Place, Values](), dict[Place, Values]()
         self._losses = dict[int, Tensor]()
+        self._queues = {(a.stage, a.microbatch): WeightQueue() for a in order if a.kind == "weights"}
+        """Of the passes whose backward is in two parts."""
         self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
         self._routers: Complaint | None = None
         """The first complaint about router logits, which a job may skip."""
@@ -77,17 +83,24 @@ class StagePasses:
                 self._messages.receive_gradients(place, batch.tokens)
             case "backward":
                 self._backward(place)
+            case "inputs":
+                with self._queues[place].to_inputs():
+                    self._backward(place)
+            case "weights":
+                self._queues.pop(place).to_weights()
             case "send_gradients":
                 received = self._received.pop(place)
                 gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in received.items()}
                 self._messages.send_gradients(place, gradients)
             case _:
-                raise JobError("MOE0700", f"the action `{action.kind}` of a pipeline", "choose another `schedule`")
+                raise AssertionError(action)
 
     def _forward(self, place: Place, batch: MicroBatch) -> None:
         stage, _ = place
         received = {r: x.requires_grad_() for r, x in self._messages.received(place).items()} if stage else {}
-        result = stage_pass(self._model, stage, batch, received, reads_values=self._reads_values)
+        queue = self._queues.get(place)
+        with nullcontext() if queue is None else queue.forward():
+            result = stage_pass(self._model, stage, batch, received, reads_values=self._reads_values)
         self._routers = self._routers or result.complaint
         self._received[place], self._outputs[place] = received, dict(result.outputs)
 

@@ -18,6 +18,7 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.calls import called
+from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint, look_at
 from moec.runtime.guards.guard import LogitsGiven, ModelRecomputed, PassBegins, PassEnds, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
@@ -36,6 +37,7 @@ from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
+from moec.runtime.model.split_products import split_products
 from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, require_whole, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
@@ -83,6 +85,8 @@ class PlanModule(StepModule):
                 functions[layer.body] = emit_function(
                     program, layer.body, groups=home.groups, float64=float64, ways=home.ways
                 )
+                if program.splits_backward:
+                    split_products(functions[layer.body].module)
             function = functions[layer.body]
             self.layers.append(Layer(layer.number, function, home, self._open_step, words))
             routers[stage] += [site_of(op, layer.number) for op in function.routers]
@@ -275,7 +279,13 @@ class PlanModule(StepModule):
     # ---- for PyTorch -------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles each distinct layer and the losses with `torch.compile` and its options; nothing else."""
+        """Compiles each distinct layer and the losses with `torch.compile` and its options; nothing else.
+
+        Raises `JobError` where a schedule computes gradients of weights apart: a compiled layer computes all at once.
+        """
+        if self.program.splits_backward:
+            message = f"model.compile() under `schedule = {self.program.schedule}`, which puts gradients of weights off"
+            raise JobError("MOE0711", message, "compile under `schedule = one_f_one_b`, which puts off none")
         layer_functions = (layer.function for layer in self.layers if isinstance(layer, Layer))
         other_functions = (*self._scalars.values(), *self._updates.functions())
         for module in dict.fromkeys(function.module for function in (*layer_functions, *other_functions)):

@@ -15,6 +15,7 @@ from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
+from moec.runtime.model.split_products import split_products_of
 from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
@@ -60,6 +61,8 @@ class TopLevel:
         self.layers, self.routers = [op.layer for op in forward.ops if isinstance(op, Call)], tuple(routers)
         self._depth = len(program.layers)
         graph = emit_graph(program, forward, groups=home.groups, float64=float64)
+        if program.splits_backward:
+            split_products_of(graph)
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [

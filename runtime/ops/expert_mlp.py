@@ -13,9 +13,13 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.operator_schema import WAYS, schema_of
 from moec.passes.ir.row_table import table_length
+from moec.runtime.backends import select
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.weight_queue import Compute
 
+MATRICES = ("up", "down", "up_bias", "down_bias")
+"""The arguments that are parameters."""
 NUM_ATTRIBUTES = 4
 """The last arguments are attributes, not tensors: activation, clamp, alpha and ways."""
 
@@ -223,6 +227,20 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[
     return grad_rows, None, grad_up, grad_down, grad_up_bias, grad_down_bias, grad_weights, *(None,) * NUM_ATTRIBUTES
 
 
+def expert_mlp_apart(grad: Tensor, rows: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
+    """The gradients of `expert_mlp`'s arguments, for those of `expert_mlp_backward`: None for `MATRICES`, of which
+    the function gives the gradients."""
+    *_, weights = operands[:-NUM_ATTRIBUTES]
+    backend = select(rows.device.type)
+    grad_rows, grad_weights, compute = backend.expert_mlp_backward_apart(grad, rows, *operands)
+    of_weights = None if weights is None else grad_weights
+    return (grad_rows, *(None,) * 5, of_weights, *(None,) * NUM_ATTRIBUTES), compute
+
+
+def _apart(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
+    return expert_mlp_apart(grad, *ctx.saved_tensors, *ctx.attributes)
+
+
 def optional_gradients(gradients: Sequence[Tensor], operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients of optional operands, such as biases; None for an operand that is None."""
     return tuple(None if operand is None else gradient for gradient, operand in zip(gradients, operands, strict=True))
@@ -234,4 +252,6 @@ differentiate(
     backward=_differentiate_expert_mlp,
     composition=compose_expert_mlp,
     saved_inputs=_saved_inputs,
+    weights=MATRICES,
+    apart=_apart,
 )

@@ -17,6 +17,7 @@ from moec.runtime.backends.torch.torch_few import FEW
 from moec.runtime.backends.torch.torch_few import mixture_of_few as of_few_tokens
 from moec.runtime.ops import compositions
 from moec.runtime.ops.expert_mlp import (
+    MATRICES,
     NUM_ATTRIBUTES,
     bias_gradients,
     check_activation,
@@ -25,6 +26,7 @@ from moec.runtime.ops.expert_mlp import (
     optional_gradients,
 )
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.weight_queue import Compute
 
 
 def check_mixture_mlp(
@@ -179,7 +181,26 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
     return grad_x, None, *grads[:3], *optional_gradients(grads[3:], saved[-2:]), *(None,) * NUM_ATTRIBUTES
 
 
-differentiate(mixture_mlp, setup=_setup, backward=_differentiate, composition=compose_mixture_mlp, saved_inputs=_saved)
+def mixture_mlp_apart(grad: Tensor, x: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
+    """The gradients of `mixture_mlp`'s arguments, for those of `mixture_mlp_backward`: None for `MATRICES`, of which
+    the function gives the gradients."""
+    grad_x, grad_weights, compute = select(x.device.type).mixture_mlp_backward_apart(grad, x, *operands)
+    return (grad_x, None, grad_weights, *(None,) * (4 + NUM_ATTRIBUTES)), compute
+
+
+def _apart(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
+    return mixture_mlp_apart(grad, *ctx.saved_tensors, *ctx.attributes)
+
+
+differentiate(
+    mixture_mlp,
+    setup=_setup,
+    backward=_differentiate,
+    composition=compose_mixture_mlp,
+    saved_inputs=_saved,
+    weights=MATRICES,
+    apart=_apart,
+)
 
 
 def _mixture_of_few(x: Tensor, experts: Tensor, *operands: Any) -> Tensor:

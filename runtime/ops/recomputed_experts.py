@@ -12,14 +12,22 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.expert_mlp import (
+    MATRICES,
     NUM_ATTRIBUTES,
     check_expert_mlp,
     compose_expert_mlp,
     expert_mlp,
+    expert_mlp_apart,
     expert_mlp_backward,
     optional_gradients,
 )
-from moec.runtime.ops.mixture_mlp import check_mixture_mlp, compose_mixture_mlp, mixture_mlp, mixture_mlp_backward
+from moec.runtime.ops.mixture_mlp import (
+    check_mixture_mlp,
+    compose_mixture_mlp,
+    mixture_mlp,
+    mixture_mlp_apart,
+    mixture_mlp_backward,
+)
 from moec.runtime.ops.registry import define, differentiate
 
 
@@ -59,12 +67,20 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return gradients[0], None, *gradients[1:3], *optional_gradients(gradients[3:], operands), *(None,) * NUM_ATTRIBUTES
 
 
+def _expert_mlp_apart(ctx: Any, grad: Tensor) -> Any:
+    rows, counts, *operands = ctx.saved_tensors
+    saved = expert_mlp(rows, counts, *operands, *ctx.attributes)[1:]
+    return expert_mlp_apart(grad, rows, *saved, counts, *operands, *ctx.attributes)
+
+
 differentiate(
     expert_mlp_recomputed,
     setup=_setup_expert_mlp,
     backward=_differentiate_expert_mlp,
     composition=compose_expert_mlp,
     saved_inputs=_saved_inputs,
+    weights=MATRICES,
+    apart=_expert_mlp_apart,
 )
 
 # ---- mixture_mlp ---------------------------------------------------------------------------------------
@@ -98,11 +114,19 @@ def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * (7 + NUM_ATTRIBUTES)
-    x, experts, weights, *parameters = ctx.saved_tensors
-    counts, hidden, *tables = mixture_mlp(x, experts, weights, *parameters, *ctx.attributes)[1:]
-    operands = (x, hidden, counts, *tables, weights, *parameters)
-    grad_x, *gradients = mixture_mlp_backward(grad, *operands, *ctx.attributes)
-    return grad_x, None, *gradients[:3], *optional_gradients(gradients[3:], parameters[-2:]), *(None,) * NUM_ATTRIBUTES
+    operands = ctx.saved_tensors
+    grad_x, *gradients = mixture_mlp_backward(grad, *_run_again(*operands, *ctx.attributes))
+    return grad_x, None, *gradients[:3], *optional_gradients(gradients[3:], operands[-2:]), *(None,) * NUM_ATTRIBUTES
+
+
+def _run_again(x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The operands of `mixture_mlp_backward`."""
+    counts, hidden, *tables = mixture_mlp(x, experts, weights, *rest)[1:]
+    return x, hidden, counts, *tables, weights, *rest
+
+
+def _mixture_mlp_apart(ctx: Any, grad: Tensor, _: None) -> Any:
+    return mixture_mlp_apart(grad, *_run_again(*ctx.saved_tensors, *ctx.attributes))
 
 
 differentiate(
@@ -111,4 +135,6 @@ differentiate(
     backward=_differentiate_mixture_mlp,
     composition=compose_mixture_mlp,
     saved_inputs=_saved_inputs,
+    weights=MATRICES,
+    apart=_mixture_mlp_apart,
 )

@@ -6,14 +6,17 @@ autograd).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moec.runtime.backends import forced_backend, select, using
 from moec.runtime.ops.derivatives import Composition, Rule, SavedInputs, gradients_of, kernel_of, ordinary
 from moec.runtime.refused_derivatives import beyond_backward, once_differentiable
+from moec.runtime.weight_queue import Compute, current_queue, edges_of
 
 DEVICES = ("CPU", "CUDA")
 
@@ -26,6 +29,8 @@ BACKEND_OPERATORS: list[str] = []
 
 INTEGER_OPERATORS: list[str] = []
 """The operators that give only integers: no mode differentiates them."""
+
+Apart = Callable[..., tuple[tuple[Any, ...], Compute]]
 
 _rules: dict[str, Rule] = {}
 
@@ -68,6 +73,8 @@ def differentiate(
     backward: Callable[..., Any],
     composition: Composition | None = None,
     saved_inputs: SavedInputs | None = None,
+    weights: Sequence[str] = (),
+    apart: Apart | None = None,
 ) -> None:
     """Give `operator` the rule `backward(ctx, *gradients)`; `setup(ctx, inputs, output)` saves its tensors.
 
@@ -75,17 +82,27 @@ def differentiate(
     returns its arguments and results; without `saved_inputs`, torch differentiates `backward` itself. Without a
     composition all other derivatives are refused.
 
+    `apart(ctx, *gradients)` returns what `backward` does, with None for the arguments `weights`, and a function that
+    computes theirs, which a `WeightQueue` puts off.
+
     Forward's backend computes backward too: the backend chooses the order of rows and writes their table. On a GPU,
     backward runs in a thread of autograd, which does not inherit the backend that `using` forces.
     """
 
     def setup_with_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.forced_backend = forced_backend()
+        ctx.forced_backend, ctx.queue = forced_backend(), current_queue() if weights else None
+        if ctx.queue is not None:
+            ctx.edges = edges_of([inputs[index] for index in indices])
         setup(ctx, inputs, output)
 
     def backward_by_same_backend(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() or beyond_backward():
             return differentiable_backward(ctx, *gradients)
+        if apart is not None and ctx.queue is not None and ctx.queue.puts_off and gradients[0] is not None:
+            with using(ctx.forced_backend):
+                results, compute = apart(ctx, *gradients)
+            ctx.queue.put(ctx.edges, partial(_computed_by, ctx.forced_backend, compute))
+            return results
         if ctx.forced_backend == forced_backend():
             return backward(ctx, *gradients)
         with using(ctx.forced_backend):
@@ -99,9 +116,16 @@ def differentiate(
                 return backward(ctx, *gradients)
             return gradients_of(composition, saved_inputs, ctx, gradients)
 
+    names = [argument.name for argument in operator._schema.arguments]
+    indices = [names.index(name) for name in weights]
     refused = once_differentiable(operator.name())(backward)
     rule = _rules[operator.name()]
     rule.ordinary, rule.composition = ordinary(operator, setup_with_backend, backward_by_same_backend), composition
+
+
+def _computed_by(forced: str | None, compute: Compute) -> Sequence[Tensor | None]:
+    with using(forced):
+        return compute()
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -32,13 +32,6 @@ from moec.runtime.ranks.watch import Watch, watch
 from moec.runtime.uncaught import show_uncaught_once
 
 
-def require_whole_backwards(plan: Plan) -> None:
-    """Raises `JobError` for a plan whose schedule computes gradients of weights apart, which no job does yet."""
-    if any(order.count("weights") for order in plan.program.orders):
-        message = f"the schedule `{plan.program.schedule}` of {plan.name}: `moec verify` runs it, a job does not yet"
-        raise JobError("MOE0700", message, "compile with `schedule = one_f_one_b`, or another of whole backward passes")
-
-
 class RunningJob:
     """One rank of a plan that runs. Entering it joins the process group and builds the plan's meshes.
 
@@ -47,7 +40,6 @@ class RunningJob:
     """
 
     def __init__(self, plan: Plan, device: str | None, timeout: float, checks: str) -> None:
-        require_whole_backwards(plan)
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.runtime.action_log import note_action
 from moec.runtime.refused_derivatives import once_differentiable
+from moec.runtime.weight_queue import current_queue
 from moec.runtime.weights.gathering import owner_of, version_of
 from moec.runtime.weights.gradients import Bucket
 from moec.runtime.weights.masters import local_part
@@ -50,10 +51,21 @@ class ForwardPass:
     `layouts`: the mesh and placements of each parameter, None for a plain tensor. `sums_at_once`: whether a parameter
     needs the gradient of this pass; if not, and the step has several passes (`in_several`), `collects_for` refers to
     the parameters. `regathered`: the weights that backward gathers again. `versions`: those of the DTensors whose parts
-    the graphs use without a copy. Autograd notices changes of a part, but not those of its DTensor.
+    the graphs use without a copy. Autograd notices changes of a part, but not those of its DTensor. `event`: what the
+    log of actions calls its backward pass.
     """
 
-    __slots__ = ("buckets", "collects_for", "layouts", "needed", "regathered", "sums_at_once", "versions", "weights")
+    __slots__ = (
+        "buckets",
+        "collects_for",
+        "event",
+        "layouts",
+        "needed",
+        "regathered",
+        "sums_at_once",
+        "versions",
+        "weights",
+    )
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor], *, in_several: bool) -> None:
         self.weights = weights
@@ -64,6 +76,7 @@ class ForwardPass:
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.layouts = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
+        self.event = "backward" if current_queue() is None else "weights"
         self.regathered: RegatheredWeights | None = None
         self.versions = [
             (ref(owner_of(parameter)), version_of(parameter))
@@ -79,6 +92,11 @@ class ForwardPass:
         for reference, version in self.versions:
             if (parameter := reference()) is not None and version_of(parameter) != version:
                 raise changed(self.weights.specs[0].site)
+
+    def drop_regathered(self) -> None:
+        """Frees the weights that backward has gathered again."""
+        if self.regathered is not None:
+            self.regathered.drop()
 
 
 class Unwrap(torch.autograd.Function):
@@ -121,9 +139,8 @@ class Narrow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         forward_pass: ForwardPass = ctx.forward_pass
         forward_pass.require_unchanged()
-        note_action("backward", forward_pass.weights.unit)
-        if forward_pass.regathered is not None:
-            forward_pass.regathered.drop()
+        note_action(forward_pass.event, forward_pass.weights.unit)
+        forward_pass.drop_regathered()
         wide_gradients = [
             gradient.to(dtype) if gradient is not None and needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, forward_pass.needed, strict=True)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
+from moec.runtime.weight_queue import current_queue
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathering import Gathering, Snapshot, StepWeights
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
@@ -84,7 +85,7 @@ class Weights:
     def sums_every_pass(self) -> bool:
         """Whether every backward pass sums all gradients of the layer: a parameter has hooks, or is computed anew."""
         registered = (registered_parameter(self._module(), *path) for path in self._paths)
-        return any(parameter is None or needs_gradient_at_once(parameter) for parameter in registered)
+        return any(p is None or needs_gradient_at_once(p) for p in registered)
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""
@@ -142,9 +143,9 @@ class Weights:
             unwrapped.has_same_needs and all(map(self._is_still, self._paths, unwrapped.parameters))
         ):
             unwrapped = self._unwrap(self._parameters())
-        forward_pass = unwrapped.forward_pass
+        queue, forward_pass = current_queue(), unwrapped.forward_pass
         if unwrapped.is_ready:
-            return unwrapped.local
+            return unwrapped.local if queue is None else queue.split(self.unit, unwrapped.local)
         if forward_pass is None:
             weights: Sequence[Tensor] = self.weights(unwrapped)
         else:
@@ -154,6 +155,8 @@ class Weights:
             handles.add(regathered, weights, self._per_use)
             if forward_pass is not None:
                 forward_pass.regathered = regathered
+        if queue is not None and forward_pass is not None:
+            weights = queue.split(self.unit, weights, forward_pass.drop_regathered)
         return weights
 
     def weights(self, unwrapped: UnwrappedParameters) -> list[Tensor]:
@@ -311,10 +314,8 @@ class Weights:
             parameter = self._parameter(index)
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             summed = wrapped(gradient, self.specs[index], layout)
-            if summed is None:
-                continue
-            summed = summed.to(parameter.dtype)
-            accumulate(parameter, summed)
+            if summed is not None:
+                accumulate(parameter, summed.to(parameter.dtype))
 
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +14,13 @@ from moec.passes.ir.row_table import table_length
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
 from moec.runtime.backends.torch.torch_bounded import Weigh
 from moec.runtime.backends.torch.torch_memory import new_empty
-from moec.runtime.backends.torch.torch_row_groups import longest, row_groups
+from moec.runtime.backends.torch.torch_row_groups import RowGroup, longest, row_groups
 from moec.runtime.backends.torch.torch_threads import each_expert
+
+Shapes = tuple[torch.Size, ...]
+"""Those of up, down and both biases, [0] for a bias that there is not."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Those of up, down and both biases."""
 
 
 def expert_mlp(
@@ -71,53 +79,171 @@ def expert_mlp_backward(
     alpha: float | None = None,
     ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
-    factor, width = up.shape[1:3]
-    groups = row_groups(counts, rows.shape[0])
-    grad_rows = new_empty(rows, rows.shape)
-    grad_up, grad_down, grad_up_bias, grad_down_bias = new_gradients(up, down, up_bias, down_bias)
-    grad_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
-    up, flat_grad_up = up.flatten(1, 2), grad_up.flatten(1, 2)
+    parameters = (up, down, up_bias, down_bias)
+    inputs = _Inputs.of(grad, rows, hidden, counts, *parameters, weights, (activation, clamp, alpha))
+    products = inputs.products(rows, *parameters)
+    gradients, size, shape = products.new_gradients(), longest(inputs.groups), hidden.shape[1:]
 
     def begin() -> Callable[[int], None]:
         # Buffers for one expert, reused by the next, so that they stay in cache.
-        activated, grad_activated = rows.new_empty((2, longest(groups), width))
-        grad_hidden = rows.new_empty((longest(groups), factor, width))
+        buffers = rows.new_empty((size, *shape)), *rows.new_empty((2, size, shape[1]))
 
         def compute(expert: int) -> None:
-            group = groups[expert]
+            group = inputs.groups[expert]
             if not group.size:
-                grad_up[expert].zero_()
-                grad_down[expert].zero_()
+                without_rows(expert, gradients)
                 return
-            expert_activated, expert_grad_activated = activated[: group.size], grad_activated[: group.size]
-            expert_grad_hidden, flat = grad_hidden[: group.size], grad_hidden[: group.size].flatten(1)
-            expert_grad = group.gather(grad)
-            torch.mm(expert_grad, down[expert], out=expert_grad_activated)
-            weigh = None
-            if weights is not None:
-                scale, expert_grad_weights = group.scale(weights, rows.dtype), group.buffer_for(grad_weights)
-                weigh = weighing(expert_grad_activated, expert_activated, scale, expert_grad_weights)
-            chain = (expert_grad_hidden, expert_activated, expert_grad_activated, hidden[group.span])
-            activate_backward(*chain, activation, clamp, alpha, weigh=weigh)
-            if weights is not None:
-                if down_bias is not None:
-                    expert_grad_weights += (expert_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
-                group.scatter(expert_grad_weights, grad_weights)
-                expert_activated.mul_(scale)
-            torch.mm(expert_grad.t(), expert_activated, out=grad_down[expert])
-            torch.mm(flat.t(), group.gather(rows), out=flat_grad_up[expert])
-            if up_bias is not None:
-                sum_rows(expert_grad_hidden, grad_up_bias[expert])
-                sum_rows(expert_grad if weights is None else expert_grad * scale, grad_down_bias[expert])
-            expert_grad_rows = group.buffer_for(grad_rows)
-            torch.mm(flat, up[expert], out=expert_grad_rows)
-            group.scatter(expert_grad_rows, grad_rows)
+            expert_grad = group.gather(inputs.grad)
+            grad_hidden, activated, grad_activated = (buffer[: group.size] for buffer in buffers)
+            inputs.compute(expert, expert_grad, grad_hidden, activated, grad_activated)
+            products.compute(expert, expert_grad, grad_hidden, activated, gradients)
 
         return compute
 
-    each_expert([group.size for group in groups], 3 * rows.shape[1] * width, rows.device, begin)
-    return grad_rows, grad_up, grad_down, grad_up_bias, grad_down_bias, grad_weights
+    inputs.each_expert(3, begin)
+    return inputs.grad_rows, *gradients, inputs.grad_weights
+
+
+def expert_mlp_backward_apart(
+    grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *operands: Any
+) -> tuple[Tensor, Tensor, Callable[[], Gradients]]:
+    up, down, up_bias, down_bias, weights, activation, clamp, alpha, _ = operands
+    inputs = _Inputs.of(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, (activation, clamp, alpha))
+    grad_hidden, activated = new_empty(rows, hidden.shape), new_empty(rows, (rows.shape[0], hidden.shape[2]))
+
+    def begin() -> Callable[[int], None]:
+        grad_activated = rows.new_empty((longest(inputs.groups), hidden.shape[2]))
+
+        def compute(expert: int) -> None:
+            group = inputs.groups[expert]
+            if group.size:
+                results = grad_hidden[group.span], activated[group.span], grad_activated[: group.size]
+                inputs.compute(expert, group.gather(inputs.grad), *results)
+
+        return compute
+
+    inputs.each_expert(2, begin)
+    products = inputs.products(rows, up, down, up_bias, down_bias)
+    return inputs.grad_rows, inputs.grad_weights, partial(products.run, inputs.grad, grad_hidden, activated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The gradients of rows and of their weights. `up` is [E, G · F, D]."""
+
+    grad: Tensor
+    hidden: Tensor
+    up: Tensor
+    down: Tensor
+    down_bias: Tensor | None
+    weights: Tensor | None
+    activation: tuple[Any, ...]
+    groups: list[RowGroup]
+    grad_rows: Tensor
+    grad_weights: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        grad: Tensor,
+        rows: Tensor,
+        hidden: Tensor,
+        counts: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        weights: Tensor | None,
+        activation: tuple[Any, ...],
+    ) -> _Inputs:
+        """With new, uninitialised results."""
+        grad_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+        return cls(
+            grad.contiguous(),
+            hidden,
+            up.flatten(1, 2),
+            down.contiguous(),
+            down_bias,
+            weights,
+            activation,
+            row_groups(counts, rows.shape[0]),
+            new_empty(rows, rows.shape),
+            grad_weights,
+        )
+
+    def compute(
+        self, expert: int, expert_grad: Tensor, grad_hidden: Tensor, activated: Tensor, grad_activated: Tensor
+    ) -> None:
+        """Also writes grad_hidden [N, G, F] and activated [N, F] of the expert's rows, both times their weights;
+        grad_activated is a buffer."""
+        group, weigh = self.groups[expert], None
+        torch.mm(expert_grad, self.down[expert], out=grad_activated)
+        if self.weights is not None:
+            scale, grad_weights = group.scale(self.weights, expert_grad.dtype), group.buffer_for(self.grad_weights)
+            weigh = weighing(grad_activated, activated, scale, grad_weights)
+        activate_backward(
+            grad_hidden, activated, grad_activated, self.hidden[group.span], *self.activation, weigh=weigh
+        )
+        if self.weights is not None:
+            if self.down_bias is not None:
+                grad_weights += (expert_grad * self.down_bias[expert]).sum(-1, dtype=self.weights.dtype)
+            group.scatter(grad_weights, self.grad_weights)
+            activated.mul_(scale)
+        grad_rows = group.buffer_for(self.grad_rows)
+        torch.mm(grad_hidden.flatten(1), self.up[expert], out=grad_rows)
+        group.scatter(grad_rows, self.grad_rows)
+
+    def each_expert(self, products: int, begin: Callable[[], Callable[[int], None]]) -> None:
+        """`each_expert`, for so many products of an expert's rows and a matrix like down."""
+        each_expert([group.size for group in self.groups], products * self.down[0].numel(), self.grad.device, begin)
+
+    def products(self, rows: Tensor, *parameters: Tensor | None) -> _Products:
+        """The products of these rows."""
+        return _Products(rows.contiguous(), self.weights, self.groups, shapes_of(parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The gradients of the parameters of these `shapes`. Keeps none of the parameters, which may be gathered."""
+
+    rows: Tensor
+    weights: Tensor | None
+    groups: list[RowGroup]
+    shapes: Shapes
+
+    def new_gradients(self) -> Gradients:
+        """Uninitialised ones."""
+        return new_gradients(self.rows, self.shapes)
+
+    def compute(
+        self, expert: int, expert_grad: Tensor, grad_hidden: Tensor, activated: Tensor, gradients: Gradients
+    ) -> None:
+        """Those of an expert with rows, of what `_Inputs.compute` has written."""
+        grad_up, grad_down, grad_up_bias, grad_down_bias = gradients
+        torch.mm(expert_grad.t(), activated, out=grad_down[expert])
+        expert_rows = self.groups[expert].gather(self.rows)
+        torch.mm(grad_hidden.flatten(1).t(), expert_rows, out=grad_up[expert].flatten(0, 1))
+        if grad_up_bias.numel():
+            sum_rows(grad_hidden, grad_up_bias[expert])
+            if self.weights is not None:
+                expert_grad = expert_grad * self.groups[expert].scale(self.weights, expert_grad.dtype)
+            sum_rows(expert_grad, grad_down_bias[expert])
+
+    def run(self, grad: Tensor, grad_hidden: Tensor, activated: Tensor) -> Gradients:
+        """Those of all experts, of the rows in their order."""
+        gradients = self.new_gradients()
+
+        def compute(expert: int) -> None:
+            group = self.groups[expert]
+            if group.size:
+                rows = grad_hidden[group.span], activated[group.span]
+                self.compute(expert, group.gather(grad), *rows, gradients)
+            else:
+                without_rows(expert, gradients)
+
+        numbers = 2 * activated.shape[1] * grad.shape[1]
+        each_expert([group.size for group in self.groups], numbers, grad.device, lambda: compute)
+        return gradients
 
 
 def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor) -> None:
@@ -133,17 +259,26 @@ def unused_table(num_rows: int, counts: Tensor) -> Tensor:
     return counts.new_zeros(table_length(num_rows, counts.shape[0]), dtype=torch.int32)
 
 
-def new_gradients(
-    up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shapes_of(parameters: Iterable[Tensor | None]) -> Shapes:
+    return tuple(torch.Size([0]) if parameter is None else parameter.shape for parameter in parameters)
+
+
+def new_gradients(like: Tensor, shapes: Shapes) -> Gradients:
     """Uninitialised gradients of both weights, and `new_biases`."""
-    return new_empty(up, up.shape), new_empty(down, down.shape), *new_biases(up, up_bias, down_bias)
+    up, down, *biases = shapes
+    return new_empty(like, up), new_empty(like, down), *new_biases(like, biases)
 
 
-def new_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def new_biases(like: Tensor, shapes: Iterable[torch.Size]) -> tuple[Tensor, Tensor]:
     """Zeros for the biases' gradients; of shape [0] where there is no bias."""
-    grad_up_bias, grad_down_bias = (up.new_zeros(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    grad_up_bias, grad_down_bias = (like.new_zeros(shape) for shape in shapes)
     return grad_up_bias, grad_down_bias
+
+
+def without_rows(expert: int, gradients: Gradients) -> None:
+    """Zeros for an expert that got no rows; its biases' gradients are zeros already."""
+    for gradient in gradients[:2]:
+        gradient[expert].zero_()
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:

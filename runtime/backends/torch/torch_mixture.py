@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
-from moec.runtime.backends.torch.torch_batches import batches_of, largest
-from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, unused_table, weighing
+from moec.runtime.backends.torch.torch_batches import Batch, batches_of, largest
+from moec.runtime.backends.torch.torch_experts import (
+    Gradients,
+    Shapes,
+    new_gradients,
+    project,
+    shapes_of,
+    sum_rows,
+    unused_table,
+    weighing,
+)
 from moec.runtime.backends.torch.torch_memory import new_empty
 from moec.runtime.backends.torch.torch_rows import (
     choices_of_rows,
@@ -89,59 +101,192 @@ def mixture_mlp_backward(
     alpha: float | None = None,
     ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (dim, width), factor = down.shape[1:], up.shape[1]
-    sizes: list[int] = counts[0].tolist()
-    tokens, scale = _tokens_of_rows(positions, weights, sum(sizes), x.dtype)
-
-    grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
-    grad_up, grad_down, grad_up_bias, grad_down_bias = new_gradients(up, down, up_bias, down_bias)
-    up, flat_grad_up = up.flatten(1, 2), grad_up.flatten(1, 2)
-    grad_rows, grad_weights = new_empty(x, (sum(sizes), dim)), weights.new_zeros(sum(sizes) + 1)
-    batches = batches_of(sizes, width)
+    parameters = (up, down, up_bias, down_bias)
+    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, *parameters, (activation, clamp, alpha))
+    products = inputs.products(x, *parameters)
+    gradients, size, shape = products.new_gradients(), largest(inputs.batches), hidden.shape[1:]
 
     def begin() -> Callable[[int], None]:
-        buffers = _buffers(x, largest(batches), dim, factor, width)
+        # Buffers for one batch, reused by the next, so that they stay in cache.
+        buffers = x.new_empty((size, *shape)), *x.new_empty((2, size, shape[1])), x.new_empty((size, x.shape[2]))
+        compute_products = products.begin(gradients)
 
         def compute(number: int) -> None:
-            batch = batches[number]
-            batch_tokens, batch_scale = tokens[batch.rows], scale[batch.rows]
-            batch_grad_weights = grad_weights[batch.rows]
-            rows, batch_grad, activated, grad_activated, grad_hidden = (buffer[: batch.size] for buffer in buffers)
-            torch.index_select(grad, 0, batch_tokens, out=batch_grad)
-            for expert, expert_rows in batch.experts():
-                torch.mm(batch_grad[expert_rows], down[expert], out=grad_activated[expert_rows])
-            weigh = weighing(grad_activated, activated, batch_scale, batch_grad_weights)
-            chain = (grad_hidden, activated, grad_activated, hidden[batch.rows])
-            activate_backward(*chain, activation, clamp, alpha, weigh=weigh)
-            if down_bias is not None:
-                for expert, expert_rows in batch.experts():
-                    products = torch.mul(batch_grad[expert_rows], down_bias[expert], out=rows[expert_rows])
-                    batch_grad_weights[expert_rows].add_(products.sum(-1, dtype=grad_weights.dtype))
-            batch_grad.mul_(batch_scale)
-            torch.index_select(flat, 0, batch_tokens, out=rows)
-            flat_grad, batch_grad_rows = grad_hidden.flatten(1), grad_rows[batch.rows]
-            for expert, expert_rows in batch.experts():
-                torch.mm(batch_grad[expert_rows].t(), activated[expert_rows], out=grad_down[expert])
-                torch.mm(flat_grad[expert_rows].t(), rows[expert_rows], out=flat_grad_up[expert])
-                torch.mm(flat_grad[expert_rows], up[expert], out=batch_grad_rows[expert_rows])
-                if up_bias is not None:
-                    sum_rows(grad_hidden[expert_rows], grad_up_bias[expert])
-                    sum_rows(batch_grad[expert_rows], grad_down_bias[expert])
+            batch = inputs.batches[number]
+            grad_hidden, activated, grad_activated, batch_grad = (buffer[: batch.size] for buffer in buffers)
+            inputs.compute(batch, grad_hidden, activated, grad_activated, batch_grad)
+            compute_products(batch, grad_hidden, activated, batch_grad)
 
         return compute
 
-    each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
-    grad_x = token_sums(grad_rows, positions, None, sum(sizes) < positions.numel())
-    grad_weights = grad_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
-    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
+    inputs.each_batch(3, begin)
+    return *inputs.results(), *gradients
 
 
-def _buffers(x: Tensor, rows: int, dim: int, factor: int, width: int) -> tuple[Tensor, ...]:
-    """Memory for one batch of `rows` rows, reused by the next batch, so that it stays in cache.
+def mixture_mlp_backward_apart(
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    weights: Tensor,
+    *operands: Any,
+) -> tuple[Tensor, Tensor, Callable[[], Gradients]]:
+    up, down, up_bias, down_bias, activation, clamp, alpha, _ = operands
+    activates = (activation, clamp, alpha)
+    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, up, down, up_bias, down_bias, activates)
+    rows, width = inputs.grad_rows.shape[0], hidden.shape[2]
+    grad_hidden, activated = new_empty(x, (rows, *hidden.shape[1:])), new_empty(x, (rows, width))
 
-    Two `[rows, dim]`, two `[rows, width]`, and one `[rows, factor, width]`.
-    """
-    return (*x.new_empty((2, rows, dim)), *x.new_empty((2, rows, width)), x.new_empty((rows, factor, width)))
+    def begin() -> Callable[[int], None]:
+        buffers = x.new_empty((largest(inputs.batches), width)), x.new_empty((largest(inputs.batches), x.shape[2]))
+
+        def compute(number: int) -> None:
+            batch = inputs.batches[number]
+            grad_activated, batch_grad = (buffer[: batch.size] for buffer in buffers)
+            inputs.compute(batch, grad_hidden[batch.rows], activated[batch.rows], grad_activated, batch_grad)
+
+        return compute
+
+    inputs.each_batch(2, begin)
+    products = inputs.products(x, up, down, up_bias, down_bias)
+    return *inputs.results(), partial(products.run, inputs.grad, grad_hidden, activated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The gradients of x and of the choices' weights. `up` is [E, G · F, D]; rows are those of choices."""
+
+    grad: Tensor
+    hidden: Tensor
+    positions: Tensor
+    up: Tensor
+    down: Tensor
+    down_bias: Tensor | None
+    activation: tuple[Any, ...]
+    batches: list[Batch]
+    tokens: Tensor
+    scale: Tensor
+    grad_rows: Tensor
+    grad_weights: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        grad: Tensor,
+        x: Tensor,
+        hidden: Tensor,
+        counts: Tensor,
+        positions: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: tuple[Any, ...],
+    ) -> _Inputs:
+        """With new results: rows uninitialised, weights zeros."""
+        dim, width = down.shape[1:]
+        sizes: list[int] = counts[0].tolist()
+        tokens, scale = _tokens_of_rows(positions, weights, sum(sizes), x.dtype)
+        return cls(
+            grad.reshape(-1, dim),
+            hidden,
+            positions,
+            up.flatten(1, 2),
+            down,
+            down_bias,
+            activation,
+            batches_of(sizes, width),
+            tokens,
+            scale,
+            new_empty(x, (sum(sizes), dim)),
+            weights.new_zeros(sum(sizes) + 1),
+        )
+
+    def compute(
+        self, batch: Batch, grad_hidden: Tensor, activated: Tensor, grad_activated: Tensor, batch_grad: Tensor
+    ) -> None:
+        """Also writes grad_hidden [N, G, F], weighted, activated [N, F], and the batch's rows of grad [N, D];
+        grad_activated is a buffer."""
+        torch.index_select(self.grad, 0, self.tokens[batch.rows], out=batch_grad)
+        for expert, rows in batch.experts():
+            torch.mm(batch_grad[rows], self.down[expert], out=grad_activated[rows])
+        grad_weights = self.grad_weights[batch.rows]
+        weigh = weighing(grad_activated, activated, self.scale[batch.rows], grad_weights)
+        hidden = self.hidden[batch.rows]
+        activate_backward(grad_hidden, activated, grad_activated, hidden, *self.activation, weigh=weigh)
+        grad_rows = self.grad_rows[batch.rows]
+        for expert, rows in batch.experts():
+            if self.down_bias is not None:
+                products = torch.mul(batch_grad[rows], self.down_bias[expert], out=grad_rows[rows])
+                grad_weights[rows].add_(products.sum(-1, dtype=grad_weights.dtype))
+            torch.mm(grad_hidden[rows].flatten(1), self.up[expert], out=grad_rows[rows])
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the weights; dropped choices, −1, read the 0 at the last index."""
+        grad_x = token_sums(self.grad_rows, self.positions, None, len(self.grad_rows) < self.positions.numel())
+        return grad_x, self.grad_weights[self.positions]
+
+    def each_batch(self, products: int, begin: Callable[[], Callable[[int], None]]) -> None:
+        """`each_expert` over the batches, for so many products of an expert's rows and a matrix like down."""
+        numbers = products * self.down.shape[1] * self.down.shape[2]
+        each_expert([batch.cost for batch in self.batches], numbers, self.grad.device, begin)
+
+    def products(self, x: Tensor, *parameters: Tensor | None) -> _Products:
+        """The products of these rows."""
+        return _Products(x.reshape(-1, x.shape[2]), self.tokens, self.scale, self.batches, shapes_of(parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The gradients of the parameters of these `shapes`. Keeps none of the parameters, which may be gathered."""
+
+    x: Tensor
+    tokens: Tensor
+    scale: Tensor
+    batches: list[Batch]
+    shapes: Shapes
+
+    def new_gradients(self) -> Gradients:
+        """Uninitialised ones."""
+        return new_gradients(self.x, self.shapes)
+
+    def begin(self, gradients: Gradients) -> Callable[[Batch, Tensor, Tensor, Tensor], None]:
+        """A function of a batch and what `_Inputs.compute` has written of it."""
+        grad_up, grad_down, grad_up_bias, grad_down_bias = gradients
+        flat_grad_up, buffer = grad_up.flatten(1, 2), self.x.new_empty((largest(self.batches), self.x.shape[1]))
+
+        def compute(batch: Batch, grad_hidden: Tensor, activated: Tensor, batch_grad: Tensor) -> None:
+            batch_grad.mul_(self.scale[batch.rows])
+            batch_rows = torch.index_select(self.x, 0, self.tokens[batch.rows], out=buffer[: batch.size])
+            for expert, rows in batch.experts():
+                torch.mm(batch_grad[rows].t(), activated[rows], out=grad_down[expert])
+                torch.mm(grad_hidden[rows].flatten(1).t(), batch_rows[rows], out=flat_grad_up[expert])
+                if grad_up_bias.numel():
+                    sum_rows(grad_hidden[rows], grad_up_bias[expert])
+                    sum_rows(batch_grad[rows], grad_down_bias[expert])
+
+        return compute
+
+    def run(self, grad: Tensor, grad_hidden: Tensor, activated: Tensor) -> Gradients:
+        """Those of all experts; grad [tokens, D]."""
+        gradients = self.new_gradients()
+
+        def begin() -> Callable[[int], None]:
+            buffer, compute_products = grad.new_empty((largest(self.batches), grad.shape[1])), self.begin(gradients)
+
+            def compute(number: int) -> None:
+                batch = self.batches[number]
+                batch_grad = torch.index_select(grad, 0, self.tokens[batch.rows], out=buffer[: batch.size])
+                compute_products(batch, grad_hidden[batch.rows], activated[batch.rows], batch_grad)
+
+            return compute
+
+        numbers = 2 * activated.shape[1] * grad.shape[1]
+        each_expert([batch.cost for batch in self.batches], numbers, grad.device, begin)
+        return gradients
 
 
 def _tokens_of_rows(positions: Tensor, weights: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

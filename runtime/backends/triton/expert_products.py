@@ -5,12 +5,14 @@ Kernels and libraries use the same order of operands and results, so that each p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moec.codegen.kernels.tiles import Tile, Ways
+from moec.runtime.backends.torch.torch_experts import Gradients, new_biases
 from moec.runtime.backends.triton.libraries.library_products import LibraryProducts, Source
 from moec.runtime.backends.triton.product_clock import run_product
 from moec.runtime.backends.triton.triton_launch import present
@@ -82,13 +84,13 @@ class ExpertProducts:
         self.down_projection.product("down_backward", width, *inputs, *results, numbers=(rows,))
         return grad_hidden, activated, parts
 
-    def down_weights(self, grad: Source, activated: Tensor, down: Tensor) -> Tensor:
-        """The gradient of down."""
+    def down_weights(self, grad: Source, activated: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of down, which has this shape."""
         way = self.ways.down_weights
         if not isinstance(way, Tile):
             return run_product("down_weights", lambda: self.library.down_weights(way, grad, activated), grad)
-        gradient = torch.empty_like(down)
-        self.down_projection.weights("down_weights", down.shape[1:], grad.tensor, activated, *self.order, gradient)
+        gradient = activated.new_empty(shape)
+        self.down_projection.weights("down_weights", shape[1:], grad.tensor, activated, *self.order, gradient)
         return gradient
 
     def up_backward(self, grad_hidden: Tensor, up: Tensor) -> Tensor:
@@ -101,13 +103,13 @@ class ExpertProducts:
         self.up_projection.product("up_backward", dim, grad_hidden, up, *order, grad_rows)
         return grad_rows
 
-    def up_weights(self, grad_hidden: Tensor, x: Source, up: Tensor) -> Tensor:
-        """The gradient of up."""
+    def up_weights(self, grad_hidden: Tensor, x: Source, shape: torch.Size) -> Tensor:
+        """The gradient of up, which has this shape."""
         way = self.ways.up_weights
         if not isinstance(way, Tile):
-            return run_product("up_weights", lambda: self.library.up_weights(way, grad_hidden, x, up), x)
-        gradient, shape = torch.empty_like(up), up.flatten(1, 2).shape[1:]
-        self.up_projection.weights("up_weights", shape, grad_hidden, x.tensor, *self.order, gradient)
+            return run_product("up_weights", lambda: self.library.up_weights(way, grad_hidden, x, shape), x)
+        gradient, widths = grad_hidden.new_empty(shape), (shape[1] * shape[2], shape[3])
+        self.up_projection.weights("up_weights", widths, grad_hidden, x.tensor, *self.order, gradient)
         return gradient
 
     def biases(
@@ -116,3 +118,21 @@ class ExpertProducts:
         """Writes the biases' gradients grad_up and grad_down; grad [..., D] unordered."""
         self.up_projection.bias("up_bias", grad_up[0].numel(), grad_hidden, grad_up)
         self.down_projection.bias("down_bias", grad_down.shape[1], grad, *self.order, *present(weights), grad_down)
+
+    def of_weights(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        grad_hidden: Tensor,
+        activated: Tensor,
+        weights: Tensor | None,
+        shapes: Sequence[torch.Size],
+    ) -> Gradients:
+        """The gradients of up, down and biases, which have these shapes, of what `down_backward` gave."""
+        up, down, *biases = shapes
+        grad_biases = new_biases(x, biases)
+        grad_down = self.down_weights(self.source(grad), activated, down)
+        grad_up = self.up_weights(grad_hidden, self.source(x), up)
+        if grad_biases[0].numel():
+            self.biases(grad_hidden, grad, weights, *grad_biases)
+        return grad_up, grad_down, *grad_biases

@@ -7,8 +7,9 @@ gathered when they are read and scattered when they are written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def expert_mlp_backward(
         plain, biases = torch_experts.expert_mlp_backward, (up_bias, down_bias)
         return plain(grad, rows, hidden, table, counts, up, down, *biases, weights, activation, clamp, alpha)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
-    grad_biases = torch_experts.new_biases(up, up_bias, down_bias)
+    grad_biases = torch_experts.new_biases(up, torch_experts.shapes_of((up_bias, down_bias)))
     grad_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     if not rows.numel():
         return torch.empty_like(rows), torch.zeros_like(up), torch.zeros_like(down), *grad_biases, grad_weights
@@ -93,13 +94,30 @@ def expert_mlp_backward(
     grad_hidden, activated, parts = products.down_backward(grad_source, hidden, down, down_bias, weights)
     if parts is not None:
         grad_weights = parts.sum(0).to(grad_weights.dtype)
-    grad_down = products.down_weights(grad_source, activated, down)
+    grad_down = products.down_weights(grad_source, activated, down.shape)
     del grad_source, activated
     grad_rows = products.up_backward(grad_hidden, up)
-    grad_up = products.up_weights(grad_hidden, products.source(rows), up)
+    grad_up = products.up_weights(grad_hidden, products.source(rows), up.shape)
     if up_bias is not None:
         products.biases(grad_hidden, grad, weights, *grad_biases)
     return grad_rows, grad_up, grad_down, *grad_biases, grad_weights
+
+
+def expert_mlp_backward_apart(
+    grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *operands: Any
+) -> tuple[Tensor, Tensor, Callable[[], torch_experts.Gradients]]:
+    up, down, up_bias, down_bias, weights, *activation, ways = operands
+    if not rows.numel() or too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
+        return torch_experts.expert_mlp_backward_apart(grad, rows, hidden, table, counts, *operands)
+    grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
+    grad_weights, shapes = rows.new_empty(0), torch_experts.shapes_of((up, down, up_bias, down_bias))
+    layer = ExpertsLayer.of(rows, up, up_bias, counts.shape[0], tuple(activation), weighted=weights is not None)
+    products = layer.backward(rows.shape[0], table, ways)
+    grad_hidden, activated, parts = products.down_backward(products.source(grad), hidden, down, down_bias, weights)
+    if parts is not None:
+        grad_weights = parts.sum(0).to(weights.dtype)
+    of_weights = partial(products.of_weights, grad, rows, grad_hidden, activated, weights, shapes)
+    return products.up_backward(grad_hidden, up), grad_weights, of_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,8 +197,10 @@ def experts(
     biases = new_biases(numbers, up, down, bias)
     weights = numbers.of_router(given.shape[0]) if weighted else None
     out, *saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation, *parameters)
-    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation, *parameters)
-    return [out, *backend.expert_mlp_backward(grad, given, *saved, *rest)]
+    bounds = (*parameters, None, None)[:2]
+    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation, *bounds, None)
+    *of_inputs, of_weights = backend.expert_mlp_backward_apart(grad, given, *saved, *rest)
+    return [out, *backend.expert_mlp_backward(grad, given, *saved, *rest), *of_inputs, *of_weights()]
 
 
 def linear(backend: Backend, numbers: Numbers, counts: list[list[int]], bias: bool = True) -> list[Tensor]:
@@ -243,11 +245,12 @@ def mixture(
     up = numbers.normal(num_experts, ACTIVATIONS[activation].parts, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
-    of_experts = up, down, *biases, activation, *parameters
+    of_experts = up, down, *biases, activation, *(*parameters, None, None)[:2], None
     mixed, counts, saved, positions, table = backend.mixture_mlp(x, choices, weights, *of_experts)
     grad = numbers.normal(*mixed.shape)
-    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, table, weights, *of_experts)
-    return [mixed, counts, positions, *grads]
+    given = (grad, x, saved, counts, positions, table, weights, *of_experts)
+    *of_inputs, of_weights = backend.mixture_mlp_backward_apart(*given)
+    return [mixed, counts, positions, *backend.mixture_mlp_backward(*given), *of_inputs, *of_weights()]
 
 
 # batch, tokens, experts, k

@@ -159,7 +159,10 @@ def test_without_triton_plain_torch_serves_all_with_one_warning(monkeypatch: pyt
 def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: ModuleType):
     # These get the capacity in force.
     decide_capacity = {"permute_padded", "keep_choices", "keep_first", "keep_best", "reroute"}
-    names = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
+    functions = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
+    apart = {"expert_mlp_backward_apart", "mixture_mlp_backward_apart"}  # give the operators' results in two parts
+    names = functions - apart
+    assert apart < functions
     assert names == {*BACKEND_OPERATORS, *decide_capacity}
     assert len(names) > 20
     for name in names:

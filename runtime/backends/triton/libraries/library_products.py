@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from moec.codegen.kernels.tiles import Library
@@ -74,10 +75,10 @@ class LibraryProducts:
         rows = MODULES[library].times(grad_hidden.flatten(1), up.flatten(1, 2), self._offsets)
         return self.around.scatter(rows)
 
-    def up_weights(self, library: Library, grad_hidden: Tensor, x: Source, up: Tensor) -> Tensor:
-        """The gradient of up, [E, G, F, D]."""
+    def up_weights(self, library: Library, grad_hidden: Tensor, x: Source, shape: torch.Size) -> Tensor:
+        """The gradient of up, which has this shape."""
         gradient: Tensor = MODULES[library].transposed_times(grad_hidden.flatten(1), x.rows, self._offsets)
-        return gradient.view(up.shape)
+        return gradient.view(shape)
 
     @property
     def _offsets(self) -> Tensor:
