@@ -64,7 +64,7 @@ def scheduled(plan: Plan, rank: int) -> list[str]:
     for action in order:
         if action.kind in MESSAGES:
             lines.append(str(action))
-        elif action.kind not in ("forward", "backward"):
+        elif action.kind not in ("forward", "backward", "inputs", "weights"):
             lines.append(action.kind)
         if action.stage is not None:
             lines += map(str, events_inside(order, action, units[action.stage], read))
