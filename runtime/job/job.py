@@ -33,6 +33,7 @@ from moec.runtime.ops.dense_collectives import whole_along
 from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, watch_steps
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
+from moec.runtime.optimizers.torch_clipping import refuse_stages
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.groups import PIPELINE, STAGE
 from moec.runtime.ranks.join import (
@@ -96,6 +97,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
         if self.world_size > 1:
             refuse_replica_optimizers(module)
+        if self.plan.pipeline > 1:
+            refuse_stages(module)
         return module
 
     @called("job.optimizer", **other_names.OPTIMIZER)

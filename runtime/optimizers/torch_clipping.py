@@ -1,9 +1,10 @@
-"""torch's own clipping of a model with layers of `moec.layer`: the norm counts the experts of every rank.
+"""torch's own clipping: of layers of `moec.layer` the norm counts the experts of every rank; of stages it is refused.
 
 `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`, which accelerate and the `Trainer` of
 transformers call too, read the gradients of this rank alone: each rank would scale by a different factor, and replicas
 would diverge. The first layer that is made replaces them by functions that count the experts of all ranks, and that
-accept DTensors beside experts. For gradients without experts they are unchanged.
+accept DTensors beside experts. For gradients without experts they are unchanged. Of a model with pipeline stages, each
+rank has the gradients of some.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from moec.runtime.errors import JobError
 from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
+
+_staged: WeakSet[nn.Module] = WeakSet()
+"""Models of which this rank has some stages alone."""
 
 _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Modules of experts, and the name of the group whose ranks have different experts."""
@@ -31,6 +36,22 @@ def count_experts(experts: nn.Module, group: str) -> None:
     """
     _install()
     _sharded[experts] = group
+
+
+def refuse_stages(model: nn.Module) -> None:
+    """From now on torch's norms of gradients of several layers of `model`, of which this rank has some stages alone,
+    raise `JobError`."""
+    _install()
+    _staged.add(model)
+
+
+def _require_no_stages(gradients: Sequence[Tensor]) -> None:
+    gradient_ids = set(map(id, gradients))
+    for model in list(_staged):
+        names = (name.split(".") for name, p in model.named_parameters() if id(p.grad) in gradient_ids)
+        if len({name[1] if name[0] == "layers" else name[0] for name in names}) > 1:
+            message = "torch's norm of the gradients of a model with pipeline stages, of which this rank has some alone"
+            raise JobError("MOE0711", message, "`job.clip_grad_norm_(model, max_norm)` counts those of all stages")
 
 
 @functools.cache
@@ -57,6 +78,7 @@ def _total_norm(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        _require_no_stages(gradients)
         groups = _groups_of(gradients)
         if groups:
             gradients = norms(by_span(gradients, groups), lambda part: inner(part, norm_type, False, foreach))

@@ -35,8 +35,17 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ranks": 2, "ep": 1, "tp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "gpipe"},
     ),
     "dp 2, cp 2, etp 2, zero 2": ({"ranks": 4, "ep": 2, "cp": 2, "etp": 2, "zero": 2}, {}),
+    "zero bubble V, dp 2, zero 3": ({"ranks": 2, "ep": 1, "zero": 3}, {"virtual": 2, "schedule": "zero_bubble_v"}),
+    "zero bubble of 3, tp 2, recomputed": (
+        {"ranks": 2, "ep": 1, "tp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "zero_bubble"},
+    ),
+    "dual pipe V, dp 2, experts recomputed": (
+        {"ranks": 2, "ep": 2, "recompute": "experts"}, {"virtual": 2, "schedule": "dual_pipe_v"},
+    ),
 }  # fmt: skip
 FAST = "interleaved, dp 2, zero 1"
+"""Of whole backward passes."""
+SPLIT = "zero bubble V, dp 2, zero 3"
 
 
 def pipeline(degrees: dict[str, Any], stages: dict[str, Any], **options: Any) -> Plan:
@@ -73,7 +82,7 @@ def trained(plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in PIPELINES]
+    "name", [pytest.param(name, marks=() if name in (FAST, SPLIT) else pytest.mark.slow) for name in PIPELINES]
 )
 def test_a_pipeline_trains_as_the_unsharded_model(gloo: GlooPool, name: str):
     plan = pipeline(*PIPELINES[name])
@@ -220,6 +229,7 @@ def refusals(plan: Plan) -> dict[str, str]:
             "other layer": lambda: model.layers[other](tokens),
             "other batch": lambda: job.step(model, tokens + (job.rank % 2), labels),
             "save_hf": lambda: moec.save_hf(model, "nowhere"),
+            "compile": model.compile,
         }
         said = {}
         for name, call in calls.items():
@@ -228,6 +238,11 @@ def refusals(plan: Plan) -> dict[str, str]:
             said[name] = str(refused.value)
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
+        job.step(model, tokens, labels)
+        torch.nn.utils.get_total_norm([p.grad for p in model.layers[3 * job.rank].parameters() if p.grad is not None])
+        with pytest.raises(DiagnosticError) as refused:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        said["torch's clipping"] = str(refused.value)
         hook = model.register_forward_hook(lambda *_: None)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
@@ -249,13 +264,13 @@ def refusals(plan: Plan) -> dict[str, str]:
 
 
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
-    plan = pipeline({"ranks": 1, "ep": 1}, {"virtual": 2, "schedule": "interleaved"})
+    plan = pipeline({"ranks": 1, "ep": 1}, {"schedule": "zero_bubble"})
     words = {
         "forward": "MOE0711", "five": "takes no 5 micro-batches",
         "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
-        "hook": "MOE0711",
+        "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
         "half of a tied weight": "1 of 2 train it",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
