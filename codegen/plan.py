@@ -270,19 +270,18 @@ def make_plan(spec: Spec, program: Program, version: str) -> Plan:
     """Makes the plan of a Program that went through every pass."""
     if not program.stages:
         raise InternalError("the Program is not partitioned")
-    return Plan(version, to_text(spec), program, groups_of(program.meshes, len(program.stages_by_rank)))
+    return Plan(version, to_text(spec), program, groups_of(program))
 
 
-def groups_of(meshes: tuple[Mesh, ...], pipeline: int = 1) -> Groups:
-    """The rank lists of every axis with more than one rank, by the name that graphs use, on each of the ranks of a
-    `pipeline`."""
+def groups_of(program: Program) -> Groups:
+    """The rank lists of every axis with more than one rank, in each pipeline stage, by the name that graphs use."""
     return {
         group_name(axis, mesh.name if mesh.name != "dense" else None): tuple(
             tuple(place * mesh.ranks + rank for rank in ranks)
-            for place in range(pipeline)
+            for place in range(len(program.stages_by_rank))
             for ranks in mesh.groups(axis)
         )
-        for mesh in meshes
+        for mesh in program.meshes
         for axis in (*mesh.wide_axes(), *mesh.joint_axes())
     }
 

@@ -45,7 +45,7 @@ def read_plan(path: str | Path) -> Plan:
     root = Path(path)
     manifest = _manifest(root / MANIFEST)
     program = _program(root / PROGRAM, _listed(root, PROGRAM, manifest.files))
-    groups = groups_of(program.meshes, len(program.stages_by_rank))
+    groups = groups_of(program)
     if manifest.groups != {name: [list(ranks) for ranks in lists] for name, lists in groups.items()}:
         raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
     # A tiles.json that plan.json does not list is refused: if it were ignored, a user would think that it is in use.

@@ -30,7 +30,7 @@ def first_program_difference(plan: Plan, compiled: Program) -> Difference | None
             name = (block or expected).name
             return _difference(layer=name, op="block", value=name)
         return _block_difference(block, expected)
-    if plan.groups != (groups := groups_of(compiled.meshes)):
+    if plan.groups != (groups := groups_of(compiled)):
         name = next(name for name in {**plan.groups, **groups} if plan.groups.get(name) != groups.get(name))
         return _difference(layer="plan", op="group", value=name)
     if program.meshes != compiled.meshes:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from moec.codegen.plan import Plan, groups_of
 from moec.grammar import to_text
-from moec.grammar.spec import Spec
+from moec.grammar.spec import LayerRange, Spec
 from moec.passes.ir import Block, Init, Op, Program
-from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.interface import forwards, layer_calls
 from moec.passes.ir.ops import Call
 from moec.passes.pipeline import compile_program
 
 LAYERS_PER_KIND = 2
-"""Layers of each kind that are run. With a single one, parameters of a wrong layer would not show."""
+"""Layers of each kind that are run. With a single one, parameters of a wrong layer would not show. Each further
+pipeline stage runs one more."""
 
 NO_INIT = Init(kind="zeros")
 
@@ -47,28 +49,44 @@ def without_repeats(plan: Plan, compiled: Program) -> ShortPlan:
     Layers are of one kind if they run one block, so that they have the same ops, attributes and layouts. What else a
     layer is, its place in `forward`, must be what moec compiles, and without the repeated layers it must be what moec
     compiles the shorter model to. All layers stay where that is not so: in a plan whose layers, `forward`, meshes or
-    groups were edited, in models whose layers differ in more than their numbers, and in pipelines.
+    groups were edited, and in models whose layers differ in more than their numbers.
     """
     program = plan.program
     depth = len(layer_calls(program))
-    layers = sorted(number for numbers in program.layers_by_block.values() for number in numbers[:LAYERS_PER_KIND])
+    by_stage = _kept_layers(program)
+    layers = [number for numbers in by_stage for number in numbers]
     unchanged = ShortPlan(plan, range(depth), depth)
-    if len(layers) == depth or len(program.stages) > 1 or not _is_compiled_around_bodies(plan, compiled):
+    if len(layers) == depth or not _is_compiled_around_bodies(plan, compiled):
         return unchanged
-    spec = _shorter_spec(plan.spec, layers)
+    spec = _shorter_spec(plan.spec, by_stage)
     shorter = compile_program(spec, "schedule").program
-    forward = _shorter_forward(program.block(FORWARD), layers)
-    if not _has_same_layers(compiled, shorter, layers) or _nameless(forward) != _nameless(shorter.block(FORWARD)):
+    kept = {block.name: _shorter_forward(block, layers) for block in forwards(program)}
+    if not _has_same_layers(compiled, shorter, layers) or list(map(_nameless, kept.values())) != list(
+        map(_nameless, forwards(shorter))
+    ):
         return unchanged
     names = _original_names(program, shorter, layers)
     blocks = tuple(
-        replace(program.block(names[block.name]), name=block.name, experts=block.experts, update=block.update)
-        if block.name != FORWARD
-        else _with_spans(block, forward)
+        _with_spans(block, kept[block.name])
+        if block.name in kept
+        else replace(program.block(names[block.name]), name=block.name, experts=block.experts, update=block.update)
         for block in shorter.blocks
     )
     short = replace(plan, spec_text=to_text(spec), program=replace(shorter, blocks=blocks), tiles=None)
-    return ShortPlan(replace(short, groups=groups_of(shorter.meshes)), layers, depth)
+    return ShortPlan(replace(short, groups=groups_of(shorter)), layers, depth)
+
+
+def _kept_layers(program: Program) -> list[list[int]]:
+    """For each stage, the numbers of the layers that are run: the first of each kind."""
+    kinds, by_stage = set[str](), list[list[int]]()
+    for stage in range(max(1, len(program.stages))):
+        layers = dict[str, list[int]]()
+        for call in layer_calls(program, [stage]):
+            layers.setdefault(call.block, []).append(call.layer)
+        kept = {block: numbers[: 1 if block in kinds else LAYERS_PER_KIND] for block, numbers in layers.items()}
+        kinds.update(layers)
+        by_stage.append(sorted(number for numbers in kept.values() for number in numbers))
+    return by_stage
 
 
 def _is_compiled_around_bodies(plan: Plan, compiled: Program) -> bool:
@@ -77,22 +95,26 @@ def _is_compiled_around_bodies(plan: Plan, compiled: Program) -> bool:
     return (
         [(b.name, b.experts, b.update) for b in program.blocks]
         == [(b.name, b.experts, b.update) for b in compiled.blocks]
-        and program.block(FORWARD) == compiled.block(FORWARD)
-        and (program.meshes, program.tokens, program.microbatches, program.orders)
-        == (compiled.meshes, compiled.tokens, compiled.microbatches, compiled.orders)
-        and plan.groups == groups_of(compiled.meshes)
+        and forwards(program) == forwards(compiled)
+        and (program.meshes, program.tokens, program.microbatches, program.stages, program.orders)
+        == (compiled.meshes, compiled.tokens, compiled.microbatches, compiled.stages, compiled.orders)
+        and plan.groups == groups_of(compiled)
     )
 
 
-def _shorter_spec(spec: Spec, layers: Sequence[int]) -> Spec:
-    """The Spec of these layers, which keep the degrees that it states for them."""
-    blocks = []
+def _shorter_spec(spec: Spec, by_stage: Sequence[Sequence[int]]) -> Spec:
+    """The Spec of these layers of each stage, which keep the degrees that it states for them."""
+    layers, blocks = [number for numbers in by_stage for number in numbers], []
     for block in spec.parallel.layers:
         numbers = tuple(layers.index(number) for number in block.layers if number in layers)
         if numbers or not block.layers:
             blocks.append(block.replace(layers=numbers))
     model = spec.model.replace(layers=tuple(spec.model.layers[number] for number in layers), depth=len(layers))
-    return spec.replace(model=model, parallel=spec.parallel.replace(layers=tuple(blocks)))
+    parallel = spec.parallel.replace(layers=tuple(blocks))
+    if len(by_stage) > 1:
+        starts = accumulate(map(len, by_stage), initial=0)
+        parallel = parallel.replace(stages=tuple(LayerRange(a, b - 1) for a, b in pairwise(starts)))
+    return spec.replace(model=model, parallel=parallel)
 
 
 def _shorter_forward(forward: Block, layers: Collection[int]) -> Block:
@@ -161,9 +183,10 @@ def _bodies(program: Program) -> list[object]:
 
 def _outside_layers(program: Program) -> object:
     """The parts of a Program that belong to no layer, except `forward`."""
-    inside = {FORWARD, *program.layer_blocks, *(block.update for block in program.blocks)}
+    of_stages = {block.name for block in forwards(program)}
+    inside = {*of_stages, *program.layer_blocks, *(block.update for block in program.blocks)}
     blocks = tuple(block for block in program.blocks if block.name not in inside)
-    return program.mesh("dense"), program.tokens, program.microbatches, blocks
+    return program.mesh("dense"), program.tokens, program.microbatches, program.orders, blocks
 
 
 def _original_names(program: Program, shorter: Program, layers: Sequence[int]) -> dict[str, str]:

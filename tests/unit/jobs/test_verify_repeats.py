@@ -47,6 +47,22 @@ def test_two_layers_of_each_kind_are_run(options: dict[str, object], layers: lis
     assert not report.scaled
 
 
+@each_row(
+    ("words", "layers"),
+    [
+        ("pp = 2; stages = [0..7, 8..60]", [0, 1, 2, 8]),
+        (
+            "pp = 2; schedule = zero_bubble_v; stages = [0..14, 15..29, 30..45, 46..60]\n  layers 20..60 { ep = 1 }",
+            [0, 1, 2, 15, 20, 21, 30, 46],
+        ),
+    ],
+)
+def test_further_stages_run_one_of_each_kind(words: str, layers: list[int]):
+    plan = deep(ranks=4, batch=4, recompute=f"microbatches = 2; {words}\n  layers {{ recompute = none }}")
+    assert kept(plan) == layers
+    assert require_equal(plan).repeats == 61 - len(layers)
+
+
 def test_at_toy_widths_too():
     report = require_equal(deep(depth=12), scale=True)
     assert (report.scaled, report.repeats) == (True, 9)
