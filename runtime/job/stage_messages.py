@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,11 +25,24 @@ Place = tuple[int, int]
 Values = dict[Role, Tensor]
 
 
+IN_FLIGHT = 4
+"""Tensors that a rank sends at once: they stay in memory until they are received."""
+
+
 class _Arriving(NamedTuple):
     """Tensors that are being received. `ranks`: the sender and this one."""
 
     values: Values
     works: Sequence[dist.Work]
+    ranks: tuple[int, ...]
+
+
+class _Sent(NamedTuple):
+    """A tensor that is being sent. `ranks`: this one and the receiver."""
+
+    work: dist.Work
+    tensor: Tensor
+    site: str
     ranks: tuple[int, ...]
 
 
@@ -43,8 +57,8 @@ class StageMessages:
             for forward in forwards(plan.program)
         ]
         self._arriving: dict[tuple[Place, bool], _Arriving] = {}
-        self._sent: list[tuple[dist.Work, Tensor, str, tuple[int, ...]]] = []
-        """Sends that may still run, with their tensors."""
+        self._sent = deque[_Sent]()
+        """Sends that may still run, the oldest first."""
         self._at_hand: dict[tuple[Place, bool], Values] = {}
         """What a stage has sent to another one of this rank."""
 
@@ -76,10 +90,13 @@ class StageMessages:
 
     def finish(self) -> None:
         """Waits until everything is sent."""
-        for work, _, site, ranks in self._sent:
-            with collective(MESSAGE, self._group, site, begins=False, ranks=ranks):
-                work.wait()
-        self._sent.clear()
+        while self._sent:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        sent = self._sent.popleft()
+        with collective(MESSAGE, self._group, sent.site, begins=False, ranks=sent.ranks):
+            sent.work.wait()
 
     def _begin_receiving(self, place: Place, sender: int, tokens: Tensor, *, gradients: bool) -> None:
         if (place, gradients) in self._at_hand:
@@ -103,6 +120,8 @@ class StageMessages:
         if self._rank_of[receiver] == self._rank_of[sender]:
             self._at_hand[place, gradients] = {role: value.detach() for role, value in values.items()}
             return
+        while len(self._sent) >= IN_FLIGHT:  # nobody waits for ever: orders that could make ranks do so are refused
+            self._wait_for_oldest()
         site, ranks = _site(place, gradients=gradients), self._ranks(sender, receiver)
         with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
@@ -110,7 +129,7 @@ class StageMessages:
                 tag = _tag(place, index, gradients=gradients)
                 work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
                 if work is not None:
-                    self._sent.append((work, sent, site, ranks))
+                    self._sent.append(_Sent(work, sent, site, ranks))
 
     def _ranks(self, sender: int, receiver: int) -> tuple[int, ...]:
         """The ranks in the job of two stages of this pipeline."""
