@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from moec.runtime.job.job import Job
     from moec.runtime.job.step import Part, Step
 
+ALL_FROZEN = "no parameter of the model has `requires_grad`: all are frozen"
+
 
 class Passes:
     """The passes of one step; `total` divides its losses."""
@@ -66,5 +68,5 @@ class Passes:
             assert output.loss is not None
             loss, self.depends_on_logits = output.loss, True
         if not loss.requires_grad:
-            raise JobError("MOE0713", "no parameter of the model has `requires_grad`: all are frozen")
+            raise JobError("MOE0713", ALL_FROZEN)
         return loss

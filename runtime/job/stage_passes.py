@@ -14,6 +14,7 @@ from moec.passes.ir.order import Action, Order
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_loss import custom_loss_of_stage
+from moec.runtime.job.passes import ALL_FROZEN
 from moec.runtime.job.stage_messages import Place, StageMessages, Values
 from moec.runtime.job.step_agreement import StepAgreement
 from moec.runtime.model.model_output import ModelOutput
@@ -137,9 +138,13 @@ class StagePasses:
         self._sum_tied()
         routers = None if self._job.finite.skips else self._routers
         self._job.checks.require("end of a step", self._complaint or routers)
+        trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        sums = torch.stack([self._sum_of_losses, torch.full_like(self._sum_of_losses, float(trains))])
         with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
-            dist.all_reduce(self._sum_of_losses, group=peers)
-        return self._sum_of_losses
+            dist.all_reduce(sums, group=peers)
+        if not trains and not sums[1]:
+            raise JobError("MOE0713", ALL_FROZEN)
+        return sums[0]
 
     def _sum_tied(self) -> None:
         """Sums the gradients of parameters that stages on several ranks have, each a copy."""

@@ -253,6 +253,11 @@ def refusals(plan: Plan) -> dict[str, str]:
             job.step(model, tokens, labels)
         said["half of a tied weight"] = str(refused.value)
         model.get_parameter("embedding.weight").requires_grad_()
+        model.requires_grad_(False)
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["all frozen"] = str(refused.value)
+        model.requires_grad_()
         with torch.no_grad():
             for layer in model.layers:
                 for gate in (p for n, p in layer.named_parameters() if n == "moe.gate.weight"):
@@ -271,7 +276,7 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
         "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
-        "half of a tied weight": "1 of 2 train it",
+        "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
         assert said.keys() == words.keys()
