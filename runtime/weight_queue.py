@@ -22,7 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from moec.runtime.action_log import note_action
 
 Compute = Callable[[], Sequence[Tensor | None]]
-"""The gradients of some weights."""
+"""Computes the gradients of some weights."""
+
+
+_NO_TASK = -1
 
 
 class _Product(NamedTuple):
@@ -38,11 +41,13 @@ class WeightQueue:
     def __init__(self) -> None:
         self._products: list[_Product] = []
         """Those of the layer whose backward pass runs."""
+        self._units: list[_Unit] = []
         self._later: dict[_Unit, GradientEdge] = {}
         """Of each unit, where its backward pass goes on to the parameters."""
         self._ended: dict[_Unit, None] = {}
         """The units whose products are known."""
-        self._puts_off = False
+        self._task = _NO_TASK
+        """The number of the backward pass that `to_inputs` runs."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -53,25 +58,37 @@ class WeightQueue:
         finally:
             _current.reset(token)
 
-    @contextmanager
-    def to_inputs(self) -> Iterator[None]:
-        """The block is the backward pass to the inputs. Other backward passes through the graph put nothing off."""
-        self._puts_off = True
+    def to_inputs(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+        """The backward pass to the inputs. Other passes through the graph, such as `torch.autograd.grad` in a loss or
+        in a hook, put nothing off."""
+        # A node of `outputs` runs before any hook could begin another pass.
+        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        hooks = [node.register_prehook(self._note_task) for node in nodes]
         try:
-            yield
+            torch.autograd.backward(outputs, gradients)
         finally:
-            self._puts_off = False
+            self._task = _NO_TASK
+            for hook in hooks:
+                hook.remove()
+
+    def _note_task(self, *_: object) -> None:
+        if self._task == _NO_TASK:
+            self._task = torch._C._current_graph_task_id()
 
     @property
     def puts_off(self) -> bool:
-        """Whether products are for later."""
-        return self._puts_off
+        """Whether this is the pass of `to_inputs`."""
+        return self._task != _NO_TASK and torch._C._current_graph_task_id() == self._task
 
-    def split(self, name: str, weights: Sequence[Tensor], then: Callable[[], object] = int) -> Sequence[Tensor]:
-        """The weights of the layer or segment `name`, for its graph. `then` runs when backward has left that graph."""
-        if not any(weight.requires_grad for weight in weights):
+    def split(self, name: str, weights: Sequence[Tensor], then: Callable[[], None] = lambda: None) -> Sequence[Tensor]:
+        """The weights of the layer or segment `name`, for its graph. `then` runs when backward has left that graph.
+
+        The graph ends there: `torch.autograd.grad` of a loss finds no gradients of parameters.
+        """
+        if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in weights):
             return weights
         unit = _Unit(name, weights, then)
+        self._units.append(unit)
         self._later[unit] = get_gradient_edge(_Later.apply(unit, *weights))  # type: ignore[no-untyped-call]
         root = weights[0].new_zeros((), requires_grad=True)
         split: tuple[Tensor, ...] = _Split.apply(self, unit, root, list(weights))  # type: ignore[no-untyped-call]
@@ -89,6 +106,14 @@ class WeightQueue:
         self._ended.clear()
         torch.autograd.backward(edges, roots)
 
+    def drop(self) -> None:
+        """Drops what still waits, at the end of a step: an exception may have ended it. Python's collector does not see
+        the cycles of units and graphs."""
+        for unit in self._units:
+            unit.products.clear()
+        for container in (self._units, self._products, self._later, self._ended):
+            container.clear()
+
     def end(self, unit: _Unit) -> None:
         """Backward has left the graph of this unit."""
         unit.products += self._products
@@ -99,7 +124,7 @@ class WeightQueue:
 class _Unit:
     """The weights of one use of a layer or segment: their gradients so far, and the products that will add to them."""
 
-    def __init__(self, name: str, weights: Sequence[Tensor], then: Callable[[], object]) -> None:
+    def __init__(self, name: str, weights: Sequence[Tensor], then: Callable[[], None]) -> None:
         self.name, self.then = name, then
         self.root = weights[0].new_zeros(())
         """The gradient with which its backward pass goes on."""
@@ -119,7 +144,7 @@ class _Unit:
         while self.products:
             edges, compute = self.products.pop(0)
             pairs = [(e, g) for e, g in zip(edges, compute(), strict=True) if e is not None and g is not None]
-            # Through views and casts of weights, to `_Split`.
+            # Through whatever made the operands of the weights, to `_Split`.
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         gradients, self.gradients = self.gradients, [None] * len(self.gradients)
         return gradients

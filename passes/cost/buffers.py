@@ -64,6 +64,13 @@ class Buffers:
         self._totals = dict.fromkeys(MEMORY_KINDS, 0.0)
         self._made = 0
 
+    def copy(self) -> Buffers:
+        """The same tensors, beside the same others."""
+        copied = Buffers(self._beside)
+        copied._tensors, copied._numbers, copied._uses = dict(self._tensors), dict(self._numbers), dict(self._uses)
+        copied._totals, copied._made = dict(self._totals), self._made
+        return copied
+
     def __contains__(self, name: str) -> bool:
         return name in self._numbers
 

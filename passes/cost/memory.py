@@ -10,7 +10,7 @@ from functools import cached_property
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.optimizer_work import work_bytes
-from moec.passes.cost.stage_memory import LayerMemory, Moment, Place, StagePasses, Waiting
+from moec.passes.cost.stage_memory import LayerMemory, Moment, Place, StagePasses
 from moec.passes.cost.totals import BlockCost, costs_of, each_parameter_once
 from moec.passes.cost.weights import WeightBytes
 from moec.passes.ir import Program
@@ -78,25 +78,6 @@ def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = No
     return memories
 
 
-_TAKES: Mapping[ActionKind, tuple[Waiting, ...]] = {
-    "forward": ("received",),
-    "loss": ("kept",),
-    "backward": ("kept", "gradients"),
-    "inputs": ("kept", "gradients"),
-    "weights": ("queued",),
-}
-"""What each action takes of its micro-batch, which has waited for it."""
-
-_LEAVES: Mapping[ActionKind, Waiting] = {
-    "receive": "received",
-    "forward": "kept",
-    "loss": "kept",
-    "receive_gradients": "gradients",
-    "inputs": "queued",
-}
-"""What each action leaves of its micro-batch, which waits for another action."""
-
-
 @dataclass(slots=True)
 class _Passes:
     """Equal passes over different micro-batches: their moments, and the most that other micro-batches take in one."""
@@ -125,7 +106,6 @@ class _Timeline:
         self.order, self.is_pipeline, self.last_stage = order, len(program.stages) > 1, max(order.stages)
         self.step = Buffers()
         self.stages = {stage: StagePasses(program, spec, costs, layers, stage, self.step) for stage in order.stages}
-        self.waiting: Counter[tuple[Waiting, int]] = Counter()
         stages = self.stages.values()
         self.top_level = {name: weights for stage in stages for name, weights in stage.top_level.items()}
         calls = [op for stage in stages for op in stage.layer_calls()]
@@ -150,35 +130,32 @@ class _Timeline:
         yield self._update()
 
     def _passes(self) -> Iterable[_Passes]:
-        passes = dict[object, _Passes]()
-        begun, changes = set[object](), 0
+        passes, begun, changes = dict[object, _Passes](), set[object](), 0
+        latest = dict[tuple[int, int | None], ActionKind]()
+        waiting = Counter[tuple[int, ActionKind]]()
         for action in self.order:
             kind, stage = action.kind, self.last_stage if action.stage is None else action.stage
-            for what in _TAKES.get(kind, ()):
-                self.waiting[what, stage] -= 1
-            if kind in _TAKES:
+            if action.microbatch is None or kind in ("send", "send_gradients"):
+                continue
+            waiting[stage, latest.pop((stage, action.microbatch), "agree")] -= 1
+            if kind not in ("receive", "receive_gradients"):
                 part = "backward" if kind == "weights" else kind
-                is_first = part in ("forward", "backward") and (part, stage) not in begun
+                place = Place(
+                    part in ("forward", "backward") and (part, stage) not in begun, is_last_backward(self.order, action)
+                )
                 begun.add((part, stage))
-                place = Place(is_first, is_last_backward(self.order, action))
-                is_change = is_first or place.is_last
-                changes += is_change
-                key = kind, stage, changes, is_change
-                others = sum(number * self.stages[s].waiting[what].total for (what, s), number in self.waiting.items())
+                changes += place != Place()
+                key = kind, stage, place, changes
+                others = sum(number * self.stages[s].left[k].total for (s, k), number in waiting.items() if number > 0)
                 if key not in passes:
                     passes[key] = _Passes(self.stages[stage].run(kind, place), action.microbatch, Bytes())
                 if others > passes[key].most:
-                    passes[key].most, passes[key].others = others, self._waiting_bytes()
-            if kind in _LEAVES:
-                self.waiting[_LEAVES[kind], stage] += 1
+                    sizes = (self.stages[s].left[k].times(number) for (s, k), number in waiting.items() if number > 0)
+                    passes[key].most, passes[key].others = others, sum(sizes, Bytes())
+            if kind not in ("backward", "weights"):
+                latest[stage, action.microbatch] = kind
+                waiting[stage, kind] += 1
         return passes.values()
-
-    def _waiting_bytes(self) -> Bytes:
-        """What all micro-batches take that wait for an action."""
-        counts = (
-            (self.stages[stage].waiting[what], number) for (what, stage), number in self.waiting.items() if number > 0
-        )
-        return sum((size.times(number) for size, number in counts), Bytes())
 
     def _merged(self, passes: Iterable[_Passes]) -> Iterable[Moment]:
         """The worst moment of each event; in a single stage, of each micro-batch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
@@ -70,11 +69,6 @@ class Place:
     is_last: bool = False
 
 
-Waiting = Literal["received", "kept", "gradients", "queued"]
-"""What a micro-batch takes between actions: received values before forward; activations between forward and backward,
-and received gradients; products for gradients of weights after a backward pass to inputs only."""
-
-
 class StagePasses:
     """Runs the passes of a micro-batch. What lasts longer is in `step`, which the stages of a rank share.
 
@@ -108,33 +102,36 @@ class StagePasses:
         self.gradient_bytes = self.result_bytes
         if len(stages) == 1:  # an underestimate where the last op adds balance terms: 0 bytes
             self.gradient_bytes = self.steps[-1].results.get(self.result, 0.0)
-        self.waiting: dict[Waiting, Bytes] = {
-            "received": Bytes({"activations": sum(self.inputs.values())}),
-            "kept": Bytes(),
-            "gradients": Bytes({} if self.is_last_stage else {"work": self.result_bytes}),
-            "queued": Bytes(),
-        }
-        self.done: ActionKind | None = None
+        self.left: dict[ActionKind, Bytes] = {"receive": Bytes({"activations": sum(self.inputs.values())})}
+        self.after: dict[ActionKind, tuple[Buffers, Buffers]] = {}
         self.alive, self.inside_loss = Buffers(step), Buffers()
 
     def run(self, kind: ActionKind, place: Place) -> list[Moment]:
         """The moments of a pass, and of a loss. A pass continues the micro-batch of the pass before it; where that was
         of another kind than it needs, the passes of an equal micro-batch run first."""
-        before: ActionKind | None = None
-        if kind != "forward":
-            before = "inputs" if kind == "weights" else "loss" if kind != "loss" and self.loss_steps else "forward"
-        if before is not None and self.done != before:
-            self.run(before, Place())
-        self.done = kind
+        if kind == "forward":
+            self.alive, self.inside_loss = Buffers(self.step), Buffers()
+        else:
+            before: ActionKind = (
+                "inputs" if kind == "weights" else "loss" if kind != "loss" and self.loss_steps else "forward"
+            )
+            alive, inside_loss = self.after[before]
+            self.alive, self.inside_loss = alive.copy(), inside_loss.copy()
         match kind:
             case "forward":
-                return list(self._forward())
+                moments = list(self._forward())
             case "loss":
-                return list(self._loss())
+                moments = list(self._loss())
             case "weights":
-                return list(self._weights(place))
+                moments = list(self._weights(place))
             case _:
-                return list(self._backward(kind, place))
+                moments = list(self._backward(kind, place))
+        self.after[kind] = self.alive, self.inside_loss
+        inside = self.inside_loss.alone()
+        self.left[kind] = self.alive.alone() + inside.as_one("logits and loss") if inside.of else self.alive.alone()
+        if kind == "forward" and not self.is_last_stage:
+            self.left["receive_gradients"] = self.left[kind] + Bytes({"work": self.result_bytes})
+        return moments
 
     def layer_calls(self) -> list[Call]:
         """The calls of the stage's layers, in order."""
@@ -154,7 +151,6 @@ class StagePasses:
     # ---- forward -----------------------------------------------------------------------------------
 
     def _forward(self) -> Iterator[Moment]:
-        self.alive = Buffers(self.step)
         for name, size in self.inputs.items():
             self.alive.add(name, "activations", size)
         kept = {output.name for output in self.block.outputs} | {value.name for value in self.block.inputs}
@@ -173,7 +169,6 @@ class StagePasses:
             self.alive.save(self.result, self.result_bytes, "logits and loss")
         else:
             self._drop_outputs()
-        self.waiting["kept"] = self.alive.alone()
 
     def _drop_outputs(self) -> None:
         for output in self.block.outputs:
@@ -216,11 +211,12 @@ class StagePasses:
     def _loss(self) -> Iterator[Moment]:
         if self.loss_block is None:
             return
-        self.inside_loss = Buffers()
         for _, moment in run_forward(self.loss_steps, self.inside_loss, {v.name for v in self.loss_block.inputs}):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
         self.step.drop("previous logits")
-        self.waiting["kept"] = self.alive.alone() + self.inside_loss.alone().as_one("logits and loss")
+        if not self.is_first_stage:
+            self.alive.drop(self.result)
+            self.alive.drop(f"saved {self.result}")
 
     def _backward_of_loss(self) -> Iterator[Moment]:
         if self.loss_block is not None:
@@ -249,7 +245,7 @@ class StagePasses:
                         self.alive.drop(f"copy {name}")
             else:
                 yield from self._sums_of_top_level(step, index, direction, place)
-        if self.is_last_stage:
+        if self.is_last_stage and self.is_first_stage:
             self.step.add("previous logits", "logits and loss", self.result_bytes)
         for output in self.block.outputs:
             self.alive.drop(output.name)
@@ -257,7 +253,6 @@ class StagePasses:
         for name in self.inputs:
             self.alive.drop(name)
             self.alive.drop(f"d {name}")
-        self.waiting["queued"] = self.alive.alone()
 
     def _backward_of_layer(
         self, step: Step, op: Call, index: int, direction: str, place: Place | None

@@ -106,7 +106,8 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
     if stated is None:
         pp = pipeline_of(spec).pp
         span, message = parallel.span("pp"), f"no number of micro-batches from {pp} on divides {sequences}"
-        other = f"microbatches = {max(d for d in divisors(sequences) if takes_microbatches(spec, d))}"
+        most = max((d for d in divisors(sequences) if takes_microbatches(spec, d)), default=0)
+        other = f"microbatches = {most}" if most else ""
     else:
         span, message = parallel.span("microbatches"), f"{sequences} / {stated} is not whole"
         other = f"batch = {-(-sequences // stated) * stated * dp}"
@@ -119,7 +120,7 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> l
                 spec.train.span("batch"), f"{sequences} {_sequences(spec)} per data-parallel rank, of {dp}"
             ),
             help=_advice(changes, "batch" if stated is None else "microbatches")
-            + ("" if changes_sharing(changes) else f" or `{other}`"),
+            + ("" if changes_sharing(changes) or not other else f" or `{other}`"),
         )
     ]
 

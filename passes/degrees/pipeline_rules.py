@@ -19,12 +19,12 @@ from moec.passes.degrees.stated_degrees import divisors, mixtures_of
 
 
 def pipeline_problems(spec: Spec) -> list[Diagnostic]:
-    """A diagnostic for every rule that these words break. What they advise is right together."""
+    """A diagnostic for every rule that these words break. Their helps can all be followed at once."""
+    if spec.parallel.pp is None:
+        return list(_without_pipeline(spec))
     problems = list(_virtual_problems(spec))
     if problems:
         spec = spec.replace(parallel=spec.parallel.replace(virtual=_fitting_virtual(spec)))
-    if spec.parallel.pp is None:
-        return [*problems, *_without_pipeline(spec)]
     return [*problems, *_size_problems(spec), *_stages_problems(spec)]
 
 
@@ -57,12 +57,18 @@ def _virtual_problems(spec: Spec) -> Iterator[Diagnostic]:
 
 def _size_problems(spec: Spec) -> Iterator[Diagnostic]:
     """A `pp` that does not divide the ranks, and more stages than layers."""
-    parallel, depth, (pp, virtual, _) = spec.parallel, spec.subject.depth, pipeline_of(spec)
+    parallel, depth, (pp, virtual, schedule) = spec.parallel, spec.subject.depth, pipeline_of(spec)
     span, ways = parallel.span("pp"), [f"set `pp = {_fitting_pp(spec, pp)}`"]
     if spec.cluster.ranks % pp:
         yield not_whole(spec.replace(parallel=parallel.replace(pp=None)), span, pp, ways[0])
     if pp * virtual > depth:
-        if virtual > 1 and pp <= depth and spec.cluster.ranks % pp == 0 and parallel.stages is None:
+        if (
+            virtual > 1
+            and schedule not in V_SHAPED
+            and pp <= depth
+            and spec.cluster.ranks % pp == 0
+            and parallel.stages is None
+        ):
             ways.append(f"`virtual = {depth // pp}`")
         labels = labelled(parallel.span("virtual"), f"virtual = {virtual}") if parallel.virtual else ()
         yield diagnose(

@@ -22,13 +22,13 @@ SUM_OF_LOGITS = (
 
 
 def call_user_function(
-    function: Callable[..., Any], tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    function: Callable[..., Any], tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, every: bool = False
 ) -> tuple[Any, Exception | None]:
-    """The result of `function(*tensors, **inputs)`, or the error that it raises over its arguments."""
+    """The result of `function(*tensors, **inputs)`, or the error that it raises over its arguments; `every`: any."""
     try:
         return function(*tensors.values(), **inputs), None
-    except ARGUMENT_ERRORS as error:
-        if type(error) not in ARGUMENT_ERRORS:
+    except Exception as error:
+        if not every and type(error) not in ARGUMENT_ERRORS:
             raise
         return None, error
 

@@ -56,18 +56,19 @@ def custom_loss_of_stage(
     labels: Tensor,
     inputs: Mapping[str, Tensor],
     total: Tensor,
-) -> tuple[Tensor, Complaint | None]:
+) -> tuple[Tensor, Complaint | None, Exception | None]:
     """The custom loss on the ranks of the last pipeline stage. With a complaint, on which all ranks agree at the end of
-    the step, it is NaN."""
-    summed, complaint, _ = _computed(job, model, step, output, labels, inputs)
+    the step, it is NaN. Also returns the error that the script's function raised."""
+    summed, complaint, error = _computed(job, model, step, output, labels, inputs, every_error=True)
     if complaint is not None:
         summed = output.logits.sum() * math.nan
-    return _divided(job, model, output, summed, total), complaint
+    return _divided(job, model, output, summed, total), complaint, error
 
 
 def _computed(
-    job: Job, model: PlanModule, step: Step, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]
-) -> tuple[Any, Complaint | None, Exception | None]:
+    job: Job, model: PlanModule, step: Step, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor],
+    *, every_error: bool = False,
+) -> tuple[Any, Complaint | None, Exception | None]:  # fmt: skip
     """What the user's function gave, the complaint about it, and the error that it raised."""
     required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
     if step.loss is not None:
@@ -77,7 +78,7 @@ def _computed(
         name, function = "logprob_loss", _negative_sum if step.logprob_loss is None else step.logprob_loss
         logprobs = label_log_probabilities(output.logits, labels, job.plan.result_layout, job.number)
         tensors = {"logprobs": logprobs, "labels": labels}
-    summed, error = call_user_function(function, tensors, inputs)
+    summed, error = call_user_function(function, tensors, inputs, every=every_error)
     complaint = _scalar_complaint(summed)
     if tuple(p.requires_grad for p in model.parameters()) != required_gradients:
         help = "freeze and unfreeze between steps"

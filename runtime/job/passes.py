@@ -47,6 +47,9 @@ class Passes:
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._sum_of_losses += loss.detach()
 
+    def drop(self) -> None:
+        """Does nothing: autograd's graphs go with the losses."""
+
     def end(self) -> Tensor:
         """The global loss of the step, after its last backward pass."""
         return self._sum_of_losses

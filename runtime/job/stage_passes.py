@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from torch import Tensor
 from moec.passes.ir.order import Action, Order
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
+from moec.runtime.job.custom_functions import require_with_cause
 from moec.runtime.job.custom_loss import custom_loss_of_stage
 from moec.runtime.job.passes import ALL_FROZEN
 from moec.runtime.job.stage_messages import Place, StageMessages, Values
@@ -60,6 +62,7 @@ class StagePasses:
         """The first complaint about router logits, which a job may skip."""
         self._complaint: Complaint | None = None
         """The first complaint that ends the step."""
+        self._cause: Exception | None = None
         tied = {name: p for name, p in parameters_by_name(model, job.plan).items() if name in job.plan.owners_of_tied}
         self._earlier = {name: local_part(p.grad).clone() for name, p in tied.items() if p.grad is not None}
         """The gradients of tied parameters before the step."""
@@ -85,10 +88,9 @@ class StagePasses:
             case "backward":
                 self._backward(place)
             case "inputs":
-                with self._queues[place].to_inputs():
-                    self._backward(place)
+                self._backward(place, self._queues[place].to_inputs)
             case "weights":
-                self._queues.pop(place).to_weights()
+                self._queues[place].to_weights()
             case "send_gradients":
                 received = self._received.pop(place)
                 gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in received.items()}
@@ -111,14 +113,17 @@ class StagePasses:
         output = ModelOutput(outputs["logits"], aux_loss=balance)
         if step.has_custom_loss:
             given = self._inputs[microbatch]
-            loss, complaint = custom_loss_of_stage(self._job, model, step, output, batch.labels, given, self._total)
-            self._complaint = self._complaint or complaint
+            loss, complaint, error = custom_loss_of_stage(
+                self._job, model, step, output, batch.labels, given, self._total
+            )
+            if self._complaint is None:
+                self._complaint, self._cause = complaint, error
         else:
             loss = model.loss(output.logits, batch.labels)
             loss = loss if balance is None or not model.training else loss + balance
         self._losses[microbatch] = loss
 
-    def _backward(self, place: Place) -> None:
+    def _backward(self, place: Place, run: Callable[..., None] = torch.autograd.backward) -> None:
         stage, microbatch = place
         if stage == self._last:
             loss = self._losses.pop(microbatch)
@@ -130,14 +135,19 @@ class StagePasses:
             differentiable = [role for role, value in values.items() if value.requires_grad]
             outputs, gradients = [values[role] for role in differentiable], [sent_back[role] for role in differentiable]
         if any(output.requires_grad for output in outputs):
-            torch.autograd.backward(outputs, gradients)
+            run(outputs, gradients)
+
+    def drop(self) -> None:
+        """Drops what waits for an action, if an exception has ended the step."""
+        for queue in self._queues.values():
+            queue.drop()
 
     def end(self) -> Tensor:
         """The global loss of the step, which the last stage tells the others; raises what a stage complains of."""
         self._messages.finish()
         self._sum_tied()
         routers = None if self._job.finite.skips else self._routers
-        self._job.checks.require("end of a step", self._complaint or routers)
+        require_with_cause(self._job.checks, "end of a step", self._complaint or routers, self._cause)
         trains = any(parameter.requires_grad for parameter in self._model.parameters())
         sums = torch.stack([self._sum_of_losses, torch.full_like(self._sum_of_losses, float(trains))])
         with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
@@ -159,7 +169,8 @@ class StagePasses:
                 dist.all_reduce(trains, group=peers)
             if int(trains) not in (0, len(owners)):
                 words = f"{name} is of several pipeline stages, of which {int(trains)} of {len(owners)} train it"
-                self._complaint = Complaint("MOE0702", words, "call `requires_grad_` on every rank or on none", True)
+                help = "call `requires_grad_` on every rank or on none"
+                self._complaint = self._complaint or Complaint("MOE0702", words, help, True)
             elif parameter.requires_grad:
                 earlier = self._earlier.get(name)
                 if parameter.grad is None:

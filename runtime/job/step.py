@@ -145,6 +145,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     contexts.enter_context(_counting(job, model, step, agreement))
                     kind: type[Passes | StagePasses] = Passes if job.plan.pipeline == 1 else StagePasses
                     passes = kind(job, model, step, agreement, total, order)
+                    contexts.callback(passes.drop)
                 case "backward" | "inputs" | "weights":
                     with open_step.backward(is_last=is_last_backward(order, action)):
                         passes.take(action)

@@ -66,7 +66,9 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
         complaint = Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
     if complaint is None and not takes_microbatches(model.program, step.microbatches):
         words = f"the schedule `{model.program.schedule}` of this plan takes no {step.microbatches} micro-batches"
-        help = f"{model.program.microbatches} as compiled; numbers of whole rounds, one for each rank of the pipeline"
+        help = (
+            f"{model.program.microbatches} as compiled; `interleaved` takes equal rounds, `dual_pipe_v` at least 2 * pp"
+        )
         complaint = Complaint("MOE0713", words, help)
     if complaint is None and step.microbatches > 1:
         parts = (model.limits.complaint(tokens, labels, reads_values=False) for tokens, labels, *_ in step.parts())

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from moec.runtime.backends import select
 from moec.runtime.ops import compositions
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.weight_queue import Compute
 
 
 def _check(rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -92,10 +94,19 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, grad_weight, grad_bias if ctx.has_bias else None
 
 
+def _apart(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], Compute]:
+    rows, counts, weight = ctx.saved_tensors
+    backend = select(rows.device.type)
+    grad_rows, compute = backend.expert_linear_backward_apart(grad, rows, counts, weight, ctx.has_bias)
+    return (grad_rows, None, None, None), compute
+
+
 differentiate(
     expert_linear,
     setup=_setup,
     backward=_differentiate,
     composition=_compose,
     saved_inputs=_saved_inputs,
+    weights=("weight", "bias"),
+    apart=_apart,
 )

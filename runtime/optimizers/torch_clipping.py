@@ -23,7 +23,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.ranks.norms_over_ranks import by_span, canonical, norms
 
 _staged: WeakSet[nn.Module] = WeakSet()
-"""Models of which this rank has some stages alone."""
+"""Models of which this rank has only some stages."""
 
 _sharded: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Modules of experts, and the name of the group whose ranks have different experts."""
@@ -39,8 +39,7 @@ def count_experts(experts: nn.Module, group: str) -> None:
 
 
 def refuse_stages(model: nn.Module) -> None:
-    """From now on torch's norms of gradients of several layers of `model`, of which this rank has some stages alone,
-    raise `JobError`."""
+    """From now on torch's norms of gradients of `model`, of which this rank has only some stages, raise `JobError`."""
     _install()
     _staged.add(model)
 
@@ -48,9 +47,8 @@ def refuse_stages(model: nn.Module) -> None:
 def _require_no_stages(gradients: Sequence[Tensor]) -> None:
     gradient_ids = set(map(id, gradients))
     for model in list(_staged):
-        names = (name.split(".") for name, p in model.named_parameters() if id(p.grad) in gradient_ids)
-        if len({name[1] if name[0] == "layers" else name[0] for name in names}) > 1:
-            message = "torch's norm of the gradients of a model with pipeline stages, of which this rank has some alone"
+        if any(id(p.grad) in gradient_ids for p in model.parameters() if p.grad is not None):
+            message = "torch's norm of the gradients of a model with pipeline stages, of which this rank has only some"
             raise JobError("MOE0711", message, "`job.clip_grad_norm_(model, max_norm)` counts those of all stages")
 
 

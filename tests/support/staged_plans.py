@@ -1,4 +1,4 @@
-"""Plans of pipelines, which no word of the language makes yet: compiled with degrees that have stages."""
+"""Plans of pipelines from specs that state the ranks of one stage; the rules of degrees are bypassed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from moec.runtime.backends.torch.torch_activations import gated, gated_backward
 from moec.runtime.backends.torch.torch_assignment import balanced_assignment
-from moec.runtime.backends.torch.torch_expert_linear import expert_linear, expert_linear_backward
+from moec.runtime.backends.torch.torch_expert_linear import (
+    expert_linear,
+    expert_linear_backward,
+    expert_linear_backward_apart,
+)
 from moec.runtime.backends.torch.torch_experts import expert_mlp, expert_mlp_backward, expert_mlp_backward_apart
 from moec.runtime.backends.torch.torch_group_gates import choose_tokens
 from moec.runtime.backends.torch.torch_mixture import mixture_mlp, mixture_mlp_backward, mixture_mlp_backward_apart

@@ -25,33 +25,50 @@ def expert_linear(rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | N
             project(group.gather(rows), weight, bias, expert, expert_out)
             group.scatter(expert_out, out)
 
-    _run([group.size for group in groups], weight, rows, compute)
+    _run([group.size for group in groups], weight.shape, rows, compute)
     return out
 
 
 def expert_linear_backward(
     grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad_rows, gradients = expert_linear_backward_apart(grad, rows, counts, weight, has_bias)
+    return grad_rows, *gradients()
+
+
+def expert_linear_backward_apart(
+    grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool
+) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
     grad, rows, weight = grad.contiguous(), rows.contiguous(), weight.contiguous()
-    groups = row_groups(counts, rows.shape[0])
-    grad_rows, grad_weight = new_empty(rows, rows.shape), new_empty(weight, weight.shape)
-    grad_bias = weight.new_zeros(weight.shape[:2] if has_bias else 0)
+    groups, shape = row_groups(counts, rows.shape[0]), weight.shape
+    sizes, grad_rows = [group.size for group in groups], new_empty(rows, rows.shape)
 
     def compute(expert: int) -> None:
         group = groups[expert]
-        if not group.size:
-            grad_weight[expert].zero_()
-            return
-        expert_grad, expert_grad_rows = group.gather(grad), group.buffer_for(grad_rows)
-        torch.mm(expert_grad.t(), group.gather(rows), out=grad_weight[expert])
-        if has_bias:
-            sum_rows(expert_grad, grad_bias[expert])
-        torch.mm(expert_grad, weight[expert], out=expert_grad_rows)
-        group.scatter(expert_grad_rows, grad_rows)
+        if group.size:
+            expert_grad_rows = group.buffer_for(grad_rows)
+            torch.mm(group.gather(grad), weight[expert], out=expert_grad_rows)
+            group.scatter(expert_grad_rows, grad_rows)
 
-    _run([group.size for group in groups], weight, rows, compute)
-    return grad_rows, grad_weight, grad_bias
+    def gradients() -> tuple[Tensor, Tensor]:
+        grad_weight, grad_bias = new_empty(rows, shape), rows.new_zeros(shape[:2] if has_bias else 0)
+
+        def compute_weight(expert: int) -> None:
+            group = groups[expert]
+            if not group.size:
+                grad_weight[expert].zero_()
+                return
+            expert_grad = group.gather(grad)
+            torch.mm(expert_grad.t(), group.gather(rows), out=grad_weight[expert])
+            if has_bias:
+                sum_rows(expert_grad, grad_bias[expert])
+
+        _run(sizes, shape, rows, compute_weight)
+        return grad_weight, grad_bias
+
+    _run(sizes, shape, rows, compute)
+    return grad_rows, gradients
 
 
-def _run(sizes: list[int], weight: Tensor, rows: Tensor, compute: Callable[[int], None]) -> None:
-    each_expert(sizes, weight[0].numel() if len(weight) else 0, rows.device, lambda: compute)
+def _run(sizes: list[int], shape: torch.Size, rows: Tensor, compute: Callable[[int], None]) -> None:
+    each_expert(sizes, shape[1] * shape[2] if shape[0] else 0, rows.device, lambda: compute)

@@ -7,7 +7,11 @@ Operators without a kernel run in plain torch, which is right on every device.
 from __future__ import annotations
 
 from moec.runtime.backends.torch.torch_assignment import balanced_assignment
-from moec.runtime.backends.torch.torch_expert_linear import expert_linear, expert_linear_backward
+from moec.runtime.backends.torch.torch_expert_linear import (
+    expert_linear,
+    expert_linear_backward,
+    expert_linear_backward_apart,
+)
 from moec.runtime.backends.torch.torch_group_gates import choose_tokens
 from moec.runtime.backends.torch.torch_queues import keep_best, keep_first, reroute
 from moec.runtime.backends.torch.torch_random import jitter, normal_noise, token_keys

@@ -209,7 +209,9 @@ def linear(backend: Backend, numbers: Numbers, counts: list[list[int]], bias: bo
     rows, weight = numbers.normal(int(of_experts.sum()), 20), numbers.normal(of_experts.shape[1], 9, 20, scale=0.2)
     given = rows, of_experts, weight
     out = backend.expert_linear(*given, numbers.normal(*weight.shape[:2]) if bias else None)
-    return [out, *backend.expert_linear_backward(numbers.normal(*out.shape), *given, bias)]
+    grad = numbers.normal(*out.shape)
+    grad_rows, gradients = backend.expert_linear_backward_apart(grad, *given, bias)
+    return [out, *backend.expert_linear_backward(grad, *given, bias), grad_rows, *gradients()]
 
 
 def random_experts() -> Iterator[tuple[str, Case]]:
