@@ -115,10 +115,11 @@ class WeightQueue:
             container.clear()
 
     def end(self, unit: _Unit) -> None:
-        """Backward has left the graph of this unit."""
-        unit.products += self._products
-        self._products.clear()
+        """A backward pass has left the graph of this unit: that of `to_inputs` with all its products."""
         self._ended[unit] = None
+        if self.puts_off:
+            unit.products += self._products
+            self._products.clear()
 
 
 class _Unit:

@@ -83,6 +83,29 @@ def test_gradients_that_a_hook_computes_for_itself_are_not_added():
     assert len(found) == 1
 
 
+def test_a_backward_pass_of_a_hook_takes_no_products_of_others():
+    def run_two(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+        early = linear(x, first)
+        middle = early * 1
+        late = linear(middle, second)
+        figure = early.square().sum()
+        middle.register_hook(lambda _: figure.backward(retain_graph=True))
+        return late.sum()
+
+    def matrices() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.eye(6, dtype=torch.float64) * number) for number in (2, 3)]
+
+    whole, given, queue = matrices(), matrices(), WeightQueue()
+    run_two(*whole, rows()).backward()  # type: ignore[no-untyped-call]
+    with queue.forward():
+        (first,), (second,) = (queue.split(name, [matrix]) for name, matrix in zip("ab", given, strict=True))
+        loss = run_two(first, second, rows())
+    queue.to_inputs([loss], None)
+    queue.to_weights()
+    for one, other in zip(given, whole, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_a_pass_without_gradients_is_not_cut():
     queue, given = WeightQueue(), parameters()
     with queue.forward(), torch.no_grad():
