@@ -65,7 +65,7 @@ def broken_rule(plan: Plan) -> str | None:
         check_program(plan.program)
     except InternalError as error:
         return str(error)
-    groups = groups_of(plan.program.meshes, len(plan.program.stages))
+    groups = groups_of(plan.program)
     return None if plan.groups == groups else "the groups are not those of the meshes"
 
 

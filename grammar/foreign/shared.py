@@ -71,7 +71,7 @@ ROWS: tuple[Row, ...] = (
     Row("tensor_model_parallel_size:mg tensor_parallel_degree:tt tensor_parallel_size:ot,ds tensor_parallel:ot tp_size:hf,ds", "parallel.tp", "tp = {}", "2", but={"true": "write its degree, `tp = 2`"}),
     Row("expert_model_parallel_size:mg expert_parallel_degree:tt expert_parallel_size:hf,ds expert_parallel:ot ep_size:ds moe_expert_parallel_size:ds", "parallel.ep", "ep = {}", "8", but={"true": "write its degree, `ep = 8`"}),
     Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:ot pipeline_parallel:ot pp_size:ds num_stages:ds", "parallel.pp", "pp = {}", "2", "", but={"true": "write its degree, `pp = 2`"}),
-    Row("num_virtual_stages_per_pipeline_rank:mg", "parallel.virtual", "virtual = {}", "2", "beside `schedule = interleaved`"),
+    Row("num_virtual_stages_per_pipeline_rank:mg virtual_pipeline_model_parallel_size:mg vpp:ot vpp_size:ot", "parallel.virtual", "virtual = {}", "2", "beside `schedule = interleaved`"),
     Row("num_layers_per_virtual_pipeline_stage:mg pipeline_parallel_layers_per_stage:tt", "parallel.virtual", "virtual = 2", "", "beside `schedule = interleaved`; the number of layers, divided by `pp` times this number"),
     Row("pipeline_model_parallel_layout:mg decoder_first_pipeline_num_layers:mg decoder_last_pipeline_num_layers:mg", "parallel.stages", "stages = [0..2, 3..7]", "", "the layers of each of the `pp * virtual` stages; the embedding is on the first one, the head on the last", but=off()),
     Row("sp:ot", "parallel.sequence_parallel", "sequence_parallel = {}", "true", "the default where `tp` is above 1"),

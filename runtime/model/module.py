@@ -38,7 +38,7 @@ from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
 from moec.runtime.model.split_products import split_products
-from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, require_whole, stage_in_words
+from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, place_of_part, require_whole, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
 from moec.runtime.model.step_module import StepModule
@@ -275,6 +275,16 @@ class PlanModule(StepModule):
     def program(self) -> Program:
         """The Program of its graphs."""
         return self._origin.program
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises `AttributeError`, which says where a part of another pipeline stage is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            program = self.__dict__["_origin"].program if "_origin" in self.__dict__ else None
+            if program is not None and (place := place_of_part(program, name)):
+                raise AttributeError(f"{error}: it is in {place}") from None
+            raise
 
     # ---- for PyTorch -------------------------------------------------------------------------------
 

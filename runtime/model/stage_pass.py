@@ -115,6 +115,14 @@ def counts_by_layer(results: Mapping[OutputKey, Any]) -> list[dict[int, Tensor]]
     ]
 
 
+def place_of_part(program: Program, name: str) -> str:
+    """The first pipeline stage that has the part `name` outside of layers, in words; empty if none has."""
+    for stage in program.stages:
+        if any(p.name.startswith(f"{name}.") for p in program.block(stage.forward).parameters):
+            return stage_in_words(stage)
+    return ""
+
+
 def stage_in_words(stage: Stage) -> str:
     """`stage 1, on ranks 4 to 7`."""
     first, last = stage.ranks[0], stage.ranks[-1]

@@ -94,10 +94,10 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, grad_weight, grad_bias if ctx.has_bias else None
 
 
-def _apart(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], Compute]:
+def _split(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor | None, ...], Compute]:
     rows, counts, weight = ctx.saved_tensors
     backend = select(rows.device.type)
-    grad_rows, compute = backend.expert_linear_backward_apart(grad, rows, counts, weight, ctx.has_bias)
+    grad_rows, compute = backend.expert_linear_backward_split(grad, rows, counts, weight, ctx.has_bias)
     return (grad_rows, None, None, None), compute
 
 
@@ -108,5 +108,5 @@ differentiate(
     composition=_compose,
     saved_inputs=_saved_inputs,
     weights=("weight", "bias"),
-    apart=_apart,
+    split=_split,
 )

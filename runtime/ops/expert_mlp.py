@@ -227,18 +227,18 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[
     return grad_rows, None, grad_up, grad_down, grad_up_bias, grad_down_bias, grad_weights, *(None,) * NUM_ATTRIBUTES
 
 
-def expert_mlp_apart(grad: Tensor, rows: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
+def expert_mlp_split(grad: Tensor, rows: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
     """The gradients of `expert_mlp`'s arguments, for those of `expert_mlp_backward`: None for `MATRICES`, of which
     the function gives the gradients."""
     *_, weights = operands[:-NUM_ATTRIBUTES]
     backend = select(rows.device.type)
-    grad_rows, grad_weights, compute = backend.expert_mlp_backward_apart(grad, rows, *operands)
+    grad_rows, grad_weights, compute = backend.expert_mlp_backward_split(grad, rows, *operands)
     of_weights = None if weights is None else grad_weights
     return (grad_rows, *(None,) * 5, of_weights, *(None,) * NUM_ATTRIBUTES), compute
 
 
-def _apart(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
-    return expert_mlp_apart(grad, *ctx.saved_tensors, *ctx.attributes)
+def _split(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
+    return expert_mlp_split(grad, *ctx.saved_tensors, *ctx.attributes)
 
 
 def optional_gradients(gradients: Sequence[Tensor], operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -253,5 +253,5 @@ differentiate(
     composition=compose_expert_mlp,
     saved_inputs=_saved_inputs,
     weights=MATRICES,
-    apart=_apart,
+    split=_split,
 )

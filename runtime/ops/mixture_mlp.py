@@ -181,15 +181,15 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
     return grad_x, None, *grads[:3], *optional_gradients(grads[3:], saved[-2:]), *(None,) * NUM_ATTRIBUTES
 
 
-def mixture_mlp_apart(grad: Tensor, x: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
+def mixture_mlp_split(grad: Tensor, x: Tensor, *operands: Any) -> tuple[tuple[Tensor | None, ...], Compute]:
     """The gradients of `mixture_mlp`'s arguments, for those of `mixture_mlp_backward`: None for `MATRICES`, of which
     the function gives the gradients."""
-    grad_x, grad_weights, compute = select(x.device.type).mixture_mlp_backward_apart(grad, x, *operands)
+    grad_x, grad_weights, compute = select(x.device.type).mixture_mlp_backward_split(grad, x, *operands)
     return (grad_x, None, grad_weights, *(None,) * (4 + NUM_ATTRIBUTES)), compute
 
 
-def _apart(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
-    return mixture_mlp_apart(grad, *ctx.saved_tensors, *ctx.attributes)
+def _split(ctx: Any, grad: Tensor, *_: None) -> tuple[tuple[Tensor | None, ...], Compute]:
+    return mixture_mlp_split(grad, *ctx.saved_tensors, *ctx.attributes)
 
 
 differentiate(
@@ -199,7 +199,7 @@ differentiate(
     composition=compose_mixture_mlp,
     saved_inputs=_saved,
     weights=MATRICES,
-    apart=_apart,
+    split=_split,
 )
 
 

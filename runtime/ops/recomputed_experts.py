@@ -17,16 +17,16 @@ from moec.runtime.ops.expert_mlp import (
     check_expert_mlp,
     compose_expert_mlp,
     expert_mlp,
-    expert_mlp_apart,
     expert_mlp_backward,
+    expert_mlp_split,
     optional_gradients,
 )
 from moec.runtime.ops.mixture_mlp import (
     check_mixture_mlp,
     compose_mixture_mlp,
     mixture_mlp,
-    mixture_mlp_apart,
     mixture_mlp_backward,
+    mixture_mlp_split,
 )
 from moec.runtime.ops.registry import define, differentiate
 
@@ -67,10 +67,10 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return gradients[0], None, *gradients[1:3], *optional_gradients(gradients[3:], operands), *(None,) * NUM_ATTRIBUTES
 
 
-def _expert_mlp_apart(ctx: Any, grad: Tensor) -> Any:
+def _expert_mlp_split(ctx: Any, grad: Tensor) -> Any:
     rows, counts, *operands = ctx.saved_tensors
     saved = expert_mlp(rows, counts, *operands, *ctx.attributes)[1:]
-    return expert_mlp_apart(grad, rows, *saved, counts, *operands, *ctx.attributes)
+    return expert_mlp_split(grad, rows, *saved, counts, *operands, *ctx.attributes)
 
 
 differentiate(
@@ -80,7 +80,7 @@ differentiate(
     composition=compose_expert_mlp,
     saved_inputs=_saved_inputs,
     weights=MATRICES,
-    apart=_expert_mlp_apart,
+    split=_expert_mlp_split,
 )
 
 # ---- mixture_mlp ---------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def _run_again(x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> tuple
     return x, hidden, counts, *tables, weights, *rest
 
 
-def _mixture_mlp_apart(ctx: Any, grad: Tensor, _: None) -> Any:
-    return mixture_mlp_apart(grad, *_run_again(*ctx.saved_tensors, *ctx.attributes))
+def _mixture_mlp_split(ctx: Any, grad: Tensor, _: None) -> Any:
+    return mixture_mlp_split(grad, *_run_again(*ctx.saved_tensors, *ctx.attributes))
 
 
 differentiate(
@@ -136,5 +136,5 @@ differentiate(
     composition=compose_mixture_mlp,
     saved_inputs=_saved_inputs,
     weights=MATRICES,
-    apart=_mixture_mlp_apart,
+    split=_mixture_mlp_split,
 )

@@ -30,7 +30,8 @@ BACKEND_OPERATORS: list[str] = []
 INTEGER_OPERATORS: list[str] = []
 """The operators that give only integers: no mode differentiates them."""
 
-Apart = Callable[..., tuple[tuple[Any, ...], Compute]]
+SplitBackward = Callable[..., tuple[tuple[Any, ...], Compute]]
+"""`(ctx, *gradients) → gradients of arguments, function that computes those of weights`."""
 
 _rules: dict[str, Rule] = {}
 
@@ -74,7 +75,7 @@ def differentiate(
     composition: Composition | None = None,
     saved_inputs: SavedInputs | None = None,
     weights: Sequence[str] = (),
-    apart: Apart | None = None,
+    split: SplitBackward | None = None,
 ) -> None:
     """Give `operator` the rule `backward(ctx, *gradients)`; `setup(ctx, inputs, output)` saves its tensors.
 
@@ -82,7 +83,7 @@ def differentiate(
     returns its arguments and results; without `saved_inputs`, torch differentiates `backward` itself. Without a
     composition all other derivatives are refused.
 
-    `apart(ctx, *gradients)` returns what `backward` does, with None for the arguments `weights`, and a function that
+    `split(ctx, *gradients)` returns what `backward` does, with None for the arguments `weights`, and a function that
     computes theirs, which a `WeightQueue` puts off.
 
     Forward's backend computes backward too: the backend chooses the order of rows and writes their table. On a GPU,
@@ -98,9 +99,9 @@ def differentiate(
     def backward_by_same_backend(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() or beyond_backward():
             return differentiable_backward(ctx, *gradients)
-        if apart is not None and ctx.queue is not None and ctx.queue.puts_off and gradients[0] is not None:
+        if split is not None and ctx.queue is not None and ctx.queue.puts_off and gradients[0] is not None:
             with using(ctx.forced_backend):
-                results, compute = apart(ctx, *gradients)
+                results, compute = split(ctx, *gradients)
             ctx.queue.put(ctx.edges, partial(_computed_by, ctx.forced_backend, compute))
             return results
         if ctx.forced_backend == forced_backend():

@@ -238,6 +238,9 @@ def refusals(plan: Plan) -> dict[str, str]:
             said[name] = str(refused.value)
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
+        if job.rank == 0:
+            with pytest.raises(AttributeError, match="'norm': it is in stage 1, on rank 1"):
+                model.norm  # noqa: B018
         job.step(model, tokens, labels)
         with pytest.raises(DiagnosticError) as refused:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -12,11 +12,11 @@ from moec.runtime.backends.torch.torch_assignment import balanced_assignment
 from moec.runtime.backends.torch.torch_expert_linear import (
     expert_linear,
     expert_linear_backward,
-    expert_linear_backward_apart,
+    expert_linear_backward_split,
 )
-from moec.runtime.backends.torch.torch_experts import expert_mlp, expert_mlp_backward, expert_mlp_backward_apart
+from moec.runtime.backends.torch.torch_experts import expert_mlp, expert_mlp_backward, expert_mlp_backward_split
 from moec.runtime.backends.torch.torch_group_gates import choose_tokens
-from moec.runtime.backends.torch.torch_mixture import mixture_mlp, mixture_mlp_backward, mixture_mlp_backward_apart
+from moec.runtime.backends.torch.torch_mixture import mixture_mlp, mixture_mlp_backward, mixture_mlp_backward_split
 from moec.runtime.backends.torch.torch_padded import (
     combine_padded,
     combine_padded_backward,

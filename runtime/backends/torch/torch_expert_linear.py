@@ -32,11 +32,11 @@ def expert_linear(rows: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | N
 def expert_linear_backward(
     grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_rows, gradients = expert_linear_backward_apart(grad, rows, counts, weight, has_bias)
+    grad_rows, gradients = expert_linear_backward_split(grad, rows, counts, weight, has_bias)
     return grad_rows, *gradients()
 
 
-def expert_linear_backward_apart(
+def expert_linear_backward_split(
     grad: Tensor, rows: Tensor, counts: Tensor, weight: Tensor, has_bias: bool
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
     grad, rows, weight = grad.contiguous(), rows.contiguous(), weight.contiguous()

@@ -80,7 +80,7 @@ def expert_mlp_backward(
     ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     parameters = (up, down, up_bias, down_bias)
-    inputs = _Inputs.of(grad, rows, hidden, counts, *parameters, weights, (activation, clamp, alpha))
+    inputs = _Inputs.of(grad, rows, hidden, counts, up, down, down_bias, weights, (activation, clamp, alpha))
     products = inputs.products(rows, *parameters)
     gradients, size, shape = products.new_gradients(), longest(inputs.groups), hidden.shape[1:]
 
@@ -104,11 +104,11 @@ def expert_mlp_backward(
     return inputs.grad_rows, *gradients, inputs.grad_weights
 
 
-def expert_mlp_backward_apart(
+def expert_mlp_backward_split(
     grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *operands: Any
 ) -> tuple[Tensor, Tensor, Callable[[], Gradients]]:
     up, down, up_bias, down_bias, weights, activation, clamp, alpha, _ = operands
-    inputs = _Inputs.of(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, (activation, clamp, alpha))
+    inputs = _Inputs.of(grad, rows, hidden, counts, up, down, down_bias, weights, (activation, clamp, alpha))
     grad_hidden, activated = new_empty(rows, hidden.shape), new_empty(rows, (rows.shape[0], hidden.shape[2]))
 
     def begin() -> Callable[[int], None]:
@@ -151,7 +151,6 @@ class _Inputs:
         counts: Tensor,
         up: Tensor,
         down: Tensor,
-        up_bias: Tensor | None,
         down_bias: Tensor | None,
         weights: Tensor | None,
         activation: tuple[Any, ...],

@@ -102,7 +102,8 @@ def mixture_mlp_backward(
     ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     parameters = (up, down, up_bias, down_bias)
-    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, *parameters, (activation, clamp, alpha))
+    activates = (activation, clamp, alpha)
+    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, up, down, down_bias, activates)
     products = inputs.products(x, *parameters)
     gradients, size, shape = products.new_gradients(), largest(inputs.batches), hidden.shape[1:]
 
@@ -123,7 +124,7 @@ def mixture_mlp_backward(
     return *inputs.results(), *gradients
 
 
-def mixture_mlp_backward_apart(
+def mixture_mlp_backward_split(
     grad: Tensor,
     x: Tensor,
     hidden: Tensor,
@@ -135,7 +136,7 @@ def mixture_mlp_backward_apart(
 ) -> tuple[Tensor, Tensor, Callable[[], Gradients]]:
     up, down, up_bias, down_bias, activation, clamp, alpha, _ = operands
     activates = (activation, clamp, alpha)
-    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, up, down, up_bias, down_bias, activates)
+    inputs = _Inputs.of(grad, x, hidden, counts, positions, weights, up, down, down_bias, activates)
     rows, width = inputs.grad_rows.shape[0], hidden.shape[2]
     grad_hidden, activated = new_empty(x, (rows, *hidden.shape[1:])), new_empty(x, (rows, width))
 
@@ -182,7 +183,6 @@ class _Inputs:
         weights: Tensor,
         up: Tensor,
         down: Tensor,
-        up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: tuple[Any, ...],
     ) -> _Inputs:

@@ -103,12 +103,12 @@ def expert_mlp_backward(
     return grad_rows, grad_up, grad_down, *grad_biases, grad_weights
 
 
-def expert_mlp_backward_apart(
+def expert_mlp_backward_split(
     grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *operands: Any
 ) -> tuple[Tensor, Tensor, Callable[[], torch_experts.Gradients]]:
     up, down, up_bias, down_bias, weights, *activation, ways = operands
     if not rows.numel() or too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp_backward_apart(grad, rows, hidden, table, counts, *operands)
+        return torch_experts.expert_mlp_backward_split(grad, rows, hidden, table, counts, *operands)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_weights, shapes = rows.new_empty(0), torch_experts.shapes_of((up, down, up_bias, down_bias))
     layer = ExpertsLayer.of(rows, up, up_bias, counts.shape[0], tuple(activation), weighted=weights is not None)

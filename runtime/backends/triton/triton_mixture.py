@@ -96,7 +96,7 @@ def mixture_mlp_backward(
     return places.add_rows(grad_rows), grad_weights, grad_up, grad_down, *grad_biases
 
 
-def mixture_mlp_backward_apart(
+def mixture_mlp_backward_split(
     grad: Tensor,
     x: Tensor,
     hidden: Tensor,
@@ -109,7 +109,7 @@ def mixture_mlp_backward_apart(
     up, down, up_bias, down_bias, *activation, ways = operands
     num_rows, k = positions.numel(), positions.shape[2]
     if not num_rows or too_many(up.shape[0]) or no_fp64(x.device, x.dtype):
-        plain = torch_mixture.mixture_mlp_backward_apart
+        plain = torch_mixture.mixture_mlp_backward_split
         return plain(grad, x, hidden, counts, positions, table, weights, *operands)
     grad, x, hidden, weights, up, down = (t.contiguous() for t in (grad, x, hidden, weights, up, down))
     grad_weights, shapes = torch.empty_like(weights), shapes_of((up, down, up_bias, down_bias))

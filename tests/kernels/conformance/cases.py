@@ -199,7 +199,7 @@ def experts(
     out, *saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation, *parameters)
     bounds = (*parameters, None, None)[:2]
     grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation, *bounds, None)
-    *of_inputs, of_weights = backend.expert_mlp_backward_apart(grad, given, *saved, *rest)
+    *of_inputs, of_weights = backend.expert_mlp_backward_split(grad, given, *saved, *rest)
     return [out, *backend.expert_mlp_backward(grad, given, *saved, *rest), *of_inputs, *of_weights()]
 
 
@@ -210,7 +210,7 @@ def linear(backend: Backend, numbers: Numbers, counts: list[list[int]], bias: bo
     given = rows, of_experts, weight
     out = backend.expert_linear(*given, numbers.normal(*weight.shape[:2]) if bias else None)
     grad = numbers.normal(*out.shape)
-    grad_rows, gradients = backend.expert_linear_backward_apart(grad, *given, bias)
+    grad_rows, gradients = backend.expert_linear_backward_split(grad, *given, bias)
     return [out, *backend.expert_linear_backward(grad, *given, bias), grad_rows, *gradients()]
 
 
@@ -251,7 +251,7 @@ def mixture(
     mixed, counts, saved, positions, table = backend.mixture_mlp(x, choices, weights, *of_experts)
     grad = numbers.normal(*mixed.shape)
     given = (grad, x, saved, counts, positions, table, weights, *of_experts)
-    *of_inputs, of_weights = backend.mixture_mlp_backward_apart(*given)
+    *of_inputs, of_weights = backend.mixture_mlp_backward_split(*given)
     return [mixed, counts, positions, *backend.mixture_mlp_backward(*given), *of_inputs, *of_weights()]
 
 

@@ -50,8 +50,8 @@ RUNS = {kernel: 1 if kernel in ("up", "down") else 2 for kernel in KERNELS}
 MIXES = ("experts with weights and biases, four sources", "mixture with biases, some dropped")
 
 ARGUMENTS = {
-    "expert_mlp": 8, "expert_mlp_backward": 11, "expert_mlp_backward_apart": 11,
-    "mixture_mlp": 8, "mixture_mlp_backward": 12, "mixture_mlp_backward_apart": 12,
+    "expert_mlp": 8, "expert_mlp_backward": 11, "expert_mlp_backward_split": 11,
+    "mixture_mlp": 8, "mixture_mlp_backward": 12, "mixture_mlp_backward_split": 12,
 }  # fmt: skip
 """Of each operator, before the activation's two parameters."""
 

@@ -160,11 +160,11 @@ def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: Mod
     # These get the capacity in force.
     decide_capacity = {"permute_padded", "keep_choices", "keep_first", "keep_best", "reroute"}
     functions = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
-    apart = {
-        f"{name}_backward_apart" for name in ("expert_linear", "expert_mlp", "mixture_mlp")
+    split = {
+        f"{name}_backward_split" for name in ("expert_linear", "expert_mlp", "mixture_mlp")
     }  # give the operators' results in two parts
-    names = functions - apart
-    assert apart < functions
+    names = functions - split
+    assert split < functions
     assert names == {*BACKEND_OPERATORS, *decide_capacity}
     assert len(names) > 20
     for name in names:
