@@ -107,8 +107,8 @@ class WeightQueue:
         torch.autograd.backward(edges, roots)
 
     def drop(self) -> None:
-        """Drops what still waits, at the end of a step: an exception may have ended it. Python's collector does not see
-        the cycles of units and graphs."""
+        """Drops what still waits, at the end of a step: an exception may have ended it, and Python's collector does not
+        see the cycles of units and graphs."""
         for unit in self._units:
             unit.products.clear()
         for container in (self._units, self._products, self._later, self._ended):

@@ -72,7 +72,8 @@ class Place:
 class StagePasses:
     """Runs the passes of a micro-batch. What lasts longer is in `step`, which the stages of a rank share.
 
-    `waiting`: what a micro-batch takes between passes. Those that are `kept` and `queued` are known once a pass ran.
+    `left`: the bytes that a micro-batch keeps after its latest action of each kind; `after`: the buffers, of the stage
+    and of its loss. Both are known once such a pass ran.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class StagePasses:
         self.alive, self.inside_loss = Buffers(step), Buffers()
 
     def run(self, kind: ActionKind, place: Place) -> list[Moment]:
-        """The moments of a pass, and of a loss. A pass continues the micro-batch of the pass before it; where that was
-        of another kind than it needs, the passes of an equal micro-batch run first."""
+        """The moments of a pass, or of a loss. It begins with a copy of the buffers that the pass before it, of an
+        equal micro-batch, has left."""
         if kind == "forward":
             self.alive, self.inside_loss = Buffers(self.step), Buffers()
         else:
@@ -165,7 +166,7 @@ class StagePasses:
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
             self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved_copies}))
-        if self.is_last_stage:  # a micro-batch's logits live until the next one's loss is computed
+        if self.is_last_stage:  # without stages, logits live until the next micro-batch's loss is computed
             self.alive.save(self.result, self.result_bytes, "logits and loss")
         else:
             self._drop_outputs()

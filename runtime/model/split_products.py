@@ -14,7 +14,7 @@ from moec.runtime.weight_queue import current_queue, edges_of
 
 
 def split_products(module: nn.Module) -> None:
-    """Makes the dense products of a layer's graphs such that a queue may put off gradients of weights."""
+    """Replaces the dense products of a layer's graphs by `linear`, whose gradient of weights a queue may put off."""
     for graph_module in module.modules():
         if isinstance(graph_module, fx.GraphModule):
             split_products_of(graph_module.graph)
