@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from moec.grammar.checking.group_gate_rules import ONE_TEXT
 from moec.grammar.checking.marks import elsewhere, marked, refused
-from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, labels_at
+from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError
 from moec.grammar.spec import (
     Activated,
     Base,
@@ -40,7 +40,6 @@ def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each unsupported part of `spec`, once for all layers that share it."""
     every = (*marked(spec, None, set()), *_unsupported_layers(spec), *_unsupported_images(spec))
     every += (*_unsupported_experts(spec), *_unsupported_heads(spec), *_unsupported_devices(spec))
-    every += tuple(_unsupported_pipelines(spec))
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_unsupported_packing(spec)))
 
 
@@ -61,22 +60,6 @@ def _unsupported_devices(spec: Spec) -> Iterator[Diagnostic]:
             "use more ranks, or a higher `zero`",
             numbers=False,
         )
-
-
-def _unsupported_pipelines(spec: Spec) -> Iterator[Diagnostic]:
-    """What needs values of all layers in one place: stages hand on the residual stream and the sum of balance terms."""
-    pp, span = spec.parallel.pp, spec.parallel.span("pp")
-    if not (spec.has_model and isinstance(pp, int) and pp > 1):
-        return
-    whole: list[tuple[Node, str, str]] = []
-    if spec.train is not None and spec.train.replay:
-        whole.append((spec.train, "replay", "`replay`"))
-    pooled = (moe.pooled for moe in spec.subject.mixtures if moe is not None)
-    terms = {id(term): term for term in pooled if term is not None}
-    whole += [(term, "over", "a balance term with `over = model`") for term in terms.values()]
-    for node, word, what in whole:
-        labels = labels_at((node.span(word), "it needs the choices of all layers"))
-        yield refused(span, f"`pp = {pp}` with {what}", "leave `pp` out", numbers=False, labels=labels)
 
 
 def _unsupported_images(spec: Spec) -> Iterator[Diagnostic]:

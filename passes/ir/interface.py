@@ -15,7 +15,7 @@ from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
-from moec.passes.ir.roles import ROLES, WIDTH, Role
+from moec.passes.ir.roles import GROUPS, ROLES, WIDTH, Role
 from moec.passes.ir.state_rules import require_updates, update_blocks
 from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
@@ -161,8 +161,9 @@ def _has_type_of(value: Value, role: Role) -> bool:
 def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
     if len(value.shape) != len(shape):
         return False
+    fits = {WIDTH: lambda dim: isinstance(dim, int), GROUPS: lambda dim: dim in ("batch", "data_ranks", 1)}
     pairs = zip(value.shape, shape, strict=True)
-    return all(isinstance(dim, int) if expected == WIDTH else dim == expected for dim, expected in pairs)
+    return all(fits[expected](dim) if expected in fits else dim == expected for dim, expected in pairs)
 
 
 def _require_stages(stages: Sequence[Block]) -> None:
@@ -186,19 +187,25 @@ def _require_stages(stages: Sequence[Block]) -> None:
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
     for forward in stages:
         _, *other_outputs = forward.outputs
-        allowed_roles = ("balance", "routes") if forward is last else ("balance",)
+        allowed_roles = (*(("balance",) if forward is last else HANDED_ON[1:]), "routes")
         fits = all(output.role in (allowed_roles if output.layer is None else COUNTS) for output in other_outputs)
-        complaint = f"{forward.name} gives more than its result, balance, routes and layers' counts"
+        complaint = f"{forward.name} gives more than its result, balance terms, routes and layers' counts"
         _require(fits and forward.outputs[0].layer is None, complaint)
-    routes_in, routes_out = first.input("routes"), last.output("routes")
-    shapes = [None if value is None else value.shape for value in (routes_in, routes_out)]
-    _require(shapes[0] == shapes[1], "forward does not give routes as it takes them")
+    _require_routes(first.input("routes"), [routes for stage in stages if (routes := stage.output("routes"))])
     for stage, successor in pairwise(stages):
         _require_handed_to_next(stage, successor, first)
 
 
-HANDED_ON: tuple[Role, ...] = ("residual", "balance")
-"""The outputs of a stage that the next stage takes. Each stage computes positions and segments from the batch."""
+def _require_routes(taken: Value | None, given: Sequence[Value]) -> None:
+    """Requires that stages give the routes of as many mixtures, one after the other, as `forward` takes."""
+    mixtures = sum(number for routes in given if isinstance(number := routes.shape[2], int))
+    shapes = {(*routes.shape[:2], mixtures, routes.shape[3]) for routes in given}
+    _require(shapes == ({taken.shape} if taken else set()), "forward does not give routes as it takes them")
+
+
+HANDED_ON: tuple[Role, ...] = ("residual", "balance", "probabilities", "choice_counts")
+"""The outputs of a stage that the next stage takes: the last two are sums over layers, for a balance term over all of
+them. Each stage computes positions and segments from the batch."""
 
 
 def _require_handed_to_next(stage: Block, successor: Block, first: Block) -> None:

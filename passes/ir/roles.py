@@ -29,6 +29,7 @@ Role = Literal[
     "balance",
     "probabilities",
     "counted",
+    "choice_counts",
     "valid",
     "num_tokens",
     "loss",
@@ -49,6 +50,10 @@ FREE_ROUTE = -2
 
 WIDTH = -1
 """In the shape of a role: a dim of any constant size."""
+
+
+GROUPS = "groups"
+"""In the shape of a role: a dim of one place for each routing group, `batch`, `data_ranks` or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +144,17 @@ ROLES: Mapping[Role, RoleSpec] = {
     ),
     "balance": RoleSpec("the weighted balance terms, a sum over tokens", (), _FLOATING, "partial"),
     "probabilities": RoleSpec(
-        "the probabilities of experts for each token of one layer, [batch, sequence, experts]",
+        "the probabilities of experts for each token, of one layer or added up, [batch, sequence, experts]",
         ("batch", "sequence", WIDTH),
         _FLOATING,
     ),
     "counted": RoleSpec(
         "the experts that a balance term over all layers counts for each token of one, [batch, sequence, k]",
         ("batch", "sequence", WIDTH),
+    ),
+    "choice_counts": RoleSpec(
+        "how many choices of each routing group a balance term over all layers counts so far, [groups, experts]",
+        (GROUPS, WIDTH),
     ),
     "valid": RoleSpec("the number of labels that are not ignored, on all ranks", (), lies="replicated"),
     "num_tokens": RoleSpec("the number of tokens on all ranks, padding left out", (), lies="replicated"),

@@ -17,12 +17,13 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.custom_functions import require_with_cause
 from moec.runtime.job.custom_loss import custom_loss_of_stage
 from moec.runtime.job.passes import ALL_FROZEN
-from moec.runtime.job.stage_messages import Place, StageMessages, Values
 from moec.runtime.job.step_agreement import StepAgreement
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import parameters_by_name
+from moec.runtime.model.stage_messages import StageBatch, StageMessages, Values
 from moec.runtime.model.stage_pass import MicroBatch, stage_pass
+from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import PIPELINE, TIED
 from moec.runtime.ranks.watch import collective
@@ -50,10 +51,13 @@ class StagePasses:
         parts = [*step.parts()]
         self._inputs = [inputs for *_, inputs in parts]
         numbered = accumulate((tokens.shape[0] for tokens, *_ in parts), initial=0)
-        self._batches = [MicroBatch(*part[:3], before) for part, before in zip(parts, numbered, strict=False)]
+        self._batches = [
+            MicroBatch(tokens, labels, extra, self._numbers(tokens, before))
+            for (tokens, labels, extra, _), before in zip(parts, numbered, strict=False)
+        ]
         self._last = len(model.program.stages) - 1
         self._messages = StageMessages(job.plan, job.rank, job.number, step.tokens.device)
-        self._received, self._outputs = dict[Place, Values](), dict[Place, Values]()
+        self._received, self._outputs = dict[StageBatch, Values](), dict[StageBatch, Values]()
         self._losses = dict[int, Tensor]()
         self._queues = {(a.stage, a.microbatch): WeightQueue() for a in order if a.kind == "weights"}
         """Of the passes whose backward is in two parts."""
@@ -84,7 +88,7 @@ class StagePasses:
             case "loss":
                 self._loss(action.microbatch, batch)
             case "receive_gradients":
-                self._messages.receive_gradients(place, batch.tokens)
+                self._messages.receive(place, batch.tokens, gradients=True)
             case "backward":
                 self._backward(place)
             case "inputs":
@@ -93,14 +97,24 @@ class StagePasses:
                 self._queues[place].to_weights()
             case "send_gradients":
                 received = self._received.pop(place)
-                gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in received.items()}
-                self._messages.send_gradients(place, gradients)
+                differentiable = {role: value for role, value in received.items() if value.requires_grad}
+                gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in differentiable.items()}
+                self._messages.send(place, gradients, gradients=True)
             case _:
                 raise AssertionError(action)
 
-    def _forward(self, place: Place, batch: MicroBatch) -> None:
+    def _numbers(self, tokens: Tensor, before: int) -> Tensor | None:
+        """The numbers of a micro-batch's sequences, of which `before` come before it on this rank."""
+        if not self._model.draws:
+            return None
+        in_step, rank = self._step.tokens.shape[0], self._model._home.data_rank
+        return sequence_numbers(rank, in_step, tokens.shape[0], numbered=before, device=tokens.device)
+
+    def _forward(self, place: StageBatch, batch: MicroBatch) -> None:
         stage, _ = place
-        received = {r: x.requires_grad_() for r, x in self._messages.received(place).items()} if stage else {}
+        received = self._messages.received(place) if stage else {}
+        for value in received.values():
+            value.requires_grad_(value.is_floating_point())
         queue = self._queues.get(place)
         with nullcontext() if queue is None else queue.forward():
             result = stage_pass(self._model, stage, batch, received, reads_values=self._reads_values)
@@ -123,7 +137,7 @@ class StagePasses:
             loss = loss if balance is None or not model.training else loss + balance
         self._losses[microbatch] = loss
 
-    def _backward(self, place: Place, run: Callable[..., None] = torch.autograd.backward) -> None:
+    def _backward(self, place: StageBatch, run: Callable[..., None] = torch.autograd.backward) -> None:
         stage, microbatch = place
         if stage == self._last:
             loss = self._losses.pop(microbatch)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moec.runtime.errors import JobError
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
@@ -25,3 +27,22 @@ class ModelOutput:
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
     routes: Tensor | None = None
+
+
+class OutputWithoutLogits(ModelOutput):
+    """The result on a rank of a pipeline whose last stage, `place`, is on other ranks."""
+
+    __slots__ = ("_place",)
+    _place: str
+
+    def __init__(self, place: str, loss: Tensor, aux_loss: Tensor | None, routes: Tensor | None) -> None:
+        for name, value in {"_place": place, "loss": loss, "aux_loss": aux_loss, "routes": routes}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def logits(self) -> Tensor:
+        """Raises `JobError`."""
+        raise JobError("MOE0711", f"the logits are in {self._place}", "read `.loss`, which every rank has")
+
+    def __repr__(self) -> str:
+        return f"<loss {self.loss}, aux_loss {self.aux_loss}, logits in {self._place}>"

@@ -38,6 +38,7 @@ from moec.runtime.model.origin import ModuleOrigin
 from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
 from moec.runtime.model.split_products import split_products
+from moec.runtime.model.stage_evaluation import evaluate, require_evaluation
 from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, place_of_part, require_whole, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
@@ -138,17 +139,22 @@ class PlanModule(StepModule):
         router logits that are NaN or infinite at the end of the pass, before any gradient.
         """
         self._home.require_running()
-        require_whole(self.program, "a forward pass")
+        in_stages = len(self.program.stages) > 1
+        if in_stages:
+            require_evaluation(self, labels)
         look_at(PassBegins(self, device_of(tokens).type))
         extra = ExtraInputs(routes, segments, padding)
         reads_values = require_batch(self, tokens, labels, extra)
+        if in_stages:
+            assert labels is not None
+            return evaluate(self, tokens, labels, extra, reads_values=reads_values)
         if in_backward():
             ended_block = self.has_accumulated and self._counts.labels is None
             look_at(ModelRecomputed(self.draws and self.training, ended_block))
         self.num_tokens = self.counters.real_tokens(tokens, extra)
         inputs: dict[Role, Tensor] = {self.input_role: tokens, **self.takes.inputs(extra, tokens)}
-        if self.draws:
-            inputs["sequences"] = self._number_sequences(tokens, labels)
+        if (sequences := self.sequence_numbers(tokens, labels)) is not None:
+            inputs["sequences"] = sequences
         with unscored.noting() as unscored_masks:
             results = self.tops[0].run(self, inputs)
         if self.training and self._counts.sequences is None:
@@ -243,11 +249,13 @@ class PlanModule(StepModule):
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
-    def _number_sequences(self, tokens: Tensor, labels: Tensor | None) -> Tensor:
+    def sequence_numbers(self, tokens: Tensor, labels: Tensor | None) -> Tensor | None:
         """The number of each sequence in the global batch of the step: int64 `[batch]`, the same for every sharding.
 
-        Raises `JobError` if the step has fewer sequences.
+        None for a model that draws nothing. Raises `JobError` if the step has fewer sequences.
         """
+        if not self.draws:
+            return None
         return self._counts.number_sequences(tokens, self._home.data_rank, advance=self._is_training_step(labels))
 
     def set(self, **settings: int) -> None:
@@ -265,6 +273,11 @@ class PlanModule(StepModule):
                 self.run = self.run.branch()
             self._home.count_from(settings[STEP.name])
         self.settings.update(settings)
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether it has balance terms."""
+        return "aux_loss" in self._scalars
 
     @property
     def spec(self) -> Spec:

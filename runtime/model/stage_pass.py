@@ -15,7 +15,6 @@ from moec.runtime.errors import JobError
 from moec.runtime.guards.every_guard import first_complaint
 from moec.runtime.guards.guard import PassEnds
 from moec.runtime.inputs.extra_inputs import ExtraInputs
-from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.refused_derivatives import unwrapped
 
@@ -57,38 +56,36 @@ def require_whole(program: Program, call: str, help: str = "`job.step` trains it
 
 
 class MicroBatch(NamedTuple):
-    """A part of this rank's sequences in a step, of which `numbered` come before it."""
+    """A part of this rank's sequences; `sequences`: their numbers in the global batch, int64 `[batch]`, if the model
+    draws."""
 
     tokens: Tensor
     labels: Tensor
     extra: ExtraInputs
-    numbered: int
+    sequences: Tensor | None
 
 
 class StageResult(NamedTuple):
-    """What a stage hands on, by role; of the last stage its logits and balance terms. `complaint`: about its router
-    logits."""
+    """What a stage hands on, by role; of the last stage its logits and balance terms. `routes`: those of its mixtures,
+    of a model that takes them. `complaint`: about its router logits."""
 
     outputs: Mapping[Role, Tensor]
+    routes: Tensor | None
     complaint: Complaint | None
 
 
 def stage_pass(
     model: PlanModule, stage: int, batch: MicroBatch, received: Mapping[Role, Tensor], *, reads_values: bool
 ) -> StageResult:
-    """Runs a stage in a training step; `received` is what the stage before it has handed on.
+    """Runs a stage; `received` is what the stage before it has handed on.
 
-    A complaint makes the outputs NaN, as the loss then is on every rank; it is told at the end of the step.
+    A complaint makes the outputs NaN, as the loss then is on every rank; it is told at the end.
     """
     tokens, extra = batch.tokens, batch.extra
     inputs: dict[Role, Tensor] = {**model.takes.inputs(extra, tokens), **received}
     inputs[model.input_role] = tokens
-    if model.draws:
-        in_step = model._counts.sequences
-        assert in_step is not None, "only a step runs stages"
-        inputs["sequences"] = sequence_numbers(
-            model._home.data_rank, in_step, tokens.shape[0], numbered=batch.numbered, device=tokens.device
-        )
+    if batch.sequences is not None:
+        inputs["sequences"] = batch.sequences
     model.num_tokens = model.counters.real_tokens(tokens, extra)
     top = model.tops[stage]
     with unscored.noting() as masks:
@@ -104,8 +101,8 @@ def stage_pass(
     roles: tuple[Role, ...] = (*HANDED_ON, "logits")
     outputs = {role: results[role, None, None] for role in roles if (role, None, None) in results}
     if complaint is not None:
-        outputs = {role: value * torch.nan for role, value in outputs.items()}
-    return StageResult(outputs, complaint)
+        outputs = {role: x * torch.nan if x.is_floating_point() else x for role, x in outputs.items()}
+    return StageResult(outputs, results.get(("routes", None, None)), complaint)
 
 
 def counts_by_layer(results: Mapping[OutputKey, Any]) -> list[dict[int, Tensor]]:

@@ -105,6 +105,11 @@ class RunningJob:
         self._stack.__exit__(kind, error, trace)
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """The numbers of this rank's pipeline stages in `plan.program.stages`; (0,) without a pipeline."""
+        return self.plan.stages_of(self.rank)
+
+    @property
     def is_running(self) -> bool:
         """Whether its groups are open."""
         return groups.is_open(self.number)

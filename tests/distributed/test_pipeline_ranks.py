@@ -209,6 +209,52 @@ def test_a_loss_of_the_script_is_computed_by_the_last_stage(gloo: GlooPool):
         assert found == [pytest.approx(pair, rel=LOSSES) for pair in expected]
 
 
+def evaluated(plan: Plan) -> tuple[list[float], list[float], Tensor, dict[int, list[int]], str]:
+    """Losses and balance terms of evaluations before and after a step that replays their routes, the last routes,
+    loads, and what is said of logits."""
+    losses, terms, logits = list[float](), list[float](), ""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
+        labels = labels.masked_fill(tokens < 8, -100)
+        for _ in range(2):
+            with torch.no_grad():
+                output = model.eval()(tokens, labels)
+            assert output.aux_loss is not None
+            assert output.routes is not None
+            losses.append(output.loss.item())
+            terms.append(output.aux_loss.item())
+            loads = {layer: load.tolist() for layer, load in job.expert_loads(model).items()}
+            job.step(model.train(), tokens, labels, routes=output.routes.flip(-1))
+            optimizer.step()
+        try:
+            assert output.logits.shape[:2] == tokens.shape
+        except DiagnosticError as error:
+            logits = str(error)
+        every = [torch.empty_like(output.routes) for _ in range(job.world_size)]
+        torch.distributed.all_gather(every, output.routes)
+        return losses, terms, torch.cat(every[: job.data_size]), loads, logits
+
+
+def test_a_pipeline_evaluates_and_replays_as_the_unsharded_model(gloo: GlooPool):
+    options = {
+        "gate": "topk(2, jitter = 0.1)", "balance": "[switch_loss(0.1, over = model)]",
+        "optimizer": "adamw(lr = 3e-3); replay = true",
+    }  # fmt: skip
+    whole = moe_spec(**{**MODEL, **options}, microbatches=4, ranks=1, ep=1)
+    (losses, terms, routes, loads, _), *_ = gloo.run(1, evaluated, moec.compile(whole))
+    spec = moe_spec(**{**MODEL, **options}, microbatches=4, ranks=2, ep=2, zero=3)
+    results = gloo.run(4, evaluated, staged_plan(spec, virtual=2, schedule="zero_bubble_v", last_layers=(0, 2, 4, 5)))
+    for rank, result in enumerate(results):
+        assert result[0] == pytest.approx(losses, abs=LOSSES)
+        assert result[1] == pytest.approx(terms, abs=LOSSES)
+        assert torch.equal(result[2], routes)
+        assert result[3] == loads
+        assert result[4] if rank > 1 else not result[4]
+    assert "stage 3, on ranks 0 to 1" in results[3][4]
+
+
 def refusals(plan: Plan) -> dict[str, str]:
     """What calls that need the whole model say, and steps that cannot be taken."""
     with moec.launch(plan, device="cpu") as job:
@@ -221,6 +267,9 @@ def refusals(plan: Plan) -> dict[str, str]:
         other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: model(tokens),
+            "logits": lambda: torch.no_grad()(model.eval())(tokens),
+            "eval with gradients": lambda: model.eval()(tokens, labels),
+            "eval of another batch": lambda: torch.no_grad()(model.eval())(tokens + (job.rank % 2), labels),
             "five": lambda: job.step(model, tokens, labels, microbatches=5),
             "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
             "accumulate": lambda: job.accumulate(model, labels).__enter__(),
@@ -236,6 +285,7 @@ def refusals(plan: Plan) -> dict[str, str]:
             with pytest.raises(DiagnosticError) as refused:
                 call()
             said[name] = str(refused.value)
+            model.train()
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
         if job.rank == 0:
@@ -273,7 +323,8 @@ def refusals(plan: Plan) -> dict[str, str]:
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
     plan = pipeline({"ranks": 1, "ep": 1}, {"schedule": "zero_bubble"})
     words = {
-        "forward": "MOE0711", "five": "takes no 5 micro-batches",
+        "forward": "in training mode", "logits": "without labels", "eval with gradients": "with gradients",
+        "eval of another batch": "MOE0702", "five": "takes no 5 micro-batches",
         "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from property.random_specs import specs
 from support.staged_plans import staged_plan
 
 from moec.codegen.plan import Plan
+from moec.grammar.spec import Spec
 from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.place.pipeline_tables import TABLES
 
@@ -23,10 +25,17 @@ PIPELINES = [
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, max_ranks: int = 8, words: Collection[str] = TABLES) -> Plan:
-    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks."""
+def pipelines(
+    draw: st.DrawFn,
+    max_ranks: int = 8,
+    words: Collection[str] = TABLES,
+    change: Callable[[Spec], Spec] = lambda spec: spec,
+    **options: Any,
+) -> Plan:
+    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks. `options`: those of `specs`."""
     word, pipeline = draw(st.sampled_from([(word, pipeline) for word, pipeline in PIPELINES if word in words]))
     stages = pipeline.ranks * pipeline.virtual
-    spec = draw(specs(max_ranks=max_ranks, parts=(pipeline.microbatches,), depths=(stages, stages + 1, stages + 3)))
+    depths = stages, stages + 1, stages + 3
+    spec = draw(specs(max_ranks=max_ranks, parts=(pipeline.microbatches,), depths=depths, **options))
     assume(spec.model.depth >= stages)  # layers with degrees of their own may be fewer
-    return staged_plan(spec, pipeline.ranks, pipeline.virtual, word)
+    return staged_plan(change(spec), pipeline.ranks, pipeline.virtual, word)

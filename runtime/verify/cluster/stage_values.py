@@ -10,12 +10,11 @@ from torch import Tensor
 from moec.passes.ir import OutputKey, Role
 from moec.passes.ir.interface import COUNTS, HANDED_ON, forwards, result_role, taken_role
 from moec.passes.ir.ops import Call
+from moec.runtime.model.stage_messages import StageBatch
 from moec.runtime.model.step_counts import sequence_numbers
 from moec.runtime.verify.cluster.lockstep import Lockstep
 from moec.runtime.verify.cluster.recorded import PerRank, StepError
 
-Place = tuple[int, int]
-"""A stage and a micro-batch."""
 Sent = dict[Role, PerRank]
 """Values that one stage sends to another for a micro-batch, on every rank, or their gradients."""
 Loads = Mapping[int, Tensor]
@@ -50,12 +49,12 @@ class StageValues:
         self._stages = [block.name for block in forwards(self._graphs.program)]
         self._outputs: list[dict[int, dict[OutputKey, PerRank]]] = [{} for _ in self._stages]
         """For each stage, the outputs of its `forward` for each micro-batch."""
-        self._received: dict[Place, Sent] = {}
-        self.sent: dict[Place, Sent] = {}
+        self._received: dict[StageBatch, Sent] = {}
+        self.sent: dict[StageBatch, Sent] = {}
         """The values that a stage has sent for a micro-batch, until the next stage receives them."""
-        self.sent_back: dict[Place, Sent] = {}
+        self.sent_back: dict[StageBatch, Sent] = {}
         """The gradients of what a stage has sent, until it receives them."""
-        self._gradients: dict[Place, Sent] = {}
+        self._gradients: dict[StageBatch, Sent] = {}
         self._divisors: dict[str, PerRank] = {}
         self.losses: dict[str, PerRank] = {}
         """The terms of the loss so far on every rank, by the name of their graph."""
@@ -78,7 +77,7 @@ class StageValues:
         }
 
     def send(self, stage: int, microbatch: int) -> None:
-        """Sends the residual stream and the balance terms so far to the next stage."""
+        """Sends to the next stage what it takes."""
         outputs = self._outputs[stage][microbatch]
         keys: list[tuple[Role, OutputKey]] = [(role, (role, None, None)) for role in HANDED_ON]
         self.sent[stage, microbatch] = {role: outputs[key] for role, key in keys if key in outputs}
@@ -91,8 +90,9 @@ class StageValues:
             leaf.grad = None  # the gradients of weights, which may come later, are not to be added to what was sent
 
     def received_leaves(self, stage: int, microbatch: int) -> list[Tensor]:
-        """What a stage has received on all ranks, until it sends the gradients back."""
-        return [leaf for leaves in self._received.get((stage, microbatch), {}).values() for leaf in leaves]
+        """What a stage has received on all ranks and differentiates, until it sends the gradients back."""
+        received = self._received.get((stage, microbatch), {})
+        return [leaf for leaves in received.values() for leaf in leaves if leaf.requires_grad]
 
     def receive_gradients(self, stage: int, microbatch: int) -> None:
         """Receives the gradients of what the stage has sent."""
@@ -160,13 +160,15 @@ class StageValues:
     @property
     def result(self) -> PerRank:
         """Logits or y of all micro-batches on every rank."""
-        return self._joined((self._result, None, None))
+        return self._joined(self._outputs[-1], self._result)
 
     @property
     def routes(self) -> PerRank | None:
-        """The routes of each rank's tokens; None of a model that gives none."""
-        key: OutputKey = ("routes", None, None)
-        return self._joined(key) if key in self._outputs[-1][0] else None
+        """The routes of each rank's tokens; None of a model that gives none, and of a step that has not ended."""
+        if len({len(outputs) for outputs in self._outputs}) > 1:
+            return None
+        joined = [self._joined(of, "routes") for of in self._outputs if ("routes", None, None) in of[0]]
+        return [torch.cat(parts, 2) for parts in zip(*joined, strict=True)] or None
 
     @property
     def counts(self) -> dict[Role, dict[int, PerRank]]:
@@ -197,8 +199,9 @@ class StageValues:
                 named = zip(graph.results, values, strict=True)
                 self.new_states.update({f"layers.{call.layer}.{output.state}": value for output, value in named})
 
-    def _joined(self, key: OutputKey) -> PerRank:
-        parts = [outputs[key] for outputs in self._outputs[-1].values()]
+    def _joined(self, of_stage: Mapping[int, Mapping[OutputKey, PerRank]], role: Role) -> PerRank:
+        """An output of a stage for all micro-batches, on every rank."""
+        parts = [outputs[role, None, None] for outputs in of_stage.values()]
         return parts[0] if len(parts) == 1 else [torch.cat(rank_parts) for rank_parts in zip(*parts, strict=True)]
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:

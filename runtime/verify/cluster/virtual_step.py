@@ -21,8 +21,9 @@ from moec.passes.place.schedule import (
     is_sent,
     is_summed,
 )
+from moec.runtime.model.stage_messages import StageBatch
 from moec.runtime.verify.cluster.recorded import FAILURES, BackwardError, PerRank
-from moec.runtime.verify.cluster.stage_values import Place, StageValues
+from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights, named_parameters
 
 
@@ -40,7 +41,7 @@ class VirtualStep:
         self._new: dict[tuple[int, str], list[Tensor]] = {}
         """Gradients of a stage's backward pass that are neither collected nor summed yet."""
         self._collected: dict[tuple[int, str], list[Tensor]] = {}
-        self._started: dict[Place, tuple[list[Tensor], list[Tensor]]] = {}
+        self._started: dict[StageBatch, tuple[list[Tensor], list[Tensor]]] = {}
         """The outputs, with their gradients, from which a backward pass starts whose gradients of weights wait."""
         self._events: Iterator[Event] = iter(())
         self._entered: set[str] = set()

@@ -26,6 +26,10 @@ MODELS = {
     "padding, two balance terms": {
         "model": "embedding = tokens(padding = 0)", "balance": "[switch_loss(0.1), z_loss(0.01)]"
     },
+    "replay, a term over all layers": {
+        "cp": 2, "microbatches": 2, "optimizer": "sgd(lr = 0.1); replay = true",
+        "balance": "[switch_loss(0.1, over = model), z_loss(0.01)]",
+    },
     "recomputed, without balance": {"recompute": "layer", "balance": "[]"},
 }  # fmt: skip
 

@@ -178,25 +178,6 @@ def test_the_word_for_the_best_schedule_is_refused() -> None:
     assert (found.code, "`schedule = auto`" in found.message) == ("MOE0202", True)
 
 
-@each_row(
-    ("old", "new", "label"),
-    [
-        ("sequence = 8", "sequence = 8; replay = true", "true"),
-        ("topk(2)", "topk(2); balance = [switch_loss(0.1, over = model)]", "model"),
-    ],
-)
-def test_what_needs_all_layers_in_one_place_is_refused_with_both_places(old: str, new: str, label: str) -> None:
-    file = text("pp = 2").replace(old, new)
-    (found,) = errors(file)
-    assert found.code == "MOE0202"
-    assert found.span
-    assert (file[found.span.start : found.span.end], [file[at.span.start : at.span.end] for at in found.labels]) == (
-        "2",
-        [label],
-    )
-    assert errors(file.replace("pp = 2", "")) == []
-
-
 # ---- the gate `topology` -------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from moec.runtime.ranks.groups import PIPELINE
 from moec.runtime.ranks.verdict import MESSAGE
 from moec.runtime.ranks.watch import collective
 
-Place = tuple[int, int]
+StageBatch = tuple[int, int]
 """A stage and a micro-batch."""
 Values = dict[Role, Tensor]
 
@@ -56,29 +56,53 @@ class StageMessages:
             {value.role: value for value in forward.inputs if value.role in HANDED_ON}
             for forward in forwards(plan.program)
         ]
-        self._arriving: dict[tuple[Place, bool], _Arriving] = {}
+        self._arriving: dict[tuple[StageBatch, bool], _Arriving] = {}
         self._sent = deque[_Sent]()
         """Sends that may still run, the oldest first."""
-        self._at_hand: dict[tuple[Place, bool], Values] = {}
+        self._at_hand: dict[tuple[StageBatch, bool], Values] = {}
         """What a stage has sent to another one of this rank."""
 
-    def receive(self, place: Place, tokens: Tensor) -> None:
-        """Begins to receive what the stage before this one hands on for the micro-batch with these tokens."""
-        self._begin_receiving(place, place[0] - 1, tokens, gradients=False)
+    def receive(self, place: StageBatch, tokens: Tensor, *, gradients: bool = False) -> None:
+        """Begins to receive what the stage before `place` hands on to it, or the gradients of what `place` has sent.
 
-    def receive_gradients(self, place: Place, tokens: Tensor) -> None:
-        """Begins to receive the gradients of what this stage has sent."""
-        self._begin_receiving(place, place[0] + 1, tokens, gradients=True)
+        `tokens` are those of its micro-batch.
+        """
+        if (place, gradients) in self._at_hand:
+            return
+        stage, _ = place
+        sender, boundary = (stage + 1, stage + 1) if gradients else (stage - 1, stage)
+        values = {
+            role: torch.empty(self._shape(role, tokens), dtype=DTYPES[str(value.dtype)], device=self._device)
+            for role, value in self._inputs[boundary].items()
+            if role is not None and not (gradients and value.dtype == "int64")
+        }
+        site, works, ranks = _site(place, gradients=gradients), [], self._ranks(sender, stage)
+        with collective(MESSAGE, self._group, site, begins=False, ranks=ranks) as peers:
+            for index, value in enumerate(values.values()):
+                tag = _tag(place, index, gradients=gradients)
+                works.append(dist.irecv(value, group=peers, group_src=self._rank_of[sender], tag=tag))
+        self._arriving[place, gradients] = _Arriving(values, [work for work in works if work is not None], ranks)
 
-    def send(self, place: Place, values: Mapping[Role, Tensor]) -> None:
-        """Sends what a stage hands on to the next one."""
-        self._send((place[0] + 1, place[1]), place[0] + 1, values, gradients=False)
+    def send(self, place: StageBatch, values: Mapping[Role, Tensor], *, gradients: bool = False) -> None:
+        """Sends what `place` hands on to the next stage, or the gradients of what it has received to the one before."""
+        stage, microbatch = place
+        receiver = stage - 1 if gradients else stage + 1
+        there = receiver, microbatch
+        if self._rank_of[receiver] == self._rank_of[stage]:
+            self._at_hand[there, gradients] = {role: value.detach() for role, value in values.items()}
+            return
+        while len(self._sent) >= IN_FLIGHT:  # nobody waits for ever: orders that could make ranks do so are refused
+            self._wait_for_oldest()
+        site, ranks = _site(there, gradients=gradients), self._ranks(stage, receiver)
+        with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
+            for index, value in enumerate(values.values()):
+                sent = value.detach().contiguous()
+                tag = _tag(there, index, gradients=gradients)
+                work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
+                if work is not None:
+                    self._sent.append(_Sent(work, sent, site, ranks))
 
-    def send_gradients(self, place: Place, gradients: Mapping[Role, Tensor]) -> None:
-        """Sends the gradients of what a stage has received to the stage before it."""
-        self._send((place[0] - 1, place[1]), place[0] - 1, gradients, gradients=True)
-
-    def received(self, place: Place, *, gradients: bool = False) -> Values:
+    def received(self, place: StageBatch, *, gradients: bool = False) -> Values:
         """What the other stage has sent; waits for it."""
         if (values := self._at_hand.pop((place, gradients), None)) is not None:
             return values
@@ -98,39 +122,6 @@ class StageMessages:
         with collective(MESSAGE, self._group, sent.site, begins=False, ranks=sent.ranks):
             sent.work.wait()
 
-    def _begin_receiving(self, place: Place, sender: int, tokens: Tensor, *, gradients: bool) -> None:
-        if (place, gradients) in self._at_hand:
-            return
-        boundary = self._inputs[place[0] + 1 if gradients else place[0]]
-        values = {
-            role: torch.empty(self._shape(role, tokens), dtype=DTYPES[str(value.dtype)], device=self._device)
-            for role, value in boundary.items()
-            if role is not None
-        }
-        site, works, ranks = _site(place, gradients=gradients), [], self._ranks(sender, place[0])
-        with collective(MESSAGE, self._group, site, begins=False, ranks=ranks) as peers:
-            for index, value in enumerate(values.values()):
-                tag = _tag(place, index, gradients=gradients)
-                works.append(dist.irecv(value, group=peers, group_src=self._rank_of[sender], tag=tag))
-        self._arriving[place, gradients] = _Arriving(values, [work for work in works if work is not None], ranks)
-
-    def _send(self, place: Place, receiver: int, values: Mapping[Role, Tensor], *, gradients: bool) -> None:
-        """`place`: that of the receiver."""
-        sender = receiver + 1 if gradients else receiver - 1
-        if self._rank_of[receiver] == self._rank_of[sender]:
-            self._at_hand[place, gradients] = {role: value.detach() for role, value in values.items()}
-            return
-        while len(self._sent) >= IN_FLIGHT:  # nobody waits for ever: orders that could make ranks do so are refused
-            self._wait_for_oldest()
-        site, ranks = _site(place, gradients=gradients), self._ranks(sender, receiver)
-        with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
-            for index, value in enumerate(values.values()):
-                sent = value.detach().contiguous()
-                tag = _tag(place, index, gradients=gradients)
-                work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
-                if work is not None:
-                    self._sent.append(_Sent(work, sent, site, ranks))
-
     def _ranks(self, sender: int, receiver: int) -> tuple[int, ...]:
         """The ranks in the job of two stages of this pipeline."""
         stage_size, place = self._plan.stage_size, self._rank % self._plan.stage_size
@@ -140,7 +131,7 @@ class StageMessages:
         """The shape of a value between two stages on this rank."""
         value = next(inputs[role] for inputs in self._inputs if role in inputs)
         length = self._plan.spec.model.length  # of images: the number of patches, not a size of `tokens`
-        sizes = {"batch": tokens.shape[0], "sequence": length or tokens.shape[-1]}
+        sizes = {"batch": tokens.shape[0], "sequence": length or tokens.shape[-1], "data_ranks": self._plan.data_size}
         layout, dense = value.layout or REPLICATED, self._plan.meshes["dense"]
         shape = []
         for dim, size in enumerate(value.shape):
@@ -150,12 +141,12 @@ class StageMessages:
         return shape
 
 
-def _site(place: Place, *, gradients: bool) -> str:
+def _site(place: StageBatch, *, gradients: bool) -> str:
     values = "gradients" if gradients else "values"
     return f"{values} for stage {place[0]}, micro-batch {place[1]}"
 
 
-def _tag(place: Place, index: int, *, gradients: bool) -> int:
+def _tag(place: StageBatch, index: int, *, gradients: bool) -> int:
     """A number that no other tensor of the step has in this direction."""
     stage, microbatch = place
     return 2 * len(HANDED_ON) * (microbatch * MAX_STAGES + stage) + len(HANDED_ON) * gradients + index
