@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 from property.random_specs import specs
+from support.session import extent
 from support.staged_plans import staged_plan
 
 from moec.codegen.plan import Plan
@@ -23,6 +24,9 @@ PIPELINES = [
     if takes(word, Pipeline(ranks, virtual, microbatches))
 ]
 
+PASSES = 24
+"""The most passes of ranks over micro-batches, of a pipeline in `make test` whose stages have several ranks."""
+
 
 @st.composite
 def pipelines(
@@ -32,9 +36,15 @@ def pipelines(
     change: Callable[[Spec], Spec] = lambda spec: spec,
     **options: Any,
 ) -> Plan:
-    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks. `options`: those of `specs`."""
+    """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks. `options`: those of `specs`.
+
+    A stage has fewer ranks where it has many micro-batches and stages, unless `everything` is asked for: `make test`
+    has time for many small pipelines, or for few large ones.
+    """
     word, pipeline = draw(st.sampled_from([(word, pipeline) for word, pipeline in PIPELINES if word in words]))
     stages = pipeline.ranks * pipeline.virtual
+    if not extent.everything:
+        max_ranks = max(1, min(max_ranks, PASSES // (stages * pipeline.microbatches)))
     depths = stages, stages + 1, stages + 3
     spec = draw(specs(max_ranks=max_ranks, parts=(pipeline.microbatches,), depths=depths, **options))
     assume(spec.model.depth >= stages)  # layers with degrees of their own may be fewer

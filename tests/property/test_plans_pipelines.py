@@ -17,7 +17,7 @@ UNPACKED = ["", "embedding = tokens(padding = 0)", "embedding = tokens(padding =
 OVER_MODEL = ["[switch_loss(0.1, over = model)]", "[switch_loss(0.1, over = model), z_loss(0.01)]", "[]"]
 
 
-@examples(12, 1000)
+@examples(60, 1000)
 @given(pipelines())
 def test_every_pipeline_equals_the_unsharded_model(plan: Plan):
     program = parse_program(print_program(plan.program))

@@ -41,10 +41,9 @@ CASES: dict[str, Case] = {
 
 TILES = tiles_for("fp32", 100, 4, WIDTHS, True, "hopper")
 ALL = Ways(*("grouped_mm" for _ in KERNELS))
-MIXED = {
-    **{f"{kernel} alone by the library": TILES.with_way(kernel, "grouped_mm") for kernel in KERNELS},
-    **{f"all but {kernel} by the library": ALL.with_way(kernel, TILES.of(kernel)) for kernel in KERNELS},
-}
+ALL_BUT_ONE = {f"all but {kernel} by the library": ALL.with_way(kernel, TILES.of(kernel)) for kernel in KERNELS}
+ONE = {f"{kernel} alone by the library": TILES.with_way(kernel, "grouped_mm") for kernel in KERNELS}
+MIXED = ALL_BUT_ONE | ONE
 RUNS = {kernel: 1 if kernel in ("up", "down") else 2 for kernel in KERNELS}
 """How often a case runs each product: backward at once, and in two parts."""
 MIXES = ("experts with weights and biases, four sources", "mixture with biases, some dropped")
@@ -126,7 +125,13 @@ def test_products_all_by_a_library_give_what_the_definition_gives(
     assert len(products) == (0 if " no " in name else sum(RUNS.values()))
 
 
-@pytest.mark.parametrize(("ways", "name"), diagonals(list(MIXED), MIXES))
+@pytest.mark.parametrize(
+    ("ways", "name"),
+    [
+        *diagonals(list(ALL_BUT_ONE), MIXES),
+        *(pytest.param(ways, name, marks=pytest.mark.slow) for ways in ONE for name in MIXES),
+    ],
+)
 def test_products_may_be_computed_in_different_ways(
     kernels: Place, ways: str, name: str, products: list[torch.Size]
 ) -> None:
