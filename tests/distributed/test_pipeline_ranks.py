@@ -177,6 +177,42 @@ def test_a_checkpoint_loads_with_other_stages_and_without_any(gloo: GlooPool, tm
     assert all(found == pytest.approx(expected, abs=LOSSES) for ranks in losses for found in ranks)
 
 
+def odd_steps(plan: Plan) -> tuple[list[float], dict[int, float], list[str]]:
+    """Losses and norms of steps with a frozen part and unequal micro-batches, the second of which is skipped; rates of
+    dropped choices; the names of layer 2's parameters that have a gradient."""
+    found = list[float]()
+    with moec.launch(plan, device="cpu", on_nonfinite="skip") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        for name, parameter in model.named_parameters():
+            if ".attention." in name:
+                parameter.requires_grad_(False)
+        for number, (tokens, labels) in enumerate(batches_of(plan.spec, 3)):
+            scale = torch.tensor(float("inf") if number == 1 else 2.0)
+
+            def loss(logits: Tensor, labels: Tensor, scale: Tensor = scale) -> Tensor:
+                return scale * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+            value = job.step(model, *own_part(job, tokens, labels), microbatches=2, loss=loss)
+            found += [value.item(), job.clip_grad_norm_(model, 0.5).item()]
+            optimizer.step()
+            if number < 2:
+                optimizer.zero_grad()
+        trained = sorted(n for n, p in model.named_parameters() if n.startswith("layers.2.") and p.grad is not None)
+        return found, job.drop_rates(model), trained
+
+
+def test_skipped_steps_frozen_parts_and_unequal_micro_batches_are_as_without_stages(gloo: GlooPool):
+    options: dict[str, Any] = {"ranks": 2, "ep": 2, "zero": 1, "beside": "capacity = factor(1.0)", "microbatches": 3}
+    (expected, rates, trained), *_ = gloo.run(2, odd_steps, moe_plan(**{**MODEL, **options, "batch": 18}))
+    for schedule in ("one_f_one_b", "zero_bubble"):
+        plan = staged_plan(moe_spec(**{**MODEL, **options, "batch": 18}), schedule=schedule)
+        for rank, result in enumerate(gloo.run(4, odd_steps, plan)):
+            assert result[0] == pytest.approx(expected, rel=LOSSES, nan_ok=True)
+            assert result[1] == pytest.approx(rates)
+            assert result[2] == (trained if rank < 2 else [])
+
+
 def own_losses(plan: Plan) -> list[tuple[float, float]]:
     """The loss and the gradient norm of a step, by the model and by functions of the script."""
     found = []
