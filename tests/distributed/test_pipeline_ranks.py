@@ -191,7 +191,8 @@ def odd_steps(plan: Plan) -> tuple[list[float], dict[int, float], list[str]]:
             scale = torch.tensor(float("inf") if number == 1 else 2.0)
 
             def loss(logits: Tensor, labels: Tensor, scale: Tensor = scale) -> Tensor:
-                return scale * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+                return scale * each.sum()
 
             value = job.step(model, *own_part(job, tokens, labels), microbatches=2, loss=loss)
             found += [value.item(), job.clip_grad_norm_(model, 0.5).item()]
