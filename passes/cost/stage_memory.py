@@ -100,9 +100,6 @@ class StagePasses:
         handed_on = [] if self.is_first_stage else [v for v in self.block.inputs if v.dtype != "int64"]
         self.inputs = {value.name: cost.workload.bytes(value) for value in handed_on}
         self.result, self.result_bytes = self.block.outputs[0].name, cost.workload.bytes(self.block.output_values()[0])
-        self.gradient_bytes = self.result_bytes
-        if len(stages) == 1:  # an underestimate where the last op adds balance terms: 0 bytes
-            self.gradient_bytes = self.steps[-1].results.get(self.result, 0.0)
         self.left: dict[ActionKind, Bytes] = {"receive": Bytes({"activations": sum(self.inputs.values())})}
         self.after: dict[ActionKind, tuple[Buffers, Buffers]] = {}
         self.alive, self.inside_loss = Buffers(step), Buffers()
@@ -230,7 +227,7 @@ class StagePasses:
         yield from self._backward_of_loss()
         defers = kind == "inputs"
         direction = "backward to inputs" if defers else "backward"
-        self.alive.add(f"d {self.result}", "work", self.gradient_bytes)
+        self.alive.add(f"d {self.result}", "work", self.result_bytes)
         for value in self.block.output_values()[1:]:
             if value.dtype != "int64":
                 self.alive.add(f"d {value.name}", "work", 0.0)
