@@ -221,6 +221,7 @@ class StagePasses:
             self.inside_loss.add(f"d {self.loss_block.outputs[0].name}", "work", 0.0)
         for _, moment in run_backward(self.loss_steps, self.inside_loss):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+        self.inside_loss = Buffers()  # what is left, the gradient of the logits, goes on as that of the stage's result
 
     def _backward(self, kind: ActionKind, place: Place) -> Iterator[Moment]:
         """A backward pass: `inputs` leaves the queue of products that `weights` takes."""
