@@ -163,15 +163,12 @@ class StagePasses:
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
             self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved_copies}))
-        if self.is_last_stage:  # without stages, logits live until the next micro-batch's loss is computed
+        if self.is_last_stage:
             self.alive.save(self.result, self.result_bytes, "logits and loss")
         else:
-            self._drop_outputs()
-
-    def _drop_outputs(self) -> None:
-        for output in self.block.outputs:
-            if self.is_last_stage or output.role in HANDED_ON:
-                self.alive.drop(output.name)
+            for output in self.block.outputs:
+                if output.role in HANDED_ON:
+                    self.alive.drop(output.name)
 
     def _copies(self, step: Step, index: int) -> Bytes:
         """The bytes of the compute copies that an op makes. Adds the copies that later ops use."""
@@ -211,10 +208,8 @@ class StagePasses:
             return
         for _, moment in run_forward(self.loss_steps, self.inside_loss, {v.name for v in self.loss_block.inputs}):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
-        self.step.drop("previous logits")
-        if not self.is_first_stage:
-            self.alive.drop(self.result)
-            self.alive.drop(f"saved {self.result}")
+        self.alive.drop(self.result)
+        self.alive.drop(f"saved {self.result}")
 
     def _backward_of_loss(self) -> Iterator[Moment]:
         if self.loss_block is not None:
@@ -244,8 +239,6 @@ class StagePasses:
                         self.alive.drop(f"copy {name}")
             else:
                 yield from self._sums_of_top_level(step, index, direction, place)
-        if self.is_last_stage and self.is_first_stage:
-            self.step.add("previous logits", "logits and loss", self.result_bytes)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")
