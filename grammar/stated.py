@@ -50,12 +50,32 @@ def pipeline_of(spec: Spec) -> StatedPipeline:
     """The pipeline that a file states, with the defaults of the language."""
     parallel = spec.parallel
     schedule = parallel.schedule or "one_f_one_b"
-    virtual = parallel.virtual or (2 if schedule in _TWO_STAGES else 1)
+    virtual = parallel.virtual or STAGES_OF_RANK[schedule].default
     return StatedPipeline(number_of(parallel.pp) or 1, virtual, schedule)
 
 
-_TWO_STAGES = ("interleaved", "looped_bfs", "zero_bubble_v", "dual_pipe_v")
-"""The schedules whose ranks have 2 stages by default."""
+class StagesOfRank(NamedTuple):
+    """How many stages a schedule gives each rank: a default number, or `only` this one."""
+
+    default: int
+    only: bool = False
+
+    def fitting(self, virtual: int) -> int:
+        """This number, or the one that the schedule takes instead."""
+        return self.default if self.only else virtual
+
+
+STAGES_OF_RANK: Mapping[str, StagesOfRank] = {
+    "gpipe": StagesOfRank(1, only=True),
+    "one_f_one_b": StagesOfRank(1, only=True),
+    "interleaved": StagesOfRank(2),
+    "looped_bfs": StagesOfRank(2),
+    "zero_bubble": StagesOfRank(1),
+    "zero_bubble_v": StagesOfRank(2, only=True),
+    "dual_pipe_v": StagesOfRank(2, only=True),
+    "auto": StagesOfRank(1),
+}
+"""By the words of `schedule`."""
 
 
 def stage_ranks(spec: Spec) -> int:

@@ -176,7 +176,6 @@ class _Timeline:
         for name in self.sums:
             self.step.drop(f"sum {name}")
             self.step.drop(f"step copy {name}")
-        self.step.drop("previous logits")
         return moment
 
     def _update(self) -> Moment:

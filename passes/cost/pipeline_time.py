@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.passes.ir.order import Action, Order
+from moec.passes.ir.order_messages import Message, merged, sent_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,45 +51,13 @@ class PipelineTime:
 def follow(orders: Sequence[Order], stages: Sequence[StageSeconds]) -> PipelineTime:
     """The time of the passes of all ranks, in their orders; the loss is a part of the last stage's passes."""
     ends, busy = [0.0] * len(orders), [0.0] * len(orders)
-    finished, waiting = dict[_Result, float](), dict[_Result, int]()
-    actions = [deque(_computations(order)) for order in orders]
-    ready = deque(range(len(orders)))
-    while ready:
-        rank = ready.popleft()
-        while actions[rank]:
-            action = actions[rank][0]
-            needed, message = _needed(action, stages)
-            if needed is not None and needed not in finished:
-                waiting[needed] = rank
-                break
-            actions[rank].popleft()
-            assert action.stage is not None
+    arrives = dict[Message, float]()
+    for rank, action in merged(orders):
+        if (message := sent_by(action)) is not None:
+            arrives[message] = ends[rank] + stages[min(message.sender, message.receiver)].message
+        elif action.kind in ("forward", "backward", "inputs", "weights") and action.stage is not None:
+            sender = action.stage + (-1 if action.kind == "forward" else 1)
+            start = max(ends[rank], arrives.get(Message(sender, action.stage, action.microbatch), 0.0))
             seconds = stages[action.stage].of(action)
-            ends[rank] = max(ends[rank], finished[needed] + message if needed is not None else 0.0) + seconds
-            busy[rank] += seconds
-            result = action.kind == "forward", action.stage, action.microbatch
-            if action.kind != "weights":
-                finished[result] = ends[rank]
-                if result in waiting:
-                    ready.append(waiting.pop(result))
-    assert not any(actions), "the orders wait for each other"
+            ends[rank], busy[rank] = start + seconds, busy[rank] + seconds
     return PipelineTime(tuple(ends), tuple(busy))
-
-
-_Result = tuple[bool, int | None, int | None]
-"""What a pass of a stage over a micro-batch computes: values (True) or their gradients."""
-
-
-def _computations(order: Order) -> Iterator[Action]:
-    return (action for action in order if action.kind in ("forward", "backward", "inputs", "weights"))
-
-
-def _needed(action: Action, stages: Sequence[StageSeconds]) -> tuple[_Result | None, float]:
-    """What an action needs of another stage, and the seconds of its message."""
-    stage, number = action.stage, action.microbatch
-    assert stage is not None
-    if action.kind == "forward" and stage > 0:
-        return (True, stage - 1, number), stages[stage - 1].message
-    if action.kind in ("backward", "inputs") and stage < len(stages) - 1:
-        return (False, stage + 1, number), stages[stage].message
-    return None, 0.0

@@ -100,9 +100,6 @@ class StagePasses:
         handed_on = [] if self.is_first_stage else [v for v in self.block.inputs if v.dtype != "int64"]
         self.inputs = {value.name: cost.workload.bytes(value) for value in handed_on}
         self.result, self.result_bytes = self.block.outputs[0].name, cost.workload.bytes(self.block.output_values()[0])
-        self.gradient_bytes = self.result_bytes
-        if len(stages) == 1:  # an underestimate where the last op adds balance terms: 0 bytes
-            self.gradient_bytes = self.steps[-1].results.get(self.result, 0.0)
         self.left: dict[ActionKind, Bytes] = {"receive": Bytes({"activations": sum(self.inputs.values())})}
         self.after: dict[ActionKind, tuple[Buffers, Buffers]] = {}
         self.alive, self.inside_loss = Buffers(step), Buffers()
@@ -166,15 +163,12 @@ class StagePasses:
             moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
             yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
             self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved_copies}))
-        if self.is_last_stage:  # without stages, logits live until the next micro-batch's loss is computed
+        if self.is_last_stage:
             self.alive.save(self.result, self.result_bytes, "logits and loss")
         else:
-            self._drop_outputs()
-
-    def _drop_outputs(self) -> None:
-        for output in self.block.outputs:
-            if self.is_last_stage or output.role in HANDED_ON:
-                self.alive.drop(output.name)
+            for output in self.block.outputs:
+                if output.role in HANDED_ON:
+                    self.alive.drop(output.name)
 
     def _copies(self, step: Step, index: int) -> Bytes:
         """The bytes of the compute copies that an op makes. Adds the copies that later ops use."""
@@ -214,23 +208,22 @@ class StagePasses:
             return
         for _, moment in run_forward(self.loss_steps, self.inside_loss, {v.name for v in self.loss_block.inputs}):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
-        self.step.drop("previous logits")
-        if not self.is_first_stage:
-            self.alive.drop(self.result)
-            self.alive.drop(f"saved {self.result}")
+        self.alive.drop(self.result)
+        self.alive.drop(f"saved {self.result}")
 
     def _backward_of_loss(self) -> Iterator[Moment]:
         if self.loss_block is not None:
             self.inside_loss.add(f"d {self.loss_block.outputs[0].name}", "work", 0.0)
         for _, moment in run_backward(self.loss_steps, self.inside_loss):
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+        self.inside_loss = Buffers()  # what is left, the gradient of the logits, goes on as that of the stage's result
 
     def _backward(self, kind: ActionKind, place: Place) -> Iterator[Moment]:
         """A backward pass: `inputs` leaves the queue of products that `weights` takes."""
         yield from self._backward_of_loss()
         defers = kind == "inputs"
         direction = "backward to inputs" if defers else "backward"
-        self.alive.add(f"d {self.result}", "work", self.gradient_bytes)
+        self.alive.add(f"d {self.result}", "work", self.result_bytes)
         for value in self.block.output_values()[1:]:
             if value.dtype != "int64":
                 self.alive.add(f"d {value.name}", "work", 0.0)
@@ -246,8 +239,6 @@ class StagePasses:
                         self.alive.drop(f"copy {name}")
             else:
                 yield from self._sums_of_top_level(step, index, direction, place)
-        if self.is_last_stage and self.is_first_stage:
-            self.step.add("previous logits", "logits and loss", self.result_bytes)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moec.grammar.spec import Cluster, Spec
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
-from moec.passes.cost.totals import BlockCost, message_bytes, runs_of, runs_on
+from moec.passes.cost.totals import BlockCost, message_bytes, runs_on
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.weights import weight_bytes
 from moec.passes.ir import Program
@@ -39,19 +39,14 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
 
     A block's `recompute` is that of its cost.
     """
-    if len(program.stages) < 2:
-        return _busy_seconds(costs, program, spec, (0,))
-    time = pipeline_time(costs, program, spec)
-    ranks = zip(program.stages_by_rank, time.ends, time.busy, strict=True)
-    return max(_busy_seconds(costs, program, spec, stages) + end - busy for stages, end, busy in ranks)
+    ends = zip(program.stages_by_rank, pipeline_time(costs, program, spec).ends, strict=True)
+    return max(end + _seconds_of_parameters(runs_on(program, costs, stages), program, spec) for stages, end in ends)
 
 
-def _busy_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, stages: Sequence[int]) -> float:
-    """Seconds in which a rank computes in a step, and sends."""
+def _seconds_of_parameters(runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec) -> float:
+    """Seconds in which a rank sends weights and gradients in a step, and updates parameters."""
     seconds, passes = 0.0, program.microbatches
-    for cost, count in runs_on(program, costs, stages):
-        forward, backward = pass_seconds(cost, spec)
-        seconds += count * (passes * forward + passes * backward)
+    for cost, count in runs:
         sent = sum(
             (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
             for sending in sendings(cost.block, cost.workload, passes, cost.saved_parameters())
@@ -62,30 +57,25 @@ def _busy_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, 
 
 
 def pipeline_time(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -> PipelineTime:
-    """The time of a pipeline's passes, by the orders of its ranks; `costs` are those of a micro-batch."""
-    numbers, orders = range(len(program.stages)), orders_of_step(program, program.microbatches)
-    return follow(orders, [_stage_seconds(costs, program, spec, number) for number in numbers])
+    """The time of a step's passes, by the orders of the ranks; `costs` are those of a micro-batch."""
+    stages = [_stage_seconds(costs, program, spec, number) for number in range(max(1, len(program.stages)))]
+    if len(stages) == 1:
+        seconds = program.microbatches * (stages[0].forward + stages[0].backward)
+        return PipelineTime((seconds,), (seconds,))
+    return follow(orders_of_step(program, program.microbatches), stages)
 
 
 def _stage_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, number: int) -> StageSeconds:
-    runs = [(costs[name], count) for name, count in runs_of(program, [number]).items() if count]
-    forward, backward = (
-        sum(column) for column in zip(*(_times(count, cost, spec) for cost, count in runs), strict=True)
-    )
-    weights = sum(
-        count * _seconds(of_op.work.backward.of_weights, spec) for cost, count in runs for _, of_op in cost.costs
-    )
-    stage, *others = program.stages[number : number + 2]
-    message = 0.0
-    if others and others[0].first_rank != stage.first_rank:
-        bandwidth = _bandwidth_between(stage.ranks, others[0].ranks, spec.cluster)
-        message = message_bytes(costs[stage.forward]) / bandwidth
+    forward = backward = weights = message = 0.0
+    for cost, count in runs_on(program, costs, [number]):
+        of_forward, of_backward = pass_seconds(cost, spec)
+        forward, backward = forward + count * of_forward, backward + count * of_backward
+        weights += count * sum(_seconds(of_op.work.backward.of_weights, spec) for _, of_op in cost.costs)
+    stages = program.stages[number : number + 2]
+    if len(stages) == 2 and stages[0].first_rank != stages[1].first_rank:
+        bandwidth = _bandwidth_between(stages[0].ranks, stages[1].ranks, spec.cluster)
+        message = message_bytes(costs[stages[0].forward]) / bandwidth
     return StageSeconds(forward=forward, backward=backward, weights=weights, message=message)
-
-
-def _times(count: int, cost: BlockCost, spec: Spec) -> tuple[float, float]:
-    forward, backward = pass_seconds(cost, spec)
-    return count * forward, count * backward
 
 
 def pass_seconds(cost: BlockCost, spec: Spec) -> tuple[float, float]:

@@ -141,7 +141,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         )
         for stages, runs in runs_of_ranks.items()
     ]
-    flops = sum(count * costs[name].model_flops() for name, count in runs_of(program).items() if count)
+    flops = sum(count * costs[name].model_flops() for name, count in runs_of(program).items())
     return Tally(
         parameters=total,
         active_parameters=active,
@@ -161,7 +161,7 @@ def runs_on(
     program: Program, costs: Mapping[str, BlockCost], stages: Collection[int] | None = None
 ) -> list[tuple[BlockCost, int]]:
     """The blocks that a forward pass runs, each parameter in one of them, and how often (`runs_of`)."""
-    runs = {name: count for name, count in runs_of(program, stages).items() if count}
+    runs = runs_of(program, stages)
     return [*zip(each_parameter_once(costs[name] for name in runs), runs.values(), strict=True)]
 
 
@@ -213,7 +213,7 @@ def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str,
 
 
 def runs_of(program: Program, stages: Collection[int] | None = None) -> dict[str, int]:
-    """How often each block runs in a forward pass: of the whole model, or on the ranks of some `stages`."""
+    """The blocks that run in a forward pass and how often: of the whole model, or on the ranks of some `stages`."""
     blocks, calls = forwards(program), Counter(call.block for call in layer_calls(program, stages))
     for block in program.blocks:
         if block.update is not None:
@@ -221,7 +221,7 @@ def runs_of(program: Program, stages: Collection[int] | None = None) -> dict[str
     calls.update(block.name for stage, block in enumerate(blocks) if stages is None or stage in stages)
     if stages is None or len(blocks) - 1 in stages:
         calls.update(scalar_blocks(program))
-    return {block.name: calls[block.name] for block in program.blocks}
+    return {block.name: calls[block.name] for block in program.blocks if calls[block.name]}
 
 
 def _parameters(runs: Sequence[tuple[BlockCost, int]], update: Update) -> tuple[int, int, int, int]:
@@ -285,9 +285,8 @@ def _stage_traffic(program: Program, costs: Mapping[str, BlockCost], stages: Seq
     """Traffic with the ranks of other stages: outputs to the next stage, gradients of inputs to the one before, and the
     gradients of parameters that other stages use too."""
     blocks, ranks = forwards(program), program.stages_by_rank
-    senders = [s for s in stages if s + 1 < len(blocks) and s + 1 not in stages]
-    receivers = [s - 1 for s in stages if s and s - 1 not in stages]
-    sent = sum(message_bytes(costs[blocks[s].name]) for s in (*senders, *receivers))
+    senders = [s for s in range(len(blocks) - 1) if (s in stages) != (s + 1 in stages)]
+    sent = sum(message_bytes(costs[blocks[s].name]) for s in senders)
     flows = [Traffic(group="pp", ranks=len(ranks), purpose="send of tokens between stages", bytes=sent)] if sent else []
     tied, most = 0.0, 1
     for cost in each_parameter_once(costs[blocks[stage].name] for stage in stages):

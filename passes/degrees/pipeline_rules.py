@@ -11,10 +11,9 @@ from moec.grammar.amounts import count
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import LayerRange, Spec
-from moec.grammar.stated import pipeline_of, stage_ranks
+from moec.grammar.stated import STAGES_OF_RANK, pipeline_of, stage_ranks
 from moec.passes.degrees.fitting_degrees import dense_changes, ratio
 from moec.passes.degrees.labels import labelled, not_whole
-from moec.passes.degrees.schedules import V_SHAPED
 from moec.passes.degrees.stated_degrees import divisors, mixtures_of
 
 
@@ -39,13 +38,13 @@ def _without_pipeline(spec: Spec) -> Iterator[Diagnostic]:
 def _fitting_virtual(spec: Spec) -> int:
     """The stages of each rank that the file states, or the number that its schedule takes."""
     _, virtual, schedule = pipeline_of(spec)
-    return 2 if schedule in V_SHAPED else 1 if schedule in ("gpipe", "one_f_one_b") else virtual
+    return STAGES_OF_RANK[schedule].fitting(virtual)
 
 
 def _virtual_problems(spec: Spec) -> Iterator[Diagnostic]:
     parallel, (_, virtual, schedule) = spec.parallel, pipeline_of(spec)
     if virtual != (fitting := _fitting_virtual(spec)):
-        several = "" if schedule in V_SHAPED else f", or `schedule = interleaved` for {virtual}"
+        several = "" if fitting > 1 else f", or `schedule = interleaved` for {virtual}"
         yield diagnose(
             "MOE0377",
             parallel.span("virtual"),
@@ -64,7 +63,7 @@ def _size_problems(spec: Spec) -> Iterator[Diagnostic]:
     if pp * virtual > depth:
         if (
             virtual > 1
-            and schedule not in V_SHAPED
+            and not STAGES_OF_RANK[schedule].only
             and pp <= depth
             and spec.cluster.ranks % pp == 0
             and parallel.stages is None

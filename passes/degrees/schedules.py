@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moec.grammar.stated import STAGES_OF_RANK
+
 
 class Pipeline(NamedTuple):
     """The ranks of a pipeline, the stages of each (`virtual`), and the micro-batches of a step."""
@@ -18,20 +20,14 @@ class Pipeline(NamedTuple):
         return self.microbatches // max(1, self.microbatches // self.ranks)
 
 
-V_SHAPED = frozenset({"zero_bubble_v", "dual_pipe_v"})
-"""The schedules whose stages follow each other in a V."""
-
-
 def takes(schedule: str, pipeline: Pipeline) -> bool:
     """Whether a schedule has a table for so many stages of each rank and micro-batches."""
+    if STAGES_OF_RANK[schedule].fitting(pipeline.virtual) != pipeline.virtual:
+        return False
     match schedule:
-        case "gpipe" | "one_f_one_b":
-            return pipeline.virtual == 1
         case "interleaved" | "zero_bubble":
             return pipeline.microbatches % pipeline.per_round == 0
-        case "zero_bubble_v":
-            return pipeline.virtual == 2
         case "dual_pipe_v":
-            return pipeline.virtual == 2 and pipeline.microbatches >= 2 * pipeline.ranks
+            return pipeline.microbatches >= 2 * pipeline.ranks
         case _:
             return True

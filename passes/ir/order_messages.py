@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from moec.passes.ir.order import Action, ActionKind, Order
@@ -31,38 +32,44 @@ def message_of(action: Action) -> Message | None:
     return Message(stage + _FROM[kind], stage, action.microbatch) if kind in _FROM else None
 
 
-def waiting(orders: Sequence[Order]) -> list[Action]:
-    """The actions at which ranks wait for each other for ever, if both sides of a message take it at once.
+def sent_by(action: Action) -> Message | None:
+    """The message that an action sends."""
+    return message_of(action) if action.kind in _TO else None
 
-    Empty if all orders can be run to their ends so, and therefore by any transport that keeps each pair's order.
+
+def merged(orders: Sequence[Order]) -> Iterator[tuple[int, Action]]:
+    """The actions of all ranks, each with the number of its order, so that each comes after what it waits for.
+
+    Both sides of a message take it at once, the sender first: what can be run so, can be run by any transport that
+    keeps each pair's order. Ends early if ranks wait for each other for ever (`waiting`).
     """
-    if len(orders) < 2:
-        return []
-    queues = {order.stages: deque(order) for order in orders}
-    queue_of = {stage: queue for stages, queue in queues.items() for stage in stages}
+    queues = [deque(order) for order in orders]
+    rank_of = {stage: rank for rank, order in enumerate(orders) for stage in order.stages}
     moved = True
     while moved:
         moved = False
-        for queue in queues.values():
-            while queue and _advance(queue, queue_of):
+        for rank, queue in enumerate(queues):
+            while queue and (takers := _takers(rank, queues, rank_of)):
+                yield from ((taker, queues[taker].popleft()) for taker in takers)
                 moved = True
-    return [queue[0] for queue in queues.values() if queue]
 
 
-def _advance(queue: deque[Action], queue_of: Mapping[int, deque[Action]]) -> bool:
-    """Takes the next action of a queue, with the other side of its message; returns whether it could."""
-    message = message_of(queue[0])
+def _takers(rank: int, queues: Sequence[deque[Action]], rank_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The ranks that take the next action of `rank`: of a message its sender and receiver. Empty if it must wait."""
+    message = message_of(queues[rank][0])
     if message is None:
-        queue.popleft()
-        return True
-    sender, receiver = queue_of.get(message.sender), queue_of.get(message.receiver)
-    if not sender or not receiver:
-        return False
-    if sender is receiver and len(queue) < 2:
-        return False
-    sent, received = sender[0], receiver[1 if sender is receiver else 0]
-    is_taken = sent.kind in _TO and received.kind in _FROM and message_of(sent) == message_of(received) == message
-    if is_taken:
-        sender.popleft()
-        receiver.popleft()
-    return is_taken
+        return (rank,)
+    sender, receiver = (rank_of.get(stage, rank) for stage in message[:2])
+    sent, received = queues[sender], queues[receiver]
+    place = int(sender == receiver)  # a rank that sends to itself has both sides in a row
+    can_meet = sent and len(received) > place
+    is_met = can_meet and sent_by(sent[0]) == message_of(received[place]) == message
+    return (sender, receiver) if is_met else ()
+
+
+def waiting(orders: Sequence[Order]) -> list[Action]:
+    """The actions at which ranks wait for each other for ever; none if all orders can be run to their ends."""
+    if len(orders) < 2:
+        return []
+    taken = Counter(rank for rank, _ in merged(orders))
+    return [action for rank, order in enumerate(orders) for action in islice(order, taken[rank], taken[rank] + 1)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from moec.passes.degrees.schedules import V_SHAPED, Pipeline
+from moec.passes.degrees.schedules import Pipeline
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """`backward` computes all gradients at once; `inputs` those of a stage's inputs, and `weights`, later, the rest."""
@@ -24,6 +24,10 @@ class Computation(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
+
+
+V_SHAPED = frozenset({"zero_bubble_v", "dual_pipe_v"})
+"""The schedules whose stages follow each other in a V."""
 
 
 def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:

@@ -84,6 +84,8 @@ def test_rows_and_gradients_wait_for_the_products_of_weights() -> None:
     assert waiting["work"] > 0
     without = memory_of_ranks(plan_of("one_f_one_b").program, plan.spec)[-1]
     assert last.peak.bytes.of["activations"] > 2 * without.peak.bytes.of["activations"]
+    both = [next(moment for moment in memory.moments if moment.event == "loss") for memory in (last, without)]
+    assert both[0].bytes.of["logits and loss"] == both[1].bytes.of["logits and loss"]
 
 
 BUBBLES = {

@@ -11,7 +11,7 @@ from support.staged_plans import staged_plan
 
 from moec.passes.ir import IrError
 from moec.passes.ir.order import Order
-from moec.passes.ir.order_messages import waiting
+from moec.passes.ir.order_messages import Message, merged, message_of, waiting
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.passes.place.pipeline_orders import orders_in_turn
@@ -68,6 +68,16 @@ def test_ranks_that_would_wait_for_each_other_are_found():
     others = [a for a in second.parts if a not in receives]
     turned = Order(second.stages, (others[0], *reversed(receives), *others[1:]))
     assert [str(action) for action in waiting((first, turned))] == ["send 0 of 0", "receive 1 of 1"]
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+def test_merged_orders_have_every_action_and_each_message_is_received_right_after_it_is_sent(schedule: str):
+    orders = parse_program("\n".join(lines_of(schedule)) + "\n").orders
+    taken = list(merged(orders))
+    assert [[action for rank, action in taken if rank == number] for number in (0, 1)] == [[*o] for o in orders]
+    messages = [message for _, action in taken if (message := message_of(action)) is not None]
+    assert messages[::2] == messages[1::2]
+    assert Message(0, 1, 0) in messages
 
 
 def test_any_number_of_micro_batches_goes_through_the_stages_in_turn():

@@ -10,6 +10,7 @@ from support.tables import each_row
 from torch.distributed.pipelining import schedules
 
 from moec.grammar.spec.parallel import Schedule
+from moec.grammar.stated import STAGES_OF_RANK
 from moec.passes.degrees.schedules import Pipeline
 from moec.passes.place.pipeline_tables import TABLES, Computation, in_dependency_order
 
@@ -63,6 +64,7 @@ def torchs_tables(word: str, pipeline: Pipeline) -> list[list[Computation]]:
 
 def test_every_word_has_a_table():
     assert TABLES.keys() == {*get_args(Schedule)} - {"auto"}
+    assert STAGES_OF_RANK.keys() == {*get_args(Schedule)}
 
 
 @each_row("word", OF_TORCH)
