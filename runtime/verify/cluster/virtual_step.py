@@ -3,7 +3,6 @@ inside of them."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from moec.passes.ir import Parameter, Program
 from moec.passes.ir.order import Action, ActionKind, Order
+from moec.passes.ir.order_messages import merged, waiting
 from moec.passes.place.pipeline_orders import orders_in_turn
 from moec.passes.place.schedule import (
     Event,
@@ -52,27 +52,14 @@ class VirtualStep:
         Raises `StepError` in a forward pass and `BackwardError` after it: for an op that fails, a weight that is used
         and was not gathered, a gradient that is not summed, stages that wait for each other.
         """
-        queues = [deque(takewhile(lambda action: action.kind != before, order)) for order in self._orders]
+        orders = [Order(order.stages, tuple(takewhile(lambda a: a.kind != before, order))) for order in self._orders]
         try:
-            while any(queues):
-                if not any(map(self._advance, self._orders, queues)):
-                    waiting = ", ".join(f"`{actions[0]}`" for actions in queues if actions)
-                    raise BackwardError(f"the stages, which wait for each other at {waiting}")
+            for number, action in merged(orders):
+                self._run_action(self._orders[number], action)
+            if actions := ", ".join(f"`{action}`" for action in waiting(orders)):
+                raise BackwardError(f"the stages, which wait for each other at {actions}")
         finally:
             self._weights.drop_all()
-
-    def _advance(self, order: Order, actions: deque[Action]) -> bool:
-        """Runs the actions of an order until it waits for another one; returns whether it ran any."""
-        moved = False
-        while actions and self._is_ready(actions[0]):
-            self._run_action(order, actions.popleft())
-            moved = True
-        return moved
-
-    def _is_ready(self, action: Action) -> bool:
-        if action.kind == "receive" and action.stage is not None:
-            return (action.stage - 1, action.microbatch) in self.stage_values.sent
-        return action.kind != "receive_gradients" or (action.stage, action.microbatch) in self.stage_values.sent_back
 
     def _run_action(self, order: Order, action: Action) -> None:
         if action.microbatch is not None:
