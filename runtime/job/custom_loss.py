@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,84 +28,79 @@ if TYPE_CHECKING:
     from moec.runtime.job.step import Step
 
 
-def custom_loss(
-    job: Job,
-    model: PlanModule,
-    step: Step,
-    output: ModelOutput,
-    labels: Tensor,
-    inputs: Mapping[str, Tensor],
-    total: Tensor,
-) -> tuple[Tensor, bool]:
-    """The custom loss of a micro-batch's `output`, divided by `total` or by the count that takes logits.
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """The custom loss of a step's micro-batches. `total` divides it, unless its count takes logits."""
 
-    Also returns whether any rank's loss depends on the logits.
-    """
-    if step.count_takes_logits:
-        total = custom_count(job, step, job.whole_logits(output).detach(), inputs)
-    summed, complaint, error = _computed(job, model, step, output, labels, inputs)
-    counts = (int(isinstance(summed, Tensor) and summed.requires_grad),)
-    (depending_ranks,) = require_with_cause(job.checks, "a custom loss", complaint, error, counts=counts)
-    return _divided(job, model, output, summed, total), depending_ranks > 0
+    job: Job
+    model: PlanModule
+    step: Step
+    total: Tensor
 
+    def of_all_ranks(self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+        """The loss of a micro-batch's `output`, and whether any rank's depends on the logits.
 
-def custom_loss_of_stage(
-    job: Job,
-    model: PlanModule,
-    step: Step,
-    output: ModelOutput,
-    labels: Tensor,
-    inputs: Mapping[str, Tensor],
-    total: Tensor,
-) -> tuple[Tensor, Complaint | None, Exception | None]:
-    """The custom loss on the ranks of the last pipeline stage. With a complaint, on which all ranks agree at the end of
-    the step, it is NaN. Also returns the error that the script's function raised."""
-    summed, complaint, error = _computed(job, model, step, output, labels, inputs, every_error=True)
-    if complaint is not None:
-        summed = output.logits.sum() * math.nan
-    return _divided(job, model, output, summed, total), complaint, error
+        Raises `JobError` on every rank for a function that raises an error or gives no scalar.
+        """
+        total = self.total
+        if self.step.count_takes_logits:
+            total = custom_count(self.job, self.step, self.job.whole_logits(output).detach(), inputs)
+        summed, complaint, error = self._summed(output, labels, inputs)
+        counts = (int(isinstance(summed, Tensor) and summed.requires_grad),)
+        (depending_ranks,) = require_with_cause(self.job.checks, "a custom loss", complaint, error, counts=counts)
+        return self._divided(output, summed, total), depending_ranks > 0
 
+    def of_last_stage(
+        self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Complaint | None, Exception | None]:
+        """The loss on the ranks of the last pipeline stage. With a complaint, on which all ranks agree at the end of
+        the step, it is NaN. Also returns the error that the script's function raised."""
+        summed, complaint, error = self._summed(output, labels, inputs, every_error=True)
+        if complaint is not None:
+            summed = output.logits.sum() * math.nan
+        return self._divided(output, summed, self.total), complaint, error
 
-def _computed(
-    job: Job, model: PlanModule, step: Step, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor],
-    *, every_error: bool = False,
-) -> tuple[Any, Complaint | None, Exception | None]:  # fmt: skip
-    """What the user's function gave, the complaint about it, and the error that it raised."""
-    required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
-    if step.loss is not None:
-        name, function = "loss", step.loss
-        tensors = {"logits": job.whole_logits(output), "labels": labels}
-    else:
-        name, function = "logprob_loss", _negative_sum if step.logprob_loss is None else step.logprob_loss
-        logprobs = label_log_probabilities(output.logits, labels, job.plan.result_layout, job.number)
-        tensors = {"logprobs": logprobs, "labels": labels}
-    summed, error = call_user_function(function, tensors, inputs, every=every_error)
-    complaint = _scalar_complaint(summed)
-    if tuple(p.requires_grad for p in model.parameters()) != required_gradients:
-        help = "freeze and unfreeze between steps"
-        complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
-    if error is not None:
-        complaint = call_complaint(error, name, "a scalar: the sum over tokens, which moec divides", tensors, inputs)
-    del tensors  # frees the whole logits before the ranks agree
-    computed = LossComputed(
-        name, None if complaint or error else summed, labels, by_labels=step.count is None,
-        group=job.number + job.plan.sharing_axis, group_size=job.plan.sharers,
-        seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
-    )  # fmt: skip
-    guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint
-    return summed, complaint or guard_complaint, error
+    def _summed(
+        self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor], *, every_error: bool = False
+    ) -> tuple[Any, Complaint | None, Exception | None]:
+        """What the user's function gave, the complaint about it, and the error that it raised."""
+        job, model, step = self.job, self.model, self.step
+        required_gradients = tuple(parameter.requires_grad for parameter in model.parameters())
+        if step.loss is not None:
+            name, function = "loss", step.loss
+            tensors = {"logits": job.whole_logits(output), "labels": labels}
+        else:
+            name, function = "logprob_loss", _negative_sum if step.logprob_loss is None else step.logprob_loss
+            logprobs = label_log_probabilities(output.logits, labels, job.plan.result_layout, job.number)
+            tensors = {"logprobs": logprobs, "labels": labels}
+        summed, error = call_user_function(function, tensors, inputs, every=every_error)
+        complaint = _scalar_complaint(summed)
+        if tuple(p.requires_grad for p in model.parameters()) != required_gradients:
+            help = "freeze and unfreeze between steps"
+            complaint = Complaint("MOE0713", f"`{name}` changed `requires_grad` of the model's parameters", help)
+        if error is not None:
+            complaint = call_complaint(
+                error, name, "a scalar: the sum over tokens, which moec divides", tensors, inputs
+            )
+        del tensors  # frees the whole logits before the ranks agree
+        computed = LossComputed(
+            name, None if complaint or error else summed, labels, by_labels=step.count is None,
+            group=job.number + job.plan.sharing_axis, group_size=job.plan.sharers,
+            seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
+        )  # fmt: skip
+        guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint
+        return summed, complaint or guard_complaint, error
 
-
-def _divided(job: Job, model: PlanModule, output: ModelOutput, summed: Tensor, total: Tensor) -> Tensor:
-    """The loss of all ranks' sums, with balance terms in training."""
-    if not summed.requires_grad and output.logits.requires_grad:
-        # Other ranks' losses depend on this rank's logits, and their backward needs this rank's.
-        summed = summed + output.logits[..., :0].sum()
-    if job.data_size > 1:
-        # The sum's backward is the identity, so that no gradient is summed twice.
-        summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
-    loss: Tensor = summed / total
-    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss
+    def _divided(self, output: ModelOutput, summed: Tensor, total: Tensor) -> Tensor:
+        """The loss of all ranks' sums, with balance terms in training."""
+        if not summed.requires_grad and output.logits.requires_grad:
+            # Other ranks' losses depend on this rank's logits, and their backward needs this rank's.
+            summed = summed + output.logits[..., :0].sum()
+        if self.job.data_size > 1:
+            # The sum's backward is the identity, so that no gradient is summed twice.
+            summed = all_reduce(summed.float(), f"{self.job.number}dp", "a custom loss")
+        loss: Tensor = summed / total
+        return loss + output.aux_loss if self.model.training and output.aux_loss is not None else loss
 
 
 def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:

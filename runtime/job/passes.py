@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moec.passes.ir.order import Action, Order
 from moec.runtime.errors import JobError
-from moec.runtime.job.custom_loss import custom_loss
+from moec.runtime.job.custom_loss import CustomLoss
 from moec.runtime.job.step_agreement import StepAgreement
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
@@ -65,7 +65,9 @@ class Passes:
         """The loss of a micro-batch, divided."""
         _, labels, _, inputs = part
         if self._step.has_custom_loss:
-            loss, depends = custom_loss(self._job, self._model, self._step, output, labels, inputs, self._total)
+            loss, depends = CustomLoss(self._job, self._model, self._step, self._total).of_all_ranks(
+                output, labels, inputs
+            )
             self.depends_on_logits = self.depends_on_logits or depends
         else:
             assert output.loss is not None

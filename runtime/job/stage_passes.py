@@ -15,7 +15,7 @@ from moec.passes.ir.order import Action, Order
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_functions import require_with_cause
-from moec.runtime.job.custom_loss import custom_loss_of_stage
+from moec.runtime.job.custom_loss import CustomLoss
 from moec.runtime.job.passes import ALL_FROZEN
 from moec.runtime.job.step_agreement import StepAgreement
 from moec.runtime.model.model_output import ModelOutput
@@ -126,10 +126,8 @@ class StagePasses:
         balance = model.aux_loss(outputs["balance"], batch.tokens) if "balance" in outputs else None
         output = ModelOutput(outputs["logits"], aux_loss=balance)
         if step.has_custom_loss:
-            given = self._inputs[microbatch]
-            loss, complaint, error = custom_loss_of_stage(
-                self._job, model, step, output, batch.labels, given, self._total
-            )
+            custom = CustomLoss(self._job, model, step, self._total)
+            loss, complaint, error = custom.of_last_stage(output, batch.labels, self._inputs[microbatch])
             if self._complaint is None:
                 self._complaint, self._cause = complaint, error
         else:

@@ -52,12 +52,13 @@ class VirtualStep:
         Raises `StepError` in a forward pass and `BackwardError` after it: for an op that fails, a weight that is used
         and was not gathered, a gradient that is not summed, stages that wait for each other.
         """
-        orders = [Order(order.stages, tuple(takewhile(lambda a: a.kind != before, order))) for order in self._orders]
+        actions = [[*takewhile(lambda action: action.kind != before, order)] for order in self._orders]
+        orders = [Order(order.stages, tuple(own)) for order, own in zip(self._orders, actions, strict=True)]
         try:
             for number, action in merged(orders):
                 self._run_action(self._orders[number], action)
-            if actions := ", ".join(f"`{action}`" for action in waiting(orders)):
-                raise BackwardError(f"the stages, which wait for each other at {actions}")
+            if stuck := ", ".join(f"`{action}`" for action in waiting(orders)):
+                raise BackwardError(f"the stages, which wait for each other at {stuck}")
         finally:
             self._weights.drop_all()
 
