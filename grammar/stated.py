@@ -55,13 +55,13 @@ def pipeline_of(spec: Spec) -> StatedPipeline:
 
 
 class StagesOfRank(NamedTuple):
-    """How many stages a schedule gives each rank: a default number, or `only` this one."""
+    """The number of stages that a schedule gives each rank: by default, or (`only`) always."""
 
     default: int
     only: bool = False
 
     def fitting(self, virtual: int) -> int:
-        """This number, or the one that the schedule takes instead."""
+        """`virtual` if the schedule takes it, else the number that it takes."""
         return self.default if self.only else virtual
 
 
@@ -75,7 +75,7 @@ STAGES_OF_RANK: Mapping[str, StagesOfRank] = {
     "dual_pipe_v": StagesOfRank(2, only=True),
     "auto": StagesOfRank(1),
 }
-"""By the words of `schedule`."""
+"""The stages of each rank by the word of `schedule`. `auto` is refused later (MOE0202)."""
 
 
 def stage_ranks(spec: Spec) -> int:

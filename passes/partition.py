@@ -33,8 +33,8 @@ class Partition:
     degrees: Degrees
 
     def apply(self, program: Program) -> Program:
-        """The Program with its stages. Raises `DiagnosticError` where a stage would need more than the residual stream
-        and the balance terms of an earlier one."""
+        """The Program with its stages. Raises `DiagnosticError` where a stage would need a value of an earlier one that
+        stages do not hand on."""
         size, degrees = program.mesh("dense").ranks, self.degrees
         if degrees.pp == 1:
             return replace(program, stages=(Stage(index=0, first_rank=0, num_ranks=size, forward=FORWARD),))

@@ -10,7 +10,7 @@ from functools import cached_property
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.optimizer_work import work_bytes
-from moec.passes.cost.stage_memory import LayerMemory, Moment, Place, StagePasses
+from moec.passes.cost.stage_memory import LayerMemory, Moment, PassPosition, StageMemory
 from moec.passes.cost.totals import BlockCost, costs_of, each_parameter_once
 from moec.passes.cost.weights import WeightBytes
 from moec.passes.ir import Program
@@ -105,7 +105,7 @@ class _Timeline:
     ) -> None:
         self.order, self.is_pipeline, self.last_stage = order, len(program.stages) > 1, max(order.stages)
         self.step = Buffers()
-        self.stages = {stage: StagePasses(program, spec, costs, layers, stage, self.step) for stage in order.stages}
+        self.stages = {stage: StageMemory(program, spec, costs, layers, stage, self.step) for stage in order.stages}
         stages = self.stages.values()
         self.top_level = {name: weights for stage in stages for name, weights in stage.top_level.items()}
         calls = [op for stage in stages for op in stage.layer_calls()]
@@ -140,15 +140,15 @@ class _Timeline:
             waiting[stage, latest.pop((stage, action.microbatch), "agree")] -= 1
             if kind not in ("receive", "receive_gradients"):
                 part = "backward" if kind == "weights" else kind
-                place = Place(
+                position = PassPosition(
                     part in ("forward", "backward") and (part, stage) not in begun, is_last_backward(self.order, action)
                 )
                 begun.add((part, stage))
-                changes += place != Place()
-                key = kind, stage, place, changes
+                changes += position != PassPosition()
+                key = kind, stage, position, changes
                 others = sum(number * self.stages[s].left[k].total for (s, k), number in waiting.items() if number > 0)
                 if key not in passes:
-                    passes[key] = _Passes(self.stages[stage].run(kind, place), action.microbatch, Bytes())
+                    passes[key] = _Passes(self.stages[stage].run(kind, position), action.microbatch, Bytes())
                 if others > passes[key].most:
                     sizes = (self.stages[s].left[k].times(number) for (s, k), number in waiting.items() if number > 0)
                     passes[key].most, passes[key].others = others, sum(sizes, Bytes())

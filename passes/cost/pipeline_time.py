@@ -13,8 +13,8 @@ from moec.passes.ir.order_messages import Message, merged, sent_by
 class StageSeconds:
     """Seconds of a stage's passes over a micro-batch.
 
-    `weights` is the part of `backward` that a pass to inputs leaves. `message`: what the stage sends to the next one,
-    or gets back from it, is under way for so long; 0 where both are on the same rank.
+    `weights`: the part of `backward` that a pass to inputs leaves for later. `message`: of a message to the next stage,
+    or of its gradients back; 0 if both stages are on one rank.
     """
 
     forward: float

@@ -59,17 +59,18 @@ class LayerMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a pass among those of its stage in a step.
+class PassPosition:
+    """The position of a pass among those of its stage in a step.
 
-    `is_first`: it is the first that computes gradients of weights; `is_last`: their sums begin in it.
+    `is_first`: the first forward pass, or the first pass that computes gradients of weights. `is_last`: the pass in
+    which the sums of these gradients begin.
     """
 
     is_first: bool = False
     is_last: bool = False
 
 
-class StagePasses:
+class StageMemory:
     """Runs the passes of a micro-batch. What lasts longer is in `step`, which the stages of a rank share.
 
     `left`: the bytes that a micro-batch keeps after its latest action of each kind; `after`: the buffers, of the stage
@@ -97,23 +98,24 @@ class StagePasses:
         self.last = last_uses(self.steps)
         self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
         self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
-        handed_on = [] if self.is_first_stage else [v for v in self.block.inputs if v.dtype != "int64"]
+        handed_on = [v for v in self.block.inputs if not self.is_first_stage and v.role in HANDED_ON]
         self.inputs = {value.name: cost.workload.bytes(value) for value in handed_on}
         self.result, self.result_bytes = self.block.outputs[0].name, cost.workload.bytes(self.block.output_values()[0])
+        outputs = zip(self.block.outputs, self.block.output_values(), strict=True)
+        differentiable = [v for output, v in outputs if output.layer is None and v.dtype != "int64"]
+        self.gradients = {value.name: cost.workload.bytes(value) for value in differentiable}
         self.left: dict[ActionKind, Bytes] = {"receive": Bytes({"activations": sum(self.inputs.values())})}
         self.after: dict[ActionKind, tuple[Buffers, Buffers]] = {}
         self.alive, self.inside_loss = Buffers(step), Buffers()
 
-    def run(self, kind: ActionKind, place: Place) -> list[Moment]:
-        """The moments of a pass, or of a loss. It begins with a copy of the buffers that the pass before it, of an
-        equal micro-batch, has left."""
+    def run(self, kind: ActionKind, position: PassPosition) -> list[Moment]:
+        """The moments of a pass, or of a loss. Each begins with a copy of the buffers that the pass before it left, for
+        an equal micro-batch; a forward pass begins with none."""
         if kind == "forward":
             self.alive, self.inside_loss = Buffers(self.step), Buffers()
         else:
-            before: ActionKind = (
-                "inputs" if kind == "weights" else "loss" if kind != "loss" and self.loss_steps else "forward"
-            )
-            alive, inside_loss = self.after[before]
+            follows: dict[ActionKind, ActionKind] = {"loss": "forward", "weights": "inputs"}
+            alive, inside_loss = self.after[follows.get(kind, "loss" if self.loss_steps else "forward")]
             self.alive, self.inside_loss = alive.copy(), inside_loss.copy()
         match kind:
             case "forward":
@@ -121,14 +123,16 @@ class StagePasses:
             case "loss":
                 moments = list(self._loss())
             case "weights":
-                moments = list(self._weights(place))
+                moments = list(self._weights(position))
             case _:
-                moments = list(self._backward(kind, place))
+                moments = list(self._backward(kind, position))
         self.after[kind] = self.alive, self.inside_loss
         inside = self.inside_loss.alone()
-        self.left[kind] = self.alive.alone() + inside.as_one("logits and loss") if inside.of else self.alive.alone()
+        self.left[kind] = self.alive.alone()
+        if inside.of:
+            self.left[kind] += inside.as_one("logits and loss")
         if kind == "forward" and not self.is_last_stage:
-            self.left["receive_gradients"] = self.left[kind] + Bytes({"work": self.result_bytes})
+            self.left["receive_gradients"] = self.left[kind] + Bytes({"work": sum(self.gradients.values())})
         return moments
 
     def layer_calls(self) -> list[Call]:
@@ -154,7 +158,7 @@ class StagePasses:
         kept = {output.name for output in self.block.outputs} | {value.name for value in self.block.inputs}
         for index, (step, moment) in enumerate(run_forward(self.steps, self.alive, kept)):
             if not isinstance(step.op, Call):
-                yield Moment(self._place("forward", index), moment + self._copies(step, index))
+                yield Moment(self._part_in_words("forward", index), moment + self._copies(step, index))
                 continue
             layer, number = self._layer(step.op), step.op.layer
             weights = layer.weights
@@ -193,7 +197,7 @@ class StagePasses:
     def _parameters(self, step: Step) -> list[str]:
         return [name for name in step.operands if name in self.top_level]
 
-    def _place(self, direction: str, index: int) -> str:
+    def _part_in_words(self, direction: str, index: int) -> str:
         """`forward of the embedding` before the first layer of the model, `forward of the head` after the last."""
         if self.is_first_stage and self.calls and index < self.calls[0]:
             return f"{direction} of the embedding"
@@ -218,27 +222,25 @@ class StagePasses:
             yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
         self.inside_loss = Buffers()  # what is left, the gradient of the logits, goes on as that of the stage's result
 
-    def _backward(self, kind: ActionKind, place: Place) -> Iterator[Moment]:
+    def _backward(self, kind: ActionKind, position: PassPosition) -> Iterator[Moment]:
         """A backward pass: `inputs` leaves the queue of products that `weights` takes."""
         yield from self._backward_of_loss()
         defers = kind == "inputs"
         direction = "backward to inputs" if defers else "backward"
-        self.alive.add(f"d {self.result}", "work", self.result_bytes)
-        for value in self.block.output_values()[1:]:
-            if value.dtype != "int64":
-                self.alive.add(f"d {value.name}", "work", 0.0)
+        for name, size in self.gradients.items():
+            self.alive.add(f"d {name}", "work", size)
         for number, (step, moment) in enumerate(run_backward(self.steps, self.alive, defers=defers)):
             index = len(self.steps) - 1 - number
             if isinstance(step.op, Call):
-                yield from self._backward_of_layer(step, step.op, index, direction, None if defers else place)
+                yield from self._backward_of_layer(step, step.op, index, direction, None if defers else position)
                 continue
-            yield Moment(self._place(direction, index), moment)
+            yield Moment(self._part_in_words(direction, index), moment)
             if defers:
                 for name in self._parameters(step):
                     if self.first[name] == index:
                         self.alive.drop(f"copy {name}")
             else:
-                yield from self._sums_of_top_level(step, index, direction, place)
+                yield from self._sums_of_top_level(step, index, direction, position)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")
@@ -247,9 +249,9 @@ class StagePasses:
             self.alive.drop(f"d {name}")
 
     def _backward_of_layer(
-        self, step: Step, op: Call, index: int, direction: str, place: Place | None
+        self, step: Step, op: Call, index: int, direction: str, position: PassPosition | None
     ) -> Iterator[Moment]:
-        """The backward pass of a layer; to its inputs only if `place` is None."""
+        """The backward pass of a layer; to its inputs only if `position` is None."""
         layer, event = self._layer(op), f"{direction} of layer {op.layer}"
         for name in step.results:
             self.alive.drop(f"d {name}")
@@ -259,17 +261,17 @@ class StagePasses:
         self.alive.drop_all(f"layer {op.layer}")
         ahead = self._gather_of(index - 1) if layer.weights.regathered else Bytes()
         copies = Bytes({"compute copies": layer.weights.saved_copies + layer.weights.regathered}) + ahead
-        run = layer.run.backward if place is not None else layer.run.to_inputs
+        run = layer.run.backward if position is not None else layer.run.to_inputs
         yield Moment(event, self.alive.bytes() + run + copies, op.layer)
         for name, size in gradients.items():
             self.alive.add(f"d {name}", "work", size)
-        if place is None:
+        if position is None:
             self.alive.add_all(f"queue of layer {op.layer}", layer.run.queued)
         else:
             self.alive.add(f"d layer {op.layer}", "gradients", layer.weights.narrow_gradients)
-            yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights, place) + ahead, op.layer)
+            yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights, position) + ahead, op.layer)
 
-    def _weights(self, place: Place) -> Iterator[Moment]:
+    def _weights(self, position: PassPosition) -> Iterator[Moment]:
         """The products that `inputs` left, and the sums of all gradients."""
         direction = "backward to weights"
         for index in reversed(range(len(self.steps))):
@@ -281,27 +283,27 @@ class StagePasses:
                 yield Moment(event, self.alive.bytes() + Bytes({"gradients": left}), number)
                 self.alive.drop_all(f"queue of layer {number}")
                 self.alive.add(f"d layer {number}", "gradients", layer.weights.narrow_gradients)
-                yield Moment(event, self._sums_begin(f"layer {number}", layer.weights, place), number)
+                yield Moment(event, self._sums_begin(f"layer {number}", layer.weights, position), number)
                 continue
             if step.defers:
-                yield Moment(self._place(direction, index), run_deferred(step, self.alive))
-            yield from self._sums_of_top_level(step, index, direction, place)
+                yield Moment(self._part_in_words(direction, index), run_deferred(step, self.alive))
+            yield from self._sums_of_top_level(step, index, direction, position)
 
-    def _sums_of_top_level(self, step: Step, index: int, direction: str, place: Place) -> Iterator[Moment]:
+    def _sums_of_top_level(self, step: Step, index: int, direction: str, position: PassPosition) -> Iterator[Moment]:
         """The sums of the parameters beside layers whose backward is complete with that of `step`."""
         for name in self._parameters(step):
             if self.first[name] == index:
-                sums = self._sums_begin(name, self.top_level[name], place)
-                yield Moment(self._place(direction, index), sums)
+                sums = self._sums_begin(name, self.top_level[name], position)
+                yield Moment(self._part_in_words(direction, index), sums)
                 self.alive.drop(f"copy {name}")
 
-    def _sums_begin(self, name: str, weights: WeightBytes, place: Place) -> Bytes:
+    def _sums_begin(self, name: str, weights: WeightBytes, position: PassPosition) -> Bytes:
         """The bytes while the gradients of a layer are widened and their sums begin. Leaves only what sums need."""
         # Where each pass scatters (ZeRO 2, 3), gradients of earlier micro-batches are the parameters' already.
         scattered = weights.scatters_per_pass
-        sends = place.is_last or scattered
+        sends = position.is_last or scattered
         # Earlier gradients of a narrow dtype are fp32 copies already: the next are added in place.
-        added = weights.collected_gradients if not (place.is_first or scattered or weights.wide_gradients) else 0.0
+        added = weights.collected_gradients if not (position.is_first or scattered or weights.wide_gradients) else 0.0
         self.step.drop("sent")  # ZeRO waits for the layer before
         # The sum with earlier micro-batches needs new memory; both addends are freed before the sum is sent.
         buffers = weights.all_reduce_buffers + weights.reduce_scatter_buffers if sends else 0.0
@@ -312,7 +314,7 @@ class StagePasses:
             more["communication"] = buffers
         moment = self.alive.bytes() + Bytes(more)
         self.alive.drop(f"d {name}")
-        earlier = weights.collected_gradients if scattered and not place.is_first else 0.0
+        earlier = weights.collected_gradients if scattered and not position.is_first else 0.0
         remaining = weights.pass_gradients if sends else weights.collected_gradients
         self.step.add(f"sum {name}", "gradients", earlier + remaining)
         self.step.add("sent", "communication", weights.reduce_scatter_buffers if sends else 0.0)

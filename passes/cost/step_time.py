@@ -1,7 +1,8 @@
 """An estimate of the time of a training step, to rank plans of one file. It is no prediction of seconds.
 
 Each op takes the longer of its arithmetic and its memory traffic (roofline: Williams et al. 2009), each collective the
-bytes that a rank sends over the bandwidth of the slowest level that its group crosses. Nothing overlaps.
+bytes that a rank sends over the bandwidth of the slowest level that its group crosses. In a pipeline ranks
+compute at the same time, and messages between stages run beside computations; nothing else overlaps.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ LAUNCH = 5e-6
 
 
 def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -> float:
-    """Seconds of a step on the rank with the most rows; `costs` are those of a micro-batch, by the blocks of `program`.
-    In a pipeline those of the rank that ends last.
+    """Seconds of a step where each rank has the rows of the busiest one; of a pipeline, until its last rank ends.
 
-    A block's `recompute` is that of its cost.
+    `costs`: those of a micro-batch by the blocks of `program`. A block's `recompute` is that of its cost.
     """
     ends = zip(program.stages_by_rank, pipeline_time(costs, program, spec).ends, strict=True)
     return max(end + _seconds_of_parameters(runs_on(program, costs, stages), program, spec) for stages, end in ends)
@@ -59,7 +59,7 @@ def _seconds_of_parameters(runs: Sequence[tuple[BlockCost, int]], program: Progr
 def pipeline_time(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -> PipelineTime:
     """The time of a step's passes, by the orders of the ranks; `costs` are those of a micro-batch."""
     stages = [_stage_seconds(costs, program, spec, number) for number in range(max(1, len(program.stages)))]
-    if len(stages) == 1:
+    if len(stages) == 1:  # one order sends nothing, and may have very many micro-batches
         seconds = program.microbatches * (stages[0].forward + stages[0].backward)
         return PipelineTime((seconds,), (seconds,))
     return follow(orders_of_step(program, program.microbatches), stages)

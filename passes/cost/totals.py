@@ -276,7 +276,7 @@ def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]], microbatches: int)
 
 
 def message_bytes(cost: BlockCost) -> float:
-    """Bytes of what a stage, whose `forward` has this cost, hands to the next: the residual stream, balance terms."""
+    """Bytes of what a stage, whose `forward` has this cost, hands on to the next one."""
     values = (cost.block.output(role) for role in HANDED_ON)
     return cost.workload.bytes(*(value for value in values if value is not None))
 
@@ -285,8 +285,9 @@ def _stage_traffic(program: Program, costs: Mapping[str, BlockCost], stages: Seq
     """Traffic with the ranks of other stages: outputs to the next stage, gradients of inputs to the one before, and the
     gradients of parameters that other stages use too."""
     blocks, ranks = forwards(program), program.stages_by_rank
-    senders = [s for s in range(len(blocks) - 1) if (s in stages) != (s + 1 in stages)]
-    sent = sum(message_bytes(costs[blocks[s].name]) for s in senders)
+    # Between a stage of these ranks and one of others, values go out or gradients go back.
+    cuts = [stage for stage in range(len(blocks) - 1) if (stage in stages) != (stage + 1 in stages)]
+    sent = sum(message_bytes(costs[blocks[stage].name]) for stage in cuts)
     flows = [Traffic(group="pp", ranks=len(ranks), purpose="send of tokens between stages", bytes=sent)] if sent else []
     tied, most = 0.0, 1
     for cost in each_parameter_once(costs[blocks[stage].name] for stage in stages):

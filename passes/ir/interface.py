@@ -2,6 +2,7 @@
 
 `forward` runs the layers. In a model it maps `tokens` or `images` to `logits`; in a single layer it maps `residual` to
 `residual`. Either may also give `balance` and the `counts` of each layer, and a model that takes `routes` gives them.
+A pipeline has a `forward` for each stage; together they take and give the same.
 Update blocks give states (`state_rules.py`). Every other block gives one scalar.
 """
 
@@ -26,6 +27,10 @@ COUNTS: tuple[Role, ...] = ("counts", "head_counts", "made")
 
 BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "real", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""
+
+HANDED_ON: tuple[Role, ...] = ("residual", "balance", "probabilities", "choice_counts")
+"""The outputs of a stage that the next stage takes. The last two are sums over the layers so far, for a balance term
+over all layers."""
 
 LOSS_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
     "valid_labels": (("labels",), "valid"),
@@ -161,14 +166,18 @@ def _has_type_of(value: Value, role: Role) -> bool:
 def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
     if len(value.shape) != len(shape):
         return False
-    fits = {WIDTH: lambda dim: isinstance(dim, int), GROUPS: lambda dim: dim in ("batch", "data_ranks", 1)}
-    pairs = zip(value.shape, shape, strict=True)
-    return all(fits[expected](dim) if expected in fits else dim == expected for dim, expected in pairs)
+    return all(_fits(dim, expected) for dim, expected in zip(value.shape, shape, strict=True))
+
+
+def _fits(dim: Dim, expected: Dim) -> bool:
+    if expected == WIDTH:
+        return isinstance(dim, int)
+    return dim in ("batch", "data_ranks", 1) if expected == GROUPS else dim == expected
 
 
 def _require_stages(stages: Sequence[Block]) -> None:
     """Requires that the first stage takes the model's inputs, that the last one gives the model's result, and that each
-    stage after the first takes the residual stream and the balance terms that the stage before it gives."""
+    stage after the first takes what the stage before it hands on."""
     first, last = stages[0], stages[-1]
     extras = [value.role for value in first.inputs[1:]]
     allowed: tuple[Role, ...] = () if first.input("residual") is not None else BESIDE_TOKENS
@@ -187,7 +196,7 @@ def _require_stages(stages: Sequence[Block]) -> None:
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
     for forward in stages:
         _, *other_outputs = forward.outputs
-        allowed_roles = (*(("balance",) if forward is last else HANDED_ON[1:]), "routes")
+        allowed_roles: tuple[Role, ...] = ("balance", "routes") if forward is last else (*HANDED_ON[1:], "routes")
         fits = all(output.role in (allowed_roles if output.layer is None else COUNTS) for output in other_outputs)
         complaint = f"{forward.name} gives more than its result, balance terms, routes and layers' counts"
         _require(fits and forward.outputs[0].layer is None, complaint)
@@ -197,15 +206,10 @@ def _require_stages(stages: Sequence[Block]) -> None:
 
 
 def _require_routes(taken: Value | None, given: Sequence[Value]) -> None:
-    """Requires that stages give the routes of as many mixtures, one after the other, as `forward` takes."""
+    """Requires that the stages together give the routes of all mixtures that `forward` takes."""
     mixtures = sum(number for routes in given if isinstance(number := routes.shape[2], int))
     shapes = {(*routes.shape[:2], mixtures, routes.shape[3]) for routes in given}
     _require(shapes == ({taken.shape} if taken else set()), "forward does not give routes as it takes them")
-
-
-HANDED_ON: tuple[Role, ...] = ("residual", "balance", "probabilities", "choice_counts")
-"""The outputs of a stage that the next stage takes: the last two are sums over layers, for a balance term over all of
-them. Each stage computes positions and segments from the batch."""
 
 
 def _require_handed_to_next(stage: Block, successor: Block, first: Block) -> None:

@@ -1,4 +1,5 @@
-"""What the orders of several pipeline ranks send each other: each message is received, and nobody waits for ever."""
+"""Messages between the orders of pipeline ranks: which send belongs to which receive, and which ranks wait for each
+other for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from moec.passes.ir.order import Action, ActionKind, Order
 
 
 class Message(NamedTuple):
-    """Values of a micro-batch that `sender` hands to the stage before or after it, or their gradients."""
+    """What the stage `sender` sends for a micro-batch: its values to the next stage, or gradients to the one before."""
 
     sender: int
     receiver: int
@@ -40,8 +41,9 @@ def sent_by(action: Action) -> Message | None:
 def merged(orders: Sequence[Order]) -> Iterator[tuple[int, Action]]:
     """The actions of all ranks, each with the number of its order, so that each comes after what it waits for.
 
-    Both sides of a message take it at once, the sender first: what can be run so, can be run by any transport that
-    keeps each pair's order. Ends early if ranks wait for each other for ever (`waiting`).
+    Sender and receiver take a message at the same time, the sender first. Orders that end this way end over any
+    transport that keeps the order of messages between two ranks. Stops early where ranks wait for each other for ever
+    (`waiting`).
     """
     queues = [deque(order) for order in orders]
     rank_of = {stage: rank for rank, order in enumerate(orders) for stage in order.stages}
@@ -59,17 +61,19 @@ def _takers(rank: int, queues: Sequence[deque[Action]], rank_of: Mapping[int, in
     message = message_of(queues[rank][0])
     if message is None:
         return (rank,)
-    sender, receiver = (rank_of.get(stage, rank) for stage in message[:2])
-    sent, received = queues[sender], queues[receiver]
-    place = int(sender == receiver)  # a rank that sends to itself has both sides in a row
-    can_meet = sent and len(received) > place
-    is_met = can_meet and sent_by(sent[0]) == message_of(received[place]) == message
+    sender, receiver = rank_of.get(message.sender), rank_of.get(message.receiver)
+    if sender is None or receiver is None:
+        return ()  # the text of a plan without the order of that stage
+    sent = next(iter(queues[sender]), None)
+    # A rank that sends to itself has both sides one after the other.
+    received = next(islice(queues[receiver], int(sender == receiver), None), None)
+    is_met = sent is not None and received is not None and sent_by(sent) == message_of(received) == message
     return (sender, receiver) if is_met else ()
 
 
 def waiting(orders: Sequence[Order]) -> list[Action]:
     """The actions at which ranks wait for each other for ever; none if all orders can be run to their ends."""
-    if len(orders) < 2:
+    if len(orders) < 2:  # one order sends nothing, and may have very many micro-batches
         return []
     taken = Counter(rank for rank, _ in merged(orders))
     return [action for rank, order in enumerate(orders) for action in islice(order, taken[rank], taken[rank] + 1)]

@@ -138,8 +138,7 @@ class Stage:
     """A pipeline stage: the consecutive ranks that run the block `forward`, which calls the stage's layers in order.
 
     The Program's meshes factor the ranks of one stage, and every stage has the same meshes. Several stages may be on
-    the same ranks. The block takes and gives, by roles, the values that stages hand on: the residual stream, and the
-    sum of the balance terms so far.
+    the same ranks. The block takes and gives, by roles, the values that stages hand on (`HANDED_ON`).
     """
 
     index: int

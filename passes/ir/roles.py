@@ -53,7 +53,7 @@ WIDTH = -1
 
 
 GROUPS = "groups"
-"""In the shape of a role: a dim of one place for each routing group, `batch`, `data_ranks` or 1."""
+"""In the shape of a role: the number of routing groups, `batch`, `data_ranks` or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ ROLES: Mapping[Role, RoleSpec] = {
     ),
     "balance": RoleSpec("the weighted balance terms, a sum over tokens", (), _FLOATING, "partial"),
     "probabilities": RoleSpec(
-        "the probabilities of experts for each token, of one layer or added up, [batch, sequence, experts]",
+        "each token's probabilities of the experts, of one layer or summed over layers, [batch, sequence, experts]",
         ("batch", "sequence", WIDTH),
         _FLOATING,
     ),
@@ -153,11 +153,11 @@ ROLES: Mapping[Role, RoleSpec] = {
         ("batch", "sequence", WIDTH),
     ),
     "choice_counts": RoleSpec(
-        "how many choices of each routing group a balance term over all layers counts so far, [groups, experts]",
+        "how often each routing group chose each expert in the layers so far, [groups, experts]",
         (GROUPS, WIDTH),
     ),
     "valid": RoleSpec("the number of labels that are not ignored, on all ranks", (), lies="replicated"),
     "num_tokens": RoleSpec("the number of tokens on all ranks, padding left out", (), lies="replicated"),
-    "loss": RoleSpec("a term of the training loss, alike on every rank", (), _FLOATING),
+    "loss": RoleSpec("a term of the training loss, equal on every rank", (), _FLOATING),
     "state": RoleSpec("the new value of a state"),
 }

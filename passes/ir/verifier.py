@@ -130,8 +130,9 @@ def wide_axes(program: Program, block: Block) -> dict[str, int]:
 def evenly_cut(program: Program) -> None:
     """Layouts cut existing dims into equal pieces; inputs and parameters are no partial sums.
 
-    A scalar input of a `final` block, and the sums of balance terms that a stage is given, may be partial sums. Values
-    with a dim `sources` are exempt from equal pieces: each rank has a different value, and the layout only says so.
+    Allowed as partial sums are a scalar input of a `final` block, and the inputs `balance` and `choice_counts` of a
+    stage. Values with a dim `sources` are exempt from equal pieces: each rank has a different value, as the layout
+    says.
     """
     for block in program.blocks:
         axes = wide_axes(program, block)
@@ -146,8 +147,8 @@ def evenly_cut(program: Program) -> None:
                 raise _failure(block, f"{name} is {value.layout}: {cut[key]}")
         for value in (*block.inputs, *block.parameters):
             partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
-            is_scalar = not value.shape and not isinstance(value, Parameter)
-            allowed = (is_scalar and block.final) or value.role in ("balance", "choice_counts")
+            is_scalar_input = not value.shape and not isinstance(value, Parameter)
+            allowed = (is_scalar_input and block.final) or value.role in ("balance", "choice_counts")
             _check(not partial or allowed, block, f"{value.name} is given as a partial sum")
 
 

@@ -27,48 +27,46 @@ _RECEIVED: Mapping[Role, str] = {
 
 
 def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
-    """The blocks of the stages whose last layers are `lasts`, in order; the last stage is up to the end of `forward`.
+    """One block for each stage, whose last layers are `lasts`; the last stage goes on to the end of `forward`.
 
-    A stage hands the residual stream to the next one, the sum of the balance terms so far, and of a term over all
-    layers the sums over its layers so far. It computes the whole numbers of tokens from the batch itself, and gives
-    the routes of its own mixtures. Raises `UncuttableError`.
+    A stage hands on the values of `HANDED_ON`. It computes integers that depend on the batch alone from the batch, and
+    gives the routes of its own mixtures. Raises `UncuttableError`.
     """
-    numbers = _numbers_of_tokens(forward)
-    balance, routes = _BalanceTerms(forward), _Routes(forward)
-    apart = {op.results[0].name for op in (*numbers, *balance.ops, *routes.ops)}
-    segments = _segments((op for op in forward.ops if op.results[0].name not in apart), lasts)
+    integers, balance, routes = _integers_of_batch(forward), _BalanceTerms(forward), _Routes(forward)
+    separate = {op.results[0].name for op in (*integers, *balance.ops, *routes.ops)}
+    segments = _segments((op for op in forward.ops if op.results[0].name not in separate), lasts)
     last_users = {name: (number, op) for number, ops in enumerate(segments) for op in ops for name in op.operands}
     blocks, received = list[Block](), dict[str, Value]()  # by their names in `forward`
     for number, segment in enumerate(segments):
-        known = {value.name: value for op in segment for value in op.results} | received
-        sums, total = balance.so_far(known, received)
-        stacks, chosen = routes.of(known)
+        values = received | {value.name: value for op in segment for value in op.results}  # by their names in `forward`
+        sums, so_far = balance.so_far(values)
+        stacks, chosen = routes.of(values)
         ops = (*(_with_operands(op, received) for op in segment), *sums, *stacks)
-        ops = (*_needed(numbers, ops), *ops)
+        ops = (*_needed(integers, ops), *ops)
         _require_known(forward, ops, received.values())
+        result = forward.outputs[0]
+        given = {result.role: result.name}
         if number < len(segments) - 1:
-            stream = next(op for op in segments[number + 1] if isinstance(op, Call)).operands[0]
-            later_users = {name: op for name, (last, op) in last_users.items() if name in known and last > number}
-            crossing = _crossing(known, stream, later_users)
-            outputs = [Output(known[name].name, role) for role, name in crossing.items()]
-        else:
-            crossing, outputs = {}, [forward.outputs[0]]
-        outputs[1:1] = total
-        counts = [output for output in forward.outputs if output.layer is not None and output.name in known]
+            stream = segments[number + 1][0].operands[0]  # the next segment begins with the call of a layer
+            users = {name: op for name, (last, op) in last_users.items() if name in values and last > number}
+            given = _crossing(values, stream, users)
+        if so_far is not None:
+            given["balance"], values[balance.name] = balance.name, so_far
+        outputs = [
+            Output(values[given[role]].name, role) for role in dict.fromkeys((result.role, *HANDED_ON)) if role in given
+        ]
+        counts = [output for output in forward.outputs if output.layer is not None and output.name in values]
         blocks.append(_block(forward, number, [*received.values()], ops, [*outputs, *chosen, *counts]))
-        results = {value.name: value for op in ops for value in op.results} | {v.name: v for v in received.values()}
-        handed_on = {role: (name, known[name]) for role, name in crossing.items()}
-        if crossing:
-            handed_on |= {output.role: (balance.name, results[output.name]) for output in total}
         received = {
-            name: replace(value, name=_RECEIVED[role], role=role)
-            for role, (name, value) in sorted(handed_on.items(), key=lambda item: HANDED_ON.index(item[0]))
+            given[role]: replace(values[given[role]], name=_RECEIVED[role], role=role)
+            for role in HANDED_ON
+            if role in given
         }
     return blocks
 
 
-def _numbers_of_tokens(forward: Block) -> list[Op]:
-    """The ops that compute whole numbers from nothing but the batch."""
+def _integers_of_batch(forward: Block) -> list[Op]:
+    """The ops whose results are integers that depend on the batch and settings alone."""
     known, ops = {value.name for value in (*forward.inputs, *forward.settings)}, list[Op]()
     for op in forward.ops:
         is_whole = not isinstance(op, Call) and all(value.dtype == "int64" for value in op.results)
@@ -78,10 +76,10 @@ def _numbers_of_tokens(forward: Block) -> list[Op]:
     return ops
 
 
-def _needed(numbers: Sequence[Op], ops: Iterable[Op]) -> list[Op]:
-    """The ops among `numbers` whose results `ops` need."""
+def _needed(integers: Sequence[Op], ops: Iterable[Op]) -> list[Op]:
+    """The ops among `integers` whose results `ops` need."""
     wanted, needed = {name for op in ops for name in op.operands}, list[Op]()
-    for op in reversed(numbers):
+    for op in reversed(integers):
         if not wanted.isdisjoint(value.name for value in op.results):
             needed.insert(0, op)
             wanted.update(op.operands)
@@ -89,7 +87,7 @@ def _needed(numbers: Sequence[Op], ops: Iterable[Op]) -> list[Op]:
 
 
 def _segments(ops: Iterable[Op], lasts: Sequence[int]) -> list[list[Op]]:
-    """The ops of each stage. What comes between two layers is of the stage of the first one."""
+    """The ops of each stage. Ops between two layers belong to the stage of the earlier layer."""
     segments, firsts = [list[Op]()], {last + 1 for last in lasts[:-1]}
     for op in ops:
         if isinstance(op, Call) and op.layer in firsts:
@@ -98,13 +96,13 @@ def _segments(ops: Iterable[Op], lasts: Sequence[int]) -> list[list[Op]]:
     return segments
 
 
-def _crossing(known: Mapping[str, Value], stream: str, users: Mapping[str, Op]) -> dict[Role, str]:
-    """What `users` in later stages need of those before a cut, by role: the residual stream `stream`, and sums of a
-    balance term over all layers."""
+def _crossing(values: Mapping[str, Value], stream: str, users: Mapping[str, Op]) -> dict[Role, str]:
+    """The values that later stages (`users`) need at a cut, by role: the residual stream `stream`, and the sums of a
+    balance term over all layers (`lower_pooled`)."""
     found: dict[Role, str] = {"residual": stream}
     for name, op in users.items():
         if name != stream:
-            role: Role = "choice_counts" if known[name].dtype == "int64" else "probabilities"
+            role: Role = "choice_counts" if values[name].dtype == "int64" else "probabilities"
             if role in found:
                 raise UncuttableError(name, op)
             found[role] = name
@@ -112,39 +110,43 @@ def _crossing(known: Mapping[str, Value], stream: str, users: Mapping[str, Op]) 
 
 
 class _BalanceTerms:
-    """The sum of all layers' balance terms, which each stage continues. `name`: that of the whole sum, if any."""
+    """The sum of all layers' balance terms, which each stage continues.
+
+    `name`: the name of the whole sum in `forward`; empty without balance terms.
+    """
 
     def __init__(self, forward: Block) -> None:
         output = forward.output("balance")
         self.name = output.name if output else ""
         total = next((op for op in forward.ops if isinstance(op, Add) and op.results[0].name == self.name), None)
-        self.ops = () if total is None else (total,)
-        self._terms = (self.name,) if total is None else total.operands
+        self.ops: tuple[Op, ...] = () if total is None else (total,)
+        self._terms = () if total is None else total.operands
 
-    def so_far(self, known: Collection[str], received: Mapping[str, Value]) -> tuple[list[Op], list[Output]]:
-        """The op that adds the terms which a stage computes to those before it, and the output with the sum."""
-        before = [received[self.name].name] if self.name in received else []
-        own = [*before, *(term for term in self._terms if term in known and term not in received)]
-        if len(own) < 2 or not self.ops:
-            return [], [Output(name, "balance") for name in own]
+    def so_far(self, values: Mapping[str, Value]) -> tuple[list[Op], Value | None]:
+        """The op that adds a stage's terms to the sum of earlier ones, if one is needed, and the new sum, if any."""
+        terms = [values[name] for name in (self.name, *self._terms) if name in values]
+        if len(terms) < 2:
+            return [], terms[0] if terms else None
         (total,) = self.ops
-        return [replace(total, operands=tuple(own))], [Output(self.name, "balance")]
+        return [replace(total, operands=tuple(term.name for term in terms))], total.results[0]
 
 
 class _Routes:
-    """The ops that stack the choices of all layers, of which each stage gives its own."""
+    """The ops that stack the choices of all layers. Each stage stacks those of its layers."""
 
     def __init__(self, forward: Block) -> None:
         first = next((place for place, op in enumerate(forward.ops) if isinstance(op, StackRoutes)), len(forward.ops))
-        self.ops = forward.ops[first:]
+        self.ops = forward.ops[first:]  # lowering puts nothing after them
 
-    def of(self, known: Collection[str]) -> tuple[list[Op], list[Output]]:
+    def of(self, values: Collection[str]) -> tuple[list[Op], list[Output]]:
         """The ops that stack the choices of a stage's layers, and the output with them."""
-        own = [name for name in self.ops[0].operands if name in known] if self.ops else []
-        if not own:
+        choices = [name for name in self.ops[0].operands if name in values] if self.ops else []
+        if not choices:
             return [], []
-        stacks = [replace(self.ops[0], operands=tuple(own)), *self.ops[1:]]
-        stacks = [replace(op, results=tuple(_with_mixtures(value, len(own)) for value in op.results)) for op in stacks]
+        stacks = [replace(self.ops[0], operands=tuple(choices)), *self.ops[1:]]
+        stacks = [
+            replace(op, results=tuple(_with_mixtures(value, len(choices)) for value in op.results)) for op in stacks
+        ]
         return stacks, [Output(stacks[-1].results[0].name, "routes")]
 
 

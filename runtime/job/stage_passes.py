@@ -60,7 +60,7 @@ class StagePasses:
         self._received, self._outputs = dict[StageBatch, Values](), dict[StageBatch, Values]()
         self._losses = dict[int, Tensor]()
         self._queues = {(a.stage, a.microbatch): WeightQueue() for a in order if a.kind == "weights"}
-        """Of the passes whose backward is in two parts."""
+        """The products that wait, for each pass whose backward is in two parts."""
         self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
         self._routers: Complaint | None = None
         """The first complaint about router logits, which a job may skip."""
@@ -97,18 +97,22 @@ class StagePasses:
                 self._queues[place].to_weights()
             case "send_gradients":
                 received = self._received.pop(place)
-                differentiable = {role: value for role, value in received.items() if value.requires_grad}
-                gradients = {r: torch.zeros_like(x) if x.grad is None else x.grad for r, x in differentiable.items()}
+                gradients = {
+                    role: torch.zeros_like(value) if value.grad is None else value.grad
+                    for role, value in received.items()
+                    if value.requires_grad
+                }
                 self._messages.send(place, gradients, gradients=True)
             case _:
                 raise AssertionError(action)
 
     def _numbers(self, tokens: Tensor, before: int) -> Tensor | None:
-        """The numbers of a micro-batch's sequences, of which `before` come before it on this rank."""
+        """The numbers of a micro-batch's sequences, `before` of this rank's come before it; None for a model that draws
+        nothing."""
         if not self._model.draws:
             return None
-        in_step, rank = self._step.tokens.shape[0], self._model._home.data_rank
-        return sequence_numbers(rank, in_step, tokens.shape[0], numbered=before, device=tokens.device)
+        in_step = self._step.tokens.shape[0]
+        return sequence_numbers(self._job.data_rank, in_step, tokens.shape[0], numbered=before, device=tokens.device)
 
     def _forward(self, place: StageBatch, batch: MicroBatch) -> None:
         stage, _ = place

@@ -135,6 +135,8 @@ class PlanModule(StepModule):
         a model that takes it: bool or int64 `[batch, sequence]`, True or 1 for padding. Of a model of images, `tokens`
         are images `[batch, channels, height, width]` of any floating dtype, and labels classes `[batch]`.
 
+        A pipeline runs evaluations alone, with labels and without gradients; other passes raise MOE0711.
+
         Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
         router logits that are NaN or infinite at the end of the pass, before any gradient.
         """
@@ -276,7 +278,7 @@ class PlanModule(StepModule):
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether it has balance terms."""
+        """Whether the model has balance terms."""
         return "aux_loss" in self._scalars
 
     @property

@@ -1,4 +1,5 @@
-"""What pipeline stages send each other in a step: the residual stream and balance terms, and back their gradients."""
+"""The messages between pipeline stages in a step or an evaluation: what a stage hands on (`HANDED_ON`), and back its
+gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan
-from moec.passes.ir import REPLICATED, Role
+from moec.passes.ir import REPLICATED, Role, Value
 from moec.passes.ir.interface import HANDED_ON, forwards
 from moec.passes.ir.limits import MAX_STAGES
 from moec.runtime.ranks.groups import PIPELINE
@@ -26,7 +27,7 @@ Values = dict[Role, Tensor]
 
 
 IN_FLIGHT = 4
-"""Tensors that a rank sends at once: they stay in memory until they are received."""
+"""The most tensors of a rank that are on the way: they stay in memory until they are received."""
 
 
 class _Arriving(NamedTuple):
@@ -47,7 +48,7 @@ class _Sent(NamedTuple):
 
 
 class StageMessages:
-    """The messages of `rank` in one step. `job` is the prefix of its groups' names."""
+    """The messages of `rank` in one step or evaluation. `job` is the prefix of its groups' names."""
 
     def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
         self._plan, self._rank, self._group, self._device = plan, rank, job + PIPELINE, device
@@ -63,17 +64,16 @@ class StageMessages:
         """What a stage has sent to another one of this rank."""
 
     def receive(self, place: StageBatch, tokens: Tensor, *, gradients: bool = False) -> None:
-        """Begins to receive what the stage before `place` hands on to it, or the gradients of what `place` has sent.
-
-        `tokens` are those of its micro-batch.
-        """
+        """Begins to receive what the previous stage hands on to the stage of `place`, or the gradients of what that
+        stage has sent. `tokens`: those of the micro-batch."""
         if (place, gradients) in self._at_hand:
             return
         stage, _ = place
-        sender, boundary = (stage + 1, stage + 1) if gradients else (stage - 1, stage)
+        sender = stage + 1 if gradients else stage - 1
+        taken = self._inputs[max(stage, sender)]  # of the later of the two stages
         values = {
-            role: torch.empty(self._shape(role, tokens), dtype=DTYPES[str(value.dtype)], device=self._device)
-            for role, value in self._inputs[boundary].items()
+            role: torch.empty(self._shape(value, tokens), dtype=DTYPES[str(value.dtype)], device=self._device)
+            for role, value in taken.items()
             if role is not None and not (gradients and value.dtype == "int64")
         }
         site, works, ranks = _site(place, gradients=gradients), [], self._ranks(sender, stage)
@@ -91,11 +91,13 @@ class StageMessages:
         if self._rank_of[receiver] == self._rank_of[stage]:
             self._at_hand[there, gradients] = {role: value.detach() for role, value in values.items()}
             return
-        while len(self._sent) >= IN_FLIGHT:  # nobody waits for ever: orders that could make ranks do so are refused
-            self._wait_for_oldest()
         site, ranks = _site(there, gradients=gradients), self._ranks(stage, receiver)
         with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
+                while (
+                    len(self._sent) >= IN_FLIGHT
+                ):  # no deadlock: orders in which ranks wait for each other are refused
+                    self._wait_for_oldest()
                 sent = value.detach().contiguous()
                 tag = _tag(there, index, gradients=gradients)
                 work = dist.isend(sent, group=peers, group_dst=self._rank_of[receiver], tag=tag)
@@ -103,7 +105,7 @@ class StageMessages:
                     self._sent.append(_Sent(work, sent, site, ranks))
 
     def received(self, place: StageBatch, *, gradients: bool = False) -> Values:
-        """What the other stage has sent; waits for it."""
+        """Waits for what the other stage sends, and returns it."""
         if (values := self._at_hand.pop((place, gradients), None)) is not None:
             return values
         arriving = self._arriving.pop((place, gradients))
@@ -123,13 +125,12 @@ class StageMessages:
             sent.work.wait()
 
     def _ranks(self, sender: int, receiver: int) -> tuple[int, ...]:
-        """The ranks in the job of two stages of this pipeline."""
-        stage_size, place = self._plan.stage_size, self._rank % self._plan.stage_size
-        return tuple(self._rank_of[stage] * stage_size + place for stage in (sender, receiver))
+        """The ranks in the job that run two stages of this pipeline."""
+        size, rank_in_stage = self._plan.stage_size, self._rank % self._plan.stage_size
+        return tuple(self._rank_of[stage] * size + rank_in_stage for stage in (sender, receiver))
 
-    def _shape(self, role: Role, tokens: Tensor) -> list[int]:
-        """The shape of a value between two stages on this rank."""
-        value = next(inputs[role] for inputs in self._inputs if role in inputs)
+    def _shape(self, value: Value, tokens: Tensor) -> list[int]:
+        """The shape on this rank of a value between two stages."""
         length = self._plan.spec.model.length  # of images: the number of patches, not a size of `tokens`
         sizes = {"batch": tokens.shape[0], "sequence": length or tokens.shape[-1], "data_ranks": self._plan.data_size}
         layout, dense = value.layout or REPLICATED, self._plan.meshes["dense"]

@@ -56,8 +56,10 @@ def require_whole(program: Program, call: str, help: str = "`job.step` trains it
 
 
 class MicroBatch(NamedTuple):
-    """A part of this rank's sequences; `sequences`: their numbers in the global batch, int64 `[batch]`, if the model
-    draws."""
+    """This rank's sequences of a micro-batch, in an evaluation all of them.
+
+    `sequences`: their numbers in the global batch, int64 `[batch]`; None for a model that draws nothing.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -79,7 +81,8 @@ def stage_pass(
 ) -> StageResult:
     """Runs a stage; `received` is what the stage before it has handed on.
 
-    A complaint makes the outputs NaN, as the loss then is on every rank; it is told at the end.
+    Router logits that are not finite make the float outputs NaN; the complaint is raised at the end of the step or the
+    evaluation.
     """
     tokens, extra = batch.tokens, batch.extra
     inputs: dict[Role, Tensor] = {**model.takes.inputs(extra, tokens), **received}

@@ -258,6 +258,7 @@ def evaluated(plan: Plan) -> tuple[list[float], list[float], Tensor, dict[int, l
         for _ in range(2):
             with torch.no_grad():
                 output = model.eval()(tokens, labels)
+            assert job.stages == plan.stages_of(job.rank)
             assert output.aux_loss is not None
             assert output.routes is not None
             losses.append(output.loss.item())
@@ -288,7 +289,7 @@ def test_a_pipeline_evaluates_and_replays_as_the_unsharded_model(gloo: GlooPool)
         assert result[1] == pytest.approx(terms, abs=LOSSES)
         assert torch.equal(result[2], routes)
         assert result[3] == loads
-        assert result[4] if rank > 1 else not result[4]
+        assert bool(result[4]) == (rank > 1)
     assert "stage 3, on ranks 0 to 1" in results[3][4]
 
 

@@ -25,7 +25,7 @@ PIPELINES = [
 ]
 
 PASSES = 24
-"""The most passes of ranks over micro-batches, of a pipeline in `make test` whose stages have several ranks."""
+"""In `make test`, the most ranks of a stage × stages × micro-batches; a stage always has one rank at least."""
 
 
 @st.composite
@@ -38,8 +38,8 @@ def pipelines(
 ) -> Plan:
     """A pipeline of 2 to 8 ranks of stages; each stage has 1 to `max_ranks` ranks. `options`: those of `specs`.
 
-    A stage has fewer ranks where it has many micro-batches and stages, unless `everything` is asked for: `make test`
-    has time for many small pipelines, or for few large ones.
+    In `make test` a stage has fewer ranks where there are many stages and micro-batches: it has time for many small
+    pipelines, or for few large ones.
     """
     word, pipeline = draw(st.sampled_from([(word, pipeline) for word, pipeline in PIPELINES if word in words]))
     stages = pipeline.ranks * pipeline.virtual

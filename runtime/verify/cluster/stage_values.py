@@ -77,10 +77,11 @@ class StageValues:
         }
 
     def send(self, stage: int, microbatch: int) -> None:
-        """Sends to the next stage what it takes."""
+        """Sends the outputs that the next stage takes."""
         outputs = self._outputs[stage][microbatch]
-        keys: list[tuple[Role, OutputKey]] = [(role, (role, None, None)) for role in HANDED_ON]
-        self.sent[stage, microbatch] = {role: outputs[key] for role, key in keys if key in outputs}
+        self.sent[stage, microbatch] = {
+            role: outputs[role, None, None] for role in HANDED_ON if (role, None, None) in outputs
+        }
 
     def send_gradients(self, stage: int, microbatch: int) -> None:
         """Sends the gradients of what the stage has received back to the previous stage."""
@@ -164,7 +165,8 @@ class StageValues:
 
     @property
     def routes(self) -> PerRank | None:
-        """The routes of each rank's tokens; None of a model that gives none, and of a step that has not ended."""
+        """The routes of each rank's tokens; None of a model that gives none, and where a step stopped after
+        unequally many micro-batches of its stages."""
         if len({len(outputs) for outputs in self._outputs}) > 1:
             return None
         joined = [self._joined(of, "routes") for of in self._outputs if ("routes", None, None) in of[0]]

@@ -17,7 +17,7 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.memory import memory_of, memory_of_ranks
 from moec.passes.cost.parameter_counts import count_parameters
 from moec.passes.cost.pipeline_time import StageSeconds, follow
-from moec.passes.cost.stage_memory import StagePasses
+from moec.passes.cost.stage_memory import StageMemory
 from moec.passes.cost.step_time import pipeline_time, step_seconds
 from moec.passes.cost.totals import activation_bytes, costs_of, tally
 from moec.passes.ir.work.workload import Workload
@@ -57,11 +57,11 @@ def test_the_peak_of_1f1b_does_not_grow_with_micro_batches_and_takes_no_more_pas
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    run = StagePasses.run
+    run = StageMemory.run
     for number in (8, 32):
         passes: list[str] = []
         monkeypatch.setattr(
-            StagePasses, "run", lambda self, kind, place, p=passes: p.append(kind) or run(self, kind, place)
+            StageMemory, "run", lambda self, kind, place, p=passes: p.append(kind) or run(self, kind, place)
         )
         plan = plan_of("one_f_one_b", number)
         found.append(([memory.peak for memory in memory_of_ranks(plan.program, plan.spec)], passes))
