@@ -9,7 +9,7 @@ from torch import Tensor
 from moec.runtime.errors import JobError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelOutput:
     """`logits` `[batch, sequence, vocab]` of this rank's tokens, or `[batch, classes]` of its images; `loss`, a scalar,
     where labels were given; `aux_loss`.
@@ -30,7 +30,7 @@ class ModelOutput:
 
 
 class OutputWithoutLogits(ModelOutput):
-    """The result on a rank of a pipeline whose last stage, `place`, is on other ranks."""
+    """The result on a rank of a pipeline whose last stage, `place`, is on other ranks: reading `logits` raises."""
 
     __slots__ = ("_place",)
     _place: str

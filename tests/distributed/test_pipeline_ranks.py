@@ -355,7 +355,9 @@ def refusals(plan: Plan) -> dict[str, str]:
                     break
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
-        return {**said, "nan": str(refused.value)}
+        with pytest.raises(DiagnosticError) as refused_evaluation, torch.no_grad():
+            model.eval()(tokens, torch.full_like(labels, -100))
+        return {**said, "nan": str(refused.value), "nan in an evaluation": str(refused_evaluation.value)}
 
 
 def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
@@ -366,6 +368,7 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
         "count": "MOE0700",
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
+        "nan in an evaluation": "MOE0708",
         "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
         "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
     }  # fmt: skip
