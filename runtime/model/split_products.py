@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from moec.runtime.refused_derivatives import once_differentiable
-from moec.runtime.weight_queue import current_queue, edges_of
+from moec.runtime.weight_queue import WeightQueue, current_queue, edges_of
 
 
 def split_products(module: nn.Module) -> None:
@@ -30,14 +30,17 @@ def split_products_of(graph: fx.Graph) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., I], weight [O, I], bias [O]."""
-    out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    queue = current_queue()
+    if queue is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(queue, x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.queue, ctx.edges = current_queue(), edges_of([weight])
+    def forward(ctx: Any, queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.queue, ctx.edges = queue, edges_of([weight])
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -45,15 +48,15 @@ class _Linear(torch.autograd.Function):
     @once_differentiable("a dense product of a pipeline stage")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows, flat_grad = x.flatten(0, -2), grad.flatten(0, -2)
 
         def compute() -> Sequence[Tensor]:
             return (flat_grad.t() @ rows,)
 
         grad_weight = None
-        if needs_weight and ctx.queue is not None and ctx.queue.puts_off:
+        if needs_weight and ctx.queue.puts_off:
             ctx.queue.put(ctx.edges, compute)
         elif needs_weight:
             (grad_weight,) = compute()
-        return grad @ weight if needs_x else None, grad_weight, flat_grad.sum(0) if needs_bias else None
+        return None, grad @ weight if needs_x else None, grad_weight, flat_grad.sum(0) if needs_bias else None
