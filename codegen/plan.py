@@ -230,6 +230,11 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         return self.world_size // self.stage_size
 
     @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline, which run all stages for the same tokens."""
+        return tuple(tuple(range(first, self.world_size, self.stage_size)) for first in range(self.stage_size))
+
+    @property
     def readers(self) -> int:
         """The number of ranks, of all stages, that read the same part of the batch."""
         return self.sharers * self.pipeline

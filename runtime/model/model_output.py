@@ -29,6 +29,10 @@ class ModelOutput:
     routes: Tensor | None = None
 
 
+class _LogitsElsewhereError(JobError, AttributeError):
+    """For `hasattr` and `getattr` an attribute that is missing."""
+
+
 class OutputWithoutLogits(ModelOutput):
     """The result on a rank of a pipeline whose last stage, `place`, is on other ranks: reading `logits` raises."""
 
@@ -42,7 +46,8 @@ class OutputWithoutLogits(ModelOutput):
     @property
     def logits(self) -> Tensor:
         """Raises `JobError`."""
-        raise JobError("MOE0711", f"the logits are in {self._place}", "read `.loss`, which every rank has")
+        help = "every rank has `.loss`; read the logits where `job.is_last_stage`"
+        raise _LogitsElsewhereError("MOE0711", f"the logits are in {self._place}", help)
 
     def __repr__(self) -> str:
         return f"<loss {self.loss}, aux_loss {self.aux_loss}, logits in {self._place}>"

@@ -17,7 +17,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Role, Value
 from moec.passes.ir.interface import HANDED_ON, forwards
 from moec.passes.ir.limits import MAX_STAGES
-from moec.runtime.ranks.groups import PIPELINE
+from moec.runtime.ranks.groups import PIPELINE, begin_exchange, end_exchange
 from moec.runtime.ranks.verdict import MESSAGE
 from moec.runtime.ranks.watch import collective
 
@@ -51,7 +51,8 @@ class StageMessages:
     """The messages of `rank` in one step or evaluation. `job` is the prefix of its groups' names."""
 
     def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
-        self._plan, self._rank, self._group, self._device = plan, rank, job + PIPELINE, device
+        begin_exchange(job)
+        self._plan, self._rank, self._job, self._device = plan, rank, job, device
         self._rank_of = {stage: rank for rank, stages in enumerate(plan.program.stages_by_rank) for stage in stages}
         self._inputs = [
             {value.role: value for value in forward.inputs if value.role in HANDED_ON}
@@ -77,7 +78,7 @@ class StageMessages:
             if role is not None and not (gradients and value.dtype == "int64")
         }
         site, works, ranks = _site(place, gradients=gradients), [], self._ranks(sender, stage)
-        with collective(MESSAGE, self._group, site, begins=False, ranks=ranks) as peers:
+        with collective(MESSAGE, self._job + PIPELINE, site, begins=False, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
                 tag = _tag(place, index, gradients=gradients)
                 works.append(dist.irecv(value, group=peers, group_src=self._rank_of[sender], tag=tag))
@@ -92,7 +93,7 @@ class StageMessages:
             self._at_hand[there, gradients] = {role: value.detach() for role, value in values.items()}
             return
         site, ranks = _site(there, gradients=gradients), self._ranks(stage, receiver)
-        with collective(MESSAGE, self._group, site, ranks=ranks) as peers:
+        with collective(MESSAGE, self._job + PIPELINE, site, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
                 while (
                     len(self._sent) >= IN_FLIGHT
@@ -109,7 +110,7 @@ class StageMessages:
         if (values := self._at_hand.pop((place, gradients), None)) is not None:
             return values
         arriving = self._arriving.pop((place, gradients))
-        with collective(MESSAGE, self._group, _site(place, gradients=gradients), ranks=arriving.ranks):
+        with collective(MESSAGE, self._job + PIPELINE, _site(place, gradients=gradients), ranks=arriving.ranks):
             for work in arriving.works:
                 work.wait()
         return arriving.values
@@ -118,10 +119,11 @@ class StageMessages:
         """Waits until everything is sent."""
         while self._sent:
             self._wait_for_oldest()
+        end_exchange(self._job)
 
     def _wait_for_oldest(self) -> None:
         sent = self._sent.popleft()
-        with collective(MESSAGE, self._group, sent.site, begins=False, ranks=sent.ranks):
+        with collective(MESSAGE, self._job + PIPELINE, sent.site, begins=False, ranks=sent.ranks):
             sent.work.wait()
 
     def _ranks(self, sender: int, receiver: int) -> tuple[int, ...]:

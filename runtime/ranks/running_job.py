@@ -110,6 +110,11 @@ class RunningJob:
         return self.plan.stages_of(self.rank)
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the last pipeline stage, and so the logits of an evaluation; True without a pipeline."""
+        return len(self.plan.program.stages) - 1 in self.stages
+
+    @property
     def is_running(self) -> bool:
         """Whether its groups are open."""
         return groups.is_open(self.number)

@@ -259,6 +259,7 @@ def evaluated(plan: Plan) -> tuple[list[float], list[float], Tensor, dict[int, l
             with torch.no_grad():
                 output = model.eval()(tokens, labels)
             assert job.stages == plan.stages_of(job.rank)
+            assert job.is_last_stage == hasattr(output, "logits")
             assert output.aux_loss is not None
             assert output.routes is not None
             losses.append(output.loss.item())
@@ -398,6 +399,36 @@ def stalled(plan: Plan) -> str:
     except (RankError, LookupError) as error:
         return str(error)
     return ""
+
+
+def went_on(plan: Plan) -> list[str]:
+    """What the next step and evaluation say after a step in whose middle every rank caught an exception."""
+    said = list[str]()
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        batch, passes = own_part(job, *batches_of(plan.spec, 1)[0]), list[int]()
+
+        def hook(*_: object) -> None:
+            passes.append(0)
+            if len(passes) > 2 - job.rank:
+                raise LookupError("a bad layer")
+
+        layer = next(layer for layer in model.layers if [*layer.parameters()])
+        handle = layer.register_forward_pre_hook(hook)
+        with pytest.raises(LookupError):
+            job.step(model, *batch)
+        handle.remove()
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, *batch)
+        said.append(str(refused.value))
+        with pytest.raises(DiagnosticError) as refused, torch.no_grad():
+            model.eval()(*batch)
+        return [*said, str(refused.value)]
+
+
+def test_a_step_that_an_exception_ended_in_the_middle_cannot_be_followed_by_another(gloo: GlooPool):
+    for said in gloo.run(2, went_on, pipeline({"ranks": 1, "ep": 1}, {"schedule": "gpipe"}), initialize=False):
+        assert all("MOE0752" in text for text in said)
 
 
 def test_a_rank_that_raises_in_its_stage_is_named_by_those_that_wait(gloo: GlooPool):

@@ -18,7 +18,7 @@ from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.layer_numbers import numbered
 from moec.passes.cost.buffers import MEMORY_KINDS
 from moec.passes.cost.largest_skew import largest_skew
-from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, memory_of
+from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, memory_of, ranks_in_words
 from moec.passes.cost.stage_memory import Moment
 
 BAR = 40
@@ -80,6 +80,8 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
         yield f"  {amount_of_bytes(DEVICE_BYTES[device.kind])} of it for the device's context and communicators"
     yield from pipeline_lines(plan.program, plan.spec)
     yield ""
+    if plan.pipeline > 1:
+        yield f"  Below: {ranks_in_words(plan.program, memory.stages)}, whose peak is the largest."
     shown = [kind for kind in MEMORY_KINDS if any(m.bytes.of.get(kind) for m in memory.moments)]
     rows: list[tuple[str, ...]] = [("what", "at the peak", "at most", "when")]
     for kind in shown:

@@ -10,7 +10,7 @@ from moec.commands.console.given_plan import given_plan
 from moec.commands.console.output import emit
 from moec.commands.console.table import amount_or_dash, table
 from moec.commands.inspecting.inspect_plan_document import BlockCollective, PlanBlock, PlanDocument, PlanMesh
-from moec.commands.inspecting.inspect_rank import rank_document, rank_lines, shortened
+from moec.commands.inspecting.inspect_rank import groups_with_pipelines, rank_document, rank_lines, shortened
 from moec.commands.inspecting.inspect_work import work_of, work_table
 from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.grammar.amounts import count
@@ -60,7 +60,7 @@ def plan_document(plan: Plan) -> PlanDocument:
         frozen=sum(parameter.frozen for parameter in plan.parameters.values()),
         microbatches=program.microbatches,
         meshes=[PlanMesh(name=mesh.name, axes=dict(mesh.axes)) for mesh in plan.meshes.values()],
-        groups={name: [list(ranks) for ranks in lists] for name, lists in plan.groups.items()},
+        groups={name: [list(ranks) for ranks in lists] for name, lists in groups_with_pipelines(plan).items()},
         blocks=blocks,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspecting.inspect_plan_document import RankBlock, RankDocument, RankParameter, RankState
@@ -29,7 +29,10 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
         data_rank=plan.data_rank(rank),
         data_size=plan.data_size,
         coordinates={mesh.name: {axis: mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for mesh in meshes},
-        groups={name: list(next(peers for peers in lists if rank in peers)) for name, lists in plan.groups.items()},
+        groups={
+            name: list(next(peers for peers in lists if rank in peers))
+            for name, lists in groups_with_pipelines(plan).items()
+        },
         stages=list(plan.stages_of(rank)),
         model_layers=len(plan.program.layers),
         layers=[layer for layer, stage in stage_of.items() if stage in plan.stages_of(rank)],
@@ -37,6 +40,11 @@ def rank_document(plan: Plan, rank: int) -> RankDocument:
         elements=sum(math.prod(p.shape) for p in plan.parameters.values()),
         blocks=[_block(plan, block, rank) for block in here],
     )
+
+
+def groups_with_pipelines(plan: Plan) -> dict[str, Sequence[Sequence[int]]]:
+    """The communicators of each group, those of pipelines as `pp`."""
+    return {**({"pp": plan.pipelines} if plan.pipeline > 1 else {}), **plan.groups}
 
 
 def _has_parameter(plan: Plan, block: Block, elsewhere: Container[str]) -> bool:
