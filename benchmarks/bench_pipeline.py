@@ -55,7 +55,7 @@ SCHEDULES = {
 }  # fmt: skip
 """The schedules, with the stages of a rank."""
 NAP, LIMIT = 0.08, 5
-"""Seconds that a rank's stages sleep in forward, and in each part of backward; per cent that a step may be longer."""
+"""Seconds that a stage sleeps in forward, and in each part of backward; per cent that a step may be longer."""
 STEPS, REPEATS, PLANS = 4, 3, 8
 LIMIT_OF_PARTS, LIMIT_OF_MEMORY = 1.1, 10
 PART = "MOEC_BENCH_PIPELINE"
@@ -77,10 +77,8 @@ def batch_of(job: moec.Job) -> list[torch.Tensor]:
 # ---- the bubble ----------------------------------------------------------------------------------------
 
 
-def naps(schedule: str) -> StageSeconds:
-    """How long a stage sleeps in its passes."""
-    nap = NAP / SCHEDULES[schedule]
-    return StageSeconds(forward=nap, backward=2 * nap, weights=nap)
+NAPS = StageSeconds(forward=NAP, backward=2 * NAP, weights=NAP)
+"""How long a stage sleeps in its passes."""
 
 
 @contextmanager
@@ -105,8 +103,8 @@ def sleep_as_a_rank() -> dict[str, float]:
     """For each schedule the shortest step's seconds over those of its orders."""
     ratios = {}
     for schedule, virtual in SCHEDULES.items():
-        plan, seconds = moec.compile(text(schedule)), naps(schedule)
-        with moec.launch(plan, device="cpu") as job, sleeping(seconds):
+        plan = moec.compile(text(schedule))
+        with moec.launch(plan, device="cpu") as job, sleeping(NAPS):
             model, batch = job.build(), batch_of(job)
             steps = []
             for _ in range(STEPS):
@@ -116,7 +114,7 @@ def sleep_as_a_rank() -> dict[str, float]:
                 steps.append(time.perf_counter() - started)
                 job.clip_grad_norm_(model, 1.0)
                 model.zero_grad()
-            ratios[schedule] = min(steps) / max(follow(plan.program.orders, [seconds] * virtual * 4).ends)
+            ratios[schedule] = min(steps) / max(follow(plan.program.orders, [NAPS] * virtual * 4).ends)
     return ratios
 
 

@@ -87,7 +87,8 @@ def _stages_problems(spec: Spec) -> Iterator[Diagnostic]:
     ways = ["leave `stages` out"]
     fitting = _fitting_pp(spec, pp)
     if 0 < fitting * virtual <= MOST_LISTED:
-        ways.insert(0, f"set `stages = [{', '.join(map(str, _even(depth, fitting * virtual)))}]`")
+        ranges = _counted(stages, depth, fitting * virtual) or _even(depth, fitting * virtual)
+        ways.insert(0, f"set `stages = [{', '.join(map(str, ranges))}]`")
     if fault := _first_fault(stages, depth):
         labels = _depth_label(spec, f"the layers are 0..{depth - 1}")
     elif len(stages) != fitting * virtual:
@@ -114,6 +115,14 @@ def _first_fault(stages: Sequence[LayerRange], depth: int) -> str:
             return f"`{stage}` stands where layer {expected} comes next"
         expected = stage.last + 1
     return f"{numbered(range(expected, depth))} in none of them" if expected < depth else ""
+
+
+def _counted(stages: Sequence[LayerRange], depth: int, number: int) -> list[LayerRange]:
+    """The ranges of a list that has the number of layers of each stage, as layouts of Megatron-Core do; [] of others."""
+    counts = [stage.first for stage in stages if stage.first == stage.last > 0]
+    if len(counts) != len(stages) or len(counts) != number or sum(counts) != depth:
+        return []
+    return [LayerRange(a, b - 1) for a, b in itertools.pairwise(itertools.accumulate(counts, initial=0))]
 
 
 def _even(depth: int, stages: int) -> list[LayerRange]:

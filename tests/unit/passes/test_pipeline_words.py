@@ -165,6 +165,13 @@ def test_a_v_has_two_stages_on_each_rank() -> None:
     assert (problem.code, problem.help) == ("MOE0377", "set `virtual = 2`")
 
 
+def test_numbers_of_layers_are_offered_as_the_ranges_that_they_mean() -> None:
+    spec = load_text(text("pp = 4; stages = [3, 2, 2, 2]")).unwrap()
+    (problem,) = problems_of(spec, mixtures_of(spec))
+    assert problem.code == "MOE0379"
+    assert "set `stages = [0..2, 3..4, 5..6, 7..8]`" in str(problem.help)
+
+
 def test_dual_pipe_v_takes_two_micro_batches_for_each_rank() -> None:
     words = "pp = 2; schedule = dual_pipe_v"
     assert degrees(words).microbatches == 4
