@@ -118,7 +118,7 @@ def _first_fault(stages: Sequence[LayerRange], depth: int) -> str:
 
 
 def _counted(stages: Sequence[LayerRange], depth: int, number: int) -> list[LayerRange]:
-    """The ranges that a list of the numbers of layers means, as layouts of Megatron-Core have it; [] of another list."""
+    """The ranges that a list of numbers of layers means, as in layouts of Megatron-Core; [] of another list."""
     counts = [stage.first for stage in stages if stage.first == stage.last > 0]
     if len(counts) != len(stages) or len(counts) != number or sum(counts) != depth:
         return []
