@@ -30,17 +30,17 @@ def split_products_of(graph: fx.Graph) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., I], weight [O, I], bias [O]."""
-    queue = current_queue()
-    if queue is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(queue, x, weight, bias)  # type: ignore[no-untyped-call]
+    # A layer that backward computes again has no queue, and must save what its first pass saved.
+    out: Tensor = _Linear.apply(current_queue(), x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.queue, ctx.edges = queue, edges_of([weight])
+    def forward(ctx: Any, queue: WeightQueue | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.queue, ctx.edges = queue, edges_of([weight]) if queue is not None else []
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
             return (flat_grad.t() @ rows,)
 
         grad_weight = None
-        if needs_weight and ctx.queue.puts_off:
+        if needs_weight and ctx.queue is not None and ctx.queue.puts_off:
             ctx.queue.put(ctx.edges, compute)
         elif needs_weight:
             (grad_weight,) = compute()

@@ -45,7 +45,7 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 FAST = "interleaved, dp 2, zero 1"
 """Of whole backward passes."""
-SPLIT = "zero bubble V, dp 2, zero 3"
+SPLIT = "zero bubble of 3, tp 2, recomputed"
 
 
 def pipeline(degrees: dict[str, Any], stages: dict[str, Any], **options: Any) -> Plan:
