@@ -53,11 +53,11 @@ class CustomLoss:
     def of_last_stage(
         self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Complaint | None, Exception | None]:
-        """The loss on the ranks of the last pipeline stage. With a complaint, on which all ranks agree at the end of
-        the step, it is NaN. Also returns the error that the script's function raised."""
+        """The loss on the ranks of the last pipeline stage. With a complaint, which is raised on every rank at the
+        end of the step, it is 0, and adds nothing to gradients. Also returns the error of the script's function."""
         summed, complaint, error = self._summed(output, labels, inputs, every_error=True)
         if complaint is not None:
-            summed = output.logits.sum() * math.nan
+            summed = output.logits.sum() * 0.0
         return self._divided(output, summed, self.total), complaint, error
 
     def _summed(
