@@ -325,6 +325,7 @@ def refusals(plan: Plan) -> dict[str, str]:
                 call()
             said[name] = str(refused.value)
             model.train()
+        assert all(gradient.isfinite().all() for gradient in gradients_of(model).values())  # of the refused own loss
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
         if job.rank == 0:
