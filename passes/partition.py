@@ -10,7 +10,8 @@ from itertools import accumulate
 from moec.grammar.checking.marks import refused
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
-from moec.passes.cost.step_time import pass_seconds
+from moec.passes.cost.pass_time import pass_seconds
+from moec.passes.cost.rates import ClusterRates
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import Program, Stage
@@ -62,11 +63,12 @@ class Partition:
         """Seconds of each layer's forward and backward pass over a micro-batch, of the first with what comes before it
         and of the last with what comes after it and the loss."""
         costs = costs_of(program, Workload.of_microbatch(self.spec, program))
-        seconds = {name: sum(pass_seconds(cost, self.spec)) for name, cost in costs.items()}
+        rates = ClusterRates(self.spec.cluster)
+        seconds = {name: pass_seconds(cost, rates).both for name, cost in costs.items()}
         of_layers = [seconds[layer.body] for layer in program.layers]
         before, after = _around_layers(costs[FORWARD])
-        of_layers[0] += sum(pass_seconds(before, self.spec))
-        of_layers[-1] += sum(pass_seconds(after, self.spec)) + seconds.get("loss", 0.0)
+        of_layers[0] += pass_seconds(before, rates).both
+        of_layers[-1] += pass_seconds(after, rates).both + seconds.get("loss", 0.0)
         return of_layers
 
 

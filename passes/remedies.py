@@ -236,7 +236,7 @@ class _Search:
             workload = Workload.of(self.spec, program)
             costs = costs_of(program, replace(workload, batch=-(-workload.batch // degrees.microbatches)))
             self.costs[key] = costs
-        seconds = step_seconds(_with_blocks(costs, program), program, self.spec)
+        seconds = step_seconds(_with_blocks(costs, program), program, self.spec).total
         return round(math.log(seconds) / math.log1p(SAME_TIME)), len(degrees.changes_from(self.stated)), seconds
 
     def _fits(self, degrees: Degrees) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from moec.passes.cost.buffers import Buffers, Bytes, largest
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.op import Op
-from moec.passes.ir.ops import Add, AddBias, Conversion, ExpertMlp, ExpertMlpPadded, MixtureMlp, Widen
 from moec.passes.ir.value import State
+from moec.passes.ir.work.cost import Cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,8 @@ class Step:
     """One op of a block, with the bytes of its tensors by name.
 
     `saved` has values, and tensors inside the op with `:` in the name, but no parameters. `differentiated` are the
-    operands that get a gradient; empty if no result gets one. `scratch` is that of `Cost`. `is_view`: the result is the
-    operand's tensor. `defers`: its gradients of weights are products of their own, which a backward pass to inputs only
-    leaves for later.
+    operands that get a gradient; empty if no result gets one. `scratch` is that of `cost`, the op's own. `defers`: its
+    gradients of weights are products of their own, which a backward pass to inputs only leaves for later.
     """
 
     op: Op
@@ -32,20 +31,13 @@ class Step:
     saved: Mapping[str, float]
     differentiated: Mapping[str, float]
     scratch: tuple[float, float]
-    is_view: bool = False
+    cost: Cost
     defers: bool = False
 
     @property
     def key(self) -> str:
         """The name of its first result."""
         return next(iter(self.results), "")
-
-    @property
-    def passes_gradient(self) -> bool:
-        """Whether the gradient of an operand is the result's gradient itself, without a copy."""
-        if isinstance(self.op, Conversion):
-            return self.op.backward() == "identity"
-        return self.is_view or isinstance(self.op, Add | AddBias)
 
     def without_saving(self) -> Step:
         """This op where backward computes everything again, except a router's choices and the counts of their rows."""
@@ -54,7 +46,7 @@ class Step:
 
     def without_inner(self) -> Step:
         """An op of experts that saves its operands, and whose backward runs its forward again."""
-        if not isinstance(self.op, ExpertMlp | ExpertMlpPadded | MixtureMlp):
+        if not self.cost.of_experts:
             return self
         inner = sum(size for name, size in self.saved.items() if ":" in name)
         ahead, behind = self.scratch
@@ -83,7 +75,7 @@ def steps_of(cost: BlockCost) -> tuple[Step, ...]:
                 {s.name: s.bytes for s in of_op.saved if not s.is_parameter},
                 {name: workload.bytes(scope[name]) for name in sorted(wanted)},
                 of_op.scratch,
-                is_view=isinstance(op, Widen) and scope[op.operands[0]].dtype == op.results[0].dtype,
+                of_op,
                 defers=bool(of_op.work.backward.of_weights.products),
             )
         )
@@ -171,8 +163,8 @@ def run_forward(steps: Sequence[Step], alive: Buffers, kept: Iterable[str]) -> I
     outside, last = frozenset(kept), last_uses(steps)
     for index, step in enumerate(steps):
         for name, size in step.results.items():
-            if not step.is_view:  # views are of a block's inputs, which are not in `alive`
-                alive.add(name, "communication" if isinstance(step.op, Conversion) else "work", size)
+            if not step.cost.is_view:  # views are of a block's inputs, which are not in `alive`
+                alive.add(name, "communication" if step.cost.sent else "work", size)
         for name, size in step.saved.items():
             if name not in outside or name in alive:
                 alive.save(name, size)
@@ -233,10 +225,10 @@ def add_gradients(alive: Buffers, step: Step) -> float:
     for name, size in step.differentiated.items() if result is not None else ():
         gradient, is_parameter = f"d {name}", name.startswith("@")
         if gradient in alive:
-            extra += 0.0 if step.passes_gradient else size
+            extra += 0.0 if step.cost.passes_gradient else size
             if alive.is_shared(gradient):
                 alive.add(gradient, "work", size)
-        elif step.passes_gradient and not is_parameter:
+        elif step.cost.passes_gradient and not is_parameter:
             alive.alias(gradient, f"d {result}")
         else:
             alive.add(gradient, "gradients" if is_parameter else "work", size)

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import is_forward
-from moec.passes.ir.work.cost import MASTER_BYTES
+from moec.passes.ir.work.cost import MASTER_BYTES, Collective
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import gathers_again, num_gathers, num_sums
+from moec.passes.place.schedule import gathers_again, is_summed, num_gathers, num_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """Bytes that a rank sends over `axis` for one parameter, by a collective of rings: in forward and in backward."""
+    """Bytes that a rank sends over `axis` for one parameter, by a collective of rings: in forward and in backward.
+
+    `gathered` is that of the parameter.
+    """
 
     axis: str
-    collective: str
+    collective: Collective
     of: str
+    gathered: str
     forward: float = 0.0
     backward: float = 0.0
 
@@ -50,13 +54,34 @@ def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: b
         sent = elements * (ranks - 1) / ranks
         gathered = sent * DTYPE_BYTES[p.dtype] * num_gathers(p, microbatches)
         again = gathered if gathers_again(p) and is_read else 0.0
-        yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
+        yield Sending(
+            axis=axis, collective="all_gather", of="weights", gathered=p.gathered, forward=gathered, backward=again
+        )
         if p.frozen:
             return
         summed = sent * MASTER_BYTES * num_sums(p, microbatches)
-        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
+        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", gathered=p.gathered, backward=summed)
         elements /= ranks
     for axis in (axis for axis in p.sum_over or () if axis not in p.gathered_over):
         ranks = workload.meshes.size(axis)
         sent = 2 * elements * (ranks - 1) / ranks
-        yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * MASTER_BYTES)
+        yield Sending(
+            axis=axis, collective="all_reduce", of="gradients", gathered=p.gathered, backward=sent * MASTER_BYTES
+        )
+
+
+def copied_bytes(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> float:
+    """Bytes that a rank reads and writes in a step to cast masters to the compute dtype, to widen gradients to fp32,
+    and to add those of several micro-batches."""
+    return sum(_copied_bytes(p, workload, microbatches, bool(saved)) for p in block.parameters if not p.frozen)
+
+
+def _copied_bytes(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> float:
+    whole = float(math.prod(workload.shape(p)))
+    part = whole / math.prod(map(workload.meshes.size, p.gathered_over))
+    cast = (MASTER_BYTES + DTYPE_BYTES[p.dtype]) * (DTYPE_BYTES[p.dtype] < MASTER_BYTES)
+    casts = (
+        microbatches if p.gathered == "never" else num_gathers(p, microbatches) * (1 + (gathers_again(p) and is_read))
+    )
+    collected = part if is_summed(p, last=False) else whole
+    return cast * (casts * part + microbatches * whole) + 3 * MASTER_BYTES * (microbatches - 1) * collected

@@ -168,7 +168,7 @@ def local_shape(shape: Sequence[int | str], layout: Layout, mesh: AxisSizes) -> 
     """
     local = list(shape)
     for axis, placement in layout.placements:
-        if isinstance(placement, Shard) and isinstance(size := local[placement.dim], int):
+        if isinstance(placement, Shard) and not isinstance(size := local[placement.dim], str):
             local[placement.dim] = size // mesh.size(axis)
     return tuple(local)
 

@@ -136,7 +136,8 @@ class Op(ABC):
         return elementwise(self, operands, results, workload)
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        """The sizes, over all ranks, of new symbols in the results' shapes. The first op to bind a symbol decides."""
+        """The sizes, over all ranks, of new symbols in the results' shapes, and of groups of experts. The first op to
+        bind a symbol decides."""
         return {}
 
     def other_tokens(self, operands: Sequence[Value]) -> str:
@@ -221,7 +222,7 @@ def _attribute_defaults(op: type[Op]) -> Mapping[str, Attribute]:
 
 
 T = TypeVar("T", bound=Op)
-ClassVariable = str | bool | tuple[int, int] | set[str] | Mapping[str, str] | None
+ClassVariable = str | bool | tuple[str, str] | set[str] | Mapping[str, str] | None
 """The value of a class variable of an op; a set becomes a frozen one."""
 
 

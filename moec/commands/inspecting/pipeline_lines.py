@@ -8,7 +8,7 @@ from moec.grammar.amounts import amount_of_bytes, si
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
 from moec.passes.cost.memory import Memory, memory_of_ranks, ranks_in_words
-from moec.passes.cost.step_time import pipeline_time
+from moec.passes.cost.step_time import pipeline_time, stages_of
 from moec.passes.cost.totals import BlockCost, costs_of, runs_on
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
@@ -26,7 +26,7 @@ def pipeline_lines(program: Program, spec: Spec) -> list[str]:
     if len(program.stages) < 2:
         return []
     costs = costs_of(program, Workload.of_microbatch(spec, program))
-    bubble = pipeline_time(costs, program, spec).bubble
+    bubble = pipeline_time(program, [stage.seconds for stage in stages_of(costs, program, spec)]).bubble
     head = f"{len(program.stages)} stages by `{program.schedule}`: the busiest rank waits {bubble:.0%} of its time"
     ranks = [_rank_line(program, costs, memory) for memory in memory_of_ranks(program, spec)]
     ends = (program.orders[0], program.orders[-1])

@@ -11,6 +11,7 @@ from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, reduced_layout
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.arrays import smaller
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.formulas import elementwise, fused_attention
 
@@ -113,7 +114,7 @@ class Reach(NamedTuple):
 
     def keys(self, length: float) -> float:
         """Number of pairs of a token and a key that it attends to, in a text of `length` tokens."""
-        window = min(self.window or length, length)
+        window = smaller(self.window or length, length)
         behind = window * length - window**2 / 2
         return behind if self.causal else 2 * behind
 

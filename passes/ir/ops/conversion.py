@@ -18,7 +18,7 @@ from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, layout_of, require
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
-from moec.passes.ir.work.cost import Cost, Sent
+from moec.passes.ir.work.cost import Choices, Collective, Cost, Sent
 from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ Kind = Literal["dense", "row counts", "rows"]
 
 Unconverted = Literal["identity", "none"]
 """A gradient that passes unchanged, and a value that is not differentiated."""
+
+
+UNITS: Mapping[Collective, int] = {"none": 0, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+"""What a rank sends in a collective of n ranks, in units of (n−1)/n of the value."""
 
 
 def kind_of(value: Value) -> Kind:
@@ -42,9 +46,9 @@ def kind_of(value: Value) -> Kind:
 class Conversion(TokenOp):
     """Changes the placement of its first operand on one mesh axis. The value, seen over all ranks, stays the same.
 
-    `sends` counts what a rank sends forward and backward, in units of (n−1)/n of the value (whole on the axis; in an
-    all-to-all, the rank's part): 1 for a ring all-gather, a ring reduce-scatter or an all-to-all, 2 for an all-reduce,
-    which is a reduce-scatter and an all-gather.
+    `collectives` of forward and of backward say what a rank sends, in units of (n−1)/n of the value (whole on the axis;
+    in an all-to-all, the rank's part): 1 for a ring all-gather, a ring reduce-scatter or an all-to-all, 2 for an
+    all-reduce, which is a reduce-scatter and an all-gather.
     """
 
     takes: ClassVar[str] = "x"
@@ -56,7 +60,7 @@ class Conversion(TokenOp):
     """The values that it converts."""
     partial_gradient: ClassVar[bool] = False
     """Whether ops sharded on the axis consume the result: each rank's gradient of the result is a partial sum there."""
-    sends: ClassVar[tuple[int, int]] = (1, 1)
+    collectives: ClassVar[tuple[Collective, Collective]] = ("none", "none")
     purpose: ClassVar[str] = "activations"
     """The heading under which its bytes are listed."""
     axis: AxisName
@@ -126,20 +130,26 @@ class Conversion(TokenOp):
         value = operands[0]
         return workload.bytes(replace(value, layout=layout_of(value).replace(self.axis, None)))
 
+    def choices(self, operands: Sequence[Value], workload: Workload) -> Choices | None:
+        """Where the rows of a token go, in an exchange of rows of tokens and experts."""
+        return None
+
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         copied = elementwise(self, operands, results, workload).work
         ranks = workload.meshes.size(self.axis)
         part = self.volume(operands, results, workload) * (ranks - 1) / ranks
-        forward, backward = self.sends
+        ahead, back = self.collectives
         gradient = self.backward()
         sent = Sent(
             axis=self.axis,
             purpose=self.purpose,
-            forward=forward * part,
-            backward=0 if operands[0].dtype == "int64" else backward * part,
+            forward=UNITS[ahead] * part,
+            backward=0 if operands[0].dtype == "int64" else UNITS[back] * part,
+            collectives=self.collectives,
             backward_op=gradient.mnemonic if isinstance(gradient, Conversion) else gradient,
+            choices=self.choices(operands, workload),
         )
-        return Cost(work=copied, sent=(sent,))
+        return Cost(work=copied, sent=(sent,), passes_gradient=gradient == "identity")
 
 
 # ---- from one placement to another -----------------------------------------------------------------------

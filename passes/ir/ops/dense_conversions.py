@@ -15,12 +15,18 @@ from moec.passes.ir.op import Type, op, require
 from moec.passes.ir.ops.conversion import Conversion, Unconverted
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.cost import Choices
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
 
 
-@op("all_reduce", operator="all_reduce", sends=(2, 0), resolved={"axis": "str group", "reduce": ""})
+@op(
+    "all_reduce",
+    operator="all_reduce",
+    collectives=("all_reduce", "none"),
+    resolved={"axis": "str group", "reduce": ""},
+)
 class AllReduce(Conversion):
     """Partial → Replicate. Forward: reduce over the axis. Backward: identity.
 
@@ -42,7 +48,7 @@ class AllReduce(Conversion):
         return "identity" if self.reduce == "sum" else "none"
 
 
-@op("reduce_scatter", operator="reduce_scatter", sends=(1, 1))
+@op("reduce_scatter", operator="reduce_scatter", collectives=("reduce_scatter", "all_gather"))
 class ReduceScatter(Conversion):
     """Partial → Shard(dim). Forward: sum over the axis; each rank keeps its piece. Backward: all_gather."""
 
@@ -58,7 +64,7 @@ class ReduceScatter(Conversion):
         return AllGather.over(self.axis, dim=self.dim)
 
 
-@op("copy_to", operator="copy_to", partial_gradient=True, sends=(0, 2))
+@op("copy_to", operator="copy_to", partial_gradient=True, collectives=("none", "all_reduce"))
 class CopyTo(Conversion):
     """Replicate → Replicate, for ops that are sharded on the axis. Forward: identity. Backward: all_reduce.
 
@@ -76,7 +82,7 @@ class CopyTo(Conversion):
         return AllReduce.over(self.axis)
 
 
-@op("slice", operator="slice", sends=(0, 1))
+@op("slice", operator="slice", collectives=("none", "all_gather"))
 class Slice(Conversion):
     """Replicate → Shard(dim). Forward: each rank keeps its piece. Backward: all_gather."""
 
@@ -92,7 +98,7 @@ class Slice(Conversion):
         return AllGather.over(self.axis, dim=self.dim)
 
 
-@op("keep_on_first", operator="keep_on_first", carries={"dense"}, sends=(0, 0))
+@op("keep_on_first", operator="keep_on_first", carries={"dense"})
 class KeepOnFirst(Conversion):
     """Replicate → Partial. Forward: the first rank of the axis keeps the value, the others have zeros. Backward:
     identity.
@@ -110,7 +116,7 @@ class KeepOnFirst(Conversion):
         return "identity"
 
 
-@op("all_gather", operator="all_gather", partial_gradient=True, sends=(1, 1))
+@op("all_gather", operator="all_gather", partial_gradient=True, collectives=("all_gather", "reduce_scatter"))
 class AllGather(Conversion):
     """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
 
@@ -126,7 +132,7 @@ class AllGather(Conversion):
         return ReduceScatter.over(self.axis, dim=self.dim)
 
 
-@op("all_gather_alike", operator="all_gather_alike", carries={"dense"}, sends=(1, 0))
+@op("all_gather_alike", operator="all_gather_alike", carries={"dense"}, collectives=("all_gather", "none"))
 class AllGatherAlike(Conversion):
     """Shard(dim) → Replicate, for ops that are replicated on the axis. Forward: all_gather. Backward: slice."""
 
@@ -142,7 +148,7 @@ class AllGatherAlike(Conversion):
         return Slice.over(self.axis, dim=self.dim)
 
 
-@op("all_to_all_padded", operator="all_to_all_padded", carries={"dense"}, sends=(1, 1))
+@op("all_to_all_padded", operator="all_to_all_padded", carries={"dense"}, collectives=("all_to_all", "all_to_all"))
 class AllToAllPadded(Conversion):
     """Shard(given) → Shard(wanted), for values with one shape on every rank. Backward: Shard(wanted) → Shard(given)."""
 
@@ -161,6 +167,9 @@ class AllToAllPadded(Conversion):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         require(self.given != self.wanted, self, "wants two dims")
         return Conversion.infer(self, operands, blocks)
+
+    def choices(self, operands: Sequence[Value], workload: Workload) -> Choices | None:
+        return workload.choices if {self.given, self.wanted} == {0, 1} else None
 
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
         """Bytes of the rank's part."""

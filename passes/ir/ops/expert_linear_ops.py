@@ -57,8 +57,9 @@ class ExpertLinear(TokenOp):
         groups, out, *window = workload.shape(weight)
         width, count = math.prod(window), workload.count(results[0]) / out
         largest = workload.most_rows(rows) * self.positions if rows.ragged else count / groups
-        element = workload.width(weight.dtype)
-        product = Product(name="linear", m=count, n=out, k=width, groups=groups, largest=largest, width=element)
+        product = Product(
+            name="linear", m=count, n=out, k=width, groups=groups, largest=largest, dtype=weight.dtype, kind="grouped"
+        )
         backward = Direction(products=linear_backward(product), launches=2)
         work = Work(forward=Direction(products=(product,), launches=1), backward=backward)
         windows = window_saved(rows, results[0], count, width, self.positions, self.then, workload)

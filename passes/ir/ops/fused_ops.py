@@ -66,7 +66,8 @@ class MixtureMlp(Activates):
         # Forward has a row of results for each choice; backward adds up the gradient of x in at least fp32.
         in_forward += rows * workload.shape(x)[-1] * workload.width(x.dtype) + 2 * positions.bytes
         in_backward += workload.count(x) * workload.width(promoted(x.dtype)) - workload.bytes(x)
-        return Cost(work=work, saved=saved, used=used_share(parameters[0], workload), scratch=(in_forward, in_backward))
+        used = used_share(parameters[0], workload)
+        return Cost(work=work, saved=saved, used=used, scratch=(in_forward, in_backward), of_experts=True)
 
 
 @op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from moec.passes.ir.activations import ACTIVATIONS
@@ -13,7 +14,7 @@ from moec.passes.ir.op import LayoutError, Meshes, Placing, TokenOp, Type, layou
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, reduced_layout
 from moec.passes.ir.ops.token_operands import require_activation
 from moec.passes.ir.value import Value, promoted
-from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.cost import Cost, Saved, Work
 from moec.passes.ir.work.formulas import elementwise, projection
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class AddBias(TokenOp):
         bias = Layout.of((axis, Shard(p.dim - TOKEN_DIMS)) for axis, p in outs)
         return Placing((x, bias), (x,))
 
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return replace(elementwise(self, operands, results, workload), passes_gradient=True)
+
 
 @op("activation", "x -> y")
 class Activation(TokenOp):
@@ -127,6 +131,10 @@ class Add(TokenOp):
             if len({candidate.get(axis) for candidate in layouts}) > 1:
                 layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
         return Placing((layout,) * len(operands), (layout,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        forward = elementwise(self, operands, results, workload).work.forward
+        return Cost(work=Work(forward=forward), passes_gradient=True)
 
 
 @op("scale", "x -> y")

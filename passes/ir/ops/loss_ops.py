@@ -10,7 +10,7 @@ from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost
-from moec.passes.ir.work.formulas import elementwise
+from moec.passes.ir.work.formulas import work_of_kernels
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -34,8 +34,12 @@ class CrossEntropy(Op):
         keeps = (log_probabilities, *workload.keep(labels))
         # Backward makes the gradients of the log-probabilities and of the wide logits.
         wide, narrow = log_probabilities.bytes, workload.bytes(logits)
-        scratch = (0.0, wide) if narrow == wide else (wide, 2 * wide - narrow)
-        return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=2, scratch=scratch)
+        is_wide = logits.dtype == results[0].dtype
+        scratch = (0.0, wide) if is_wide else (wide, 2 * wide - narrow)
+        # torch's kernels: the cast, log_softmax, the sum; zeros for the sum's gradient, that of log_softmax, the cast.
+        cast = 0.0 if is_wide else narrow + wide
+        work = work_of_kernels(forward=(cast + 2 * wide, 3 - is_wide), backward=(4 * wide + cast, 4 - is_wide))
+        return Cost(work=work, saved=keeps, scratch=scratch)
 
 
 @op("count_labels", "labels -> count")

@@ -177,7 +177,8 @@ class ExpertMlp(Activates):
         inner = saved_inside_experts(results[0], count, experts[0], workload)
         saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(count, workload.most_rows(rows), experts, workload, gathers=(2, 3))
-        return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
+        used = used_share(experts[0], workload)
+        return Cost(work=work, saved=saved, used=used, scratch=scratch, of_experts=True)
 
 
 @op("combine", "rows positions weights -> mixed", operator="combine", moves=True)

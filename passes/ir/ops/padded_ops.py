@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from moec.passes.ir.ops.mixture_ops import (
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.arrays import smaller, whole
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise, experts_scratch, experts_work, saved_inside_experts, used_share
 
@@ -57,7 +57,7 @@ class PermutePadded(Capacity):
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         _, _, k, experts = workload.shape(operands[2])
         groups, capacity, tokens = self.room(k, experts, workload)
-        return {"places": workload.meshes.dense.ranks * groups * min(capacity, tokens), "choices": k}
+        return {"places": workload.meshes.dense.ranks * groups * smaller(capacity, tokens), "choices": k}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=7)
@@ -92,7 +92,7 @@ class PermuteDynamic(TokenOp):
         experts = operands[1]
         ranks = workload.meshes.dense.ranks
         _, largest = workload.rows_of(workload.whole(experts) / ranks, self.num_experts)
-        return {"places": ranks * math.ceil(largest), "choices": workload.shape(experts)[-1]}
+        return {"places": ranks * -whole(-largest // 1), "choices": workload.shape(experts)[-1]}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
@@ -128,7 +128,8 @@ class ExpertMlpPadded(Activates):
         inner = saved_inside_experts(results[0], local * places, experts[0], workload)
         saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(local * places, places, experts, workload, gathers=(0, 0))
-        return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
+        used = used_share(experts[0], workload)
+        return Cost(work=work, saved=saved, used=used, scratch=scratch, of_experts=True)
 
 
 @op("combine_padded", "rows positions weights -> mixed", operator="combine_padded", moves=True)

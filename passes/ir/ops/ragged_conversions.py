@@ -12,7 +12,8 @@ from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, TokenOp, Type, l
 from moec.passes.ir.ops.conversion import Conversion, Kind, Unconverted
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
-from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.arrays import larger
+from moec.passes.ir.work.cost import Choices, Cost, Direction, Saved, Work
 from moec.passes.ir.work.formulas import elementwise
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ class CountsConversion(Conversion):
     gives: ClassVar[str] = "received splits"
     carries: ClassVar[frozenset[Kind]] = frozenset({"row counts"})
     purpose: ClassVar[str] = "counts"
-    sends: ClassVar[tuple[int, int]] = (1, 0)
     copies_to_host: ClassVar[bool] = True
 
     def source(self) -> Placement | None:
@@ -51,7 +51,7 @@ class CountsConversion(Conversion):
         return Placing((layout,), (layout.replace(self.axis, self.target()), layout))
 
 
-@op("exchange_counts", operator="exchange_counts")
+@op("exchange_counts", operator="exchange_counts", collectives=("all_to_all", "none"))
 class ExchangeCounts(CountsConversion):
     """Counts of the rows of a rank's tokens → those of its experts."""
 
@@ -63,7 +63,7 @@ class ExchangeCounts(CountsConversion):
         return workload.bytes(operands[0])
 
 
-@op("gather_counts", operator="gather_counts")
+@op("gather_counts", operator="gather_counts", collectives=("all_gather", "none"))
 class GatherCounts(CountsConversion):
     """Counts of the rows of a rank's tokens → those of all ranks' tokens, source by source."""
 
@@ -138,7 +138,10 @@ class RowsConversion(Conversion):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         splits = Saved(operands[1].name, 2 * workload.meshes.size(self.axis) * workload.width("int64"))
-        return replace(Conversion.cost(self, operands, results, workload), saved=(splits,))
+        # Rows are contiguous: the collective reads and writes them, and no kernel beside it.
+        once = Direction(launches=1)
+        work = Work(forward=once, backward=once)
+        return replace(Conversion.cost(self, operands, results, workload), work=work, saved=(splits,))
 
 
 def _counts_placement(rows: Placement | None) -> Placement | None:
@@ -146,7 +149,13 @@ def _counts_placement(rows: Placement | None) -> Placement | None:
     return Shard(1 - rows.dim) if isinstance(rows, Shard) else None
 
 
-@op("all_to_all", "rows splits counts -> received", operator="all_to_all", purpose="all_to_all of rows", sends=(1, 1))
+@op(
+    "all_to_all",
+    "rows splits counts -> received",
+    operator="all_to_all",
+    purpose="all_to_all of rows",
+    collectives=("all_to_all", "all_to_all"),
+)
 class AllToAll(RowsConversion):
     """Ragged shard(1) → shard(0), tokens to experts; `reverse`: experts to tokens. Backward: the other direction."""
 
@@ -175,9 +184,12 @@ class AllToAll(RowsConversion):
             raise LayoutError(f"all_to_all over {self.axis} of %{rows.name}, with rows of several ranks over {axes}")
         return RowsConversion.place(self, operands, meshes, blocks)
 
+    def choices(self, operands: Sequence[Value], workload: Workload) -> Choices | None:
+        return workload.choices
+
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
         """Bytes of the rank's rows before or after the all-to-all, whichever is more."""
-        return max(workload.bytes(operands[0]), workload.bytes(*results))
+        return larger(workload.bytes(operands[0]), workload.bytes(*results))
 
 
 # ---- rows of a rank's tokens ↔ rows of all ranks' tokens, for experts cut over the axis -------------------
@@ -198,7 +210,11 @@ class GatheredRows(RowsConversion):
 
 
 @op(
-    "all_gather_rows", "rows splits counts -> all_rows", operator="all_gather_rows", partial_gradient=True, sends=(1, 1)
+    "all_gather_rows",
+    "rows splits counts -> all_rows",
+    operator="all_gather_rows",
+    partial_gradient=True,
+    collectives=("all_gather", "reduce_scatter"),
 )
 class AllGatherRows(GatheredRows):
     """Ragged shard(1) → Replicate, for experts cut over the axis: the rows of all ranks, source by source.
@@ -216,7 +232,7 @@ class AllGatherRows(GatheredRows):
         return ReduceScatterRows.over(self.axis)
 
 
-@op("reduce_scatter_rows", operator="reduce_scatter_rows", sends=(1, 1))
+@op("reduce_scatter_rows", operator="reduce_scatter_rows", collectives=("reduce_scatter", "all_gather"))
 class ReduceScatterRows(GatheredRows):
     """Ragged Partial → shard(1): the sum of all ranks' rows; each rank keeps those of its tokens.
 

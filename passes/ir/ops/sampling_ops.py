@@ -90,7 +90,7 @@ class SampledWeights(TokenOp):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         logits, experts, *_ = operands
-        (weights,), rounds = results, int(workload.shape(experts)[-1])
+        (weights,), rounds = results, workload.shape(experts)[-1]
         size, keeps = workload.count(logits), [*workload.keep(experts)]
         for number in range(rounds):
             keeps.append(workload.inner(weights, f"gates_{number}", size, logits.dtype))

@@ -17,6 +17,7 @@ from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_training_where
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.arrays import larger, smaller
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
 
@@ -98,8 +99,8 @@ class KeepInSegments(Op):
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         experts = operands[0]
         k = workload.shape(experts)[-1]
-        places = max(self.least, -(-self.parts * k * workload.sequence // (self.whole * self.num_experts)))
-        return {"rows": min(workload.whole(experts), self.num_experts * places * workload.batch)}
+        places = larger(self.least, -(-self.parts * k * workload.sequence // (self.whole * self.num_experts)))
+        return {"rows": smaller(workload.whole(experts), self.num_experts * places * workload.batch)}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=20)

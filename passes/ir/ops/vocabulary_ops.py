@@ -10,7 +10,7 @@ from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of,
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost
-from moec.passes.ir.work.formulas import elementwise
+from moec.passes.ir.work.formulas import elementwise, work_of_kernels
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -51,6 +51,11 @@ class Widen(Op):
             raise LayoutError(f"widen has no rule for logits that are {layout}")
         return Placing((layout,), (layout,))
 
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        if operands[0].dtype == results[0].dtype:
+            return Cost(is_view=True, passes_gradient=True)
+        return elementwise(self, operands, results, workload)
+
 
 @op("logit_max", "logits -> largest", constants={"logits"})
 class LogitMax(Op):
@@ -79,7 +84,9 @@ class SumExp(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         exp = workload.inner(results[0], "exp", workload.count(operands[0]), results[0].dtype)
-        return elementwise(self, operands, results, workload, keeps=(exp,), forward=3, scratch=(exp.bytes, 0.0))
+        # The difference, its exponential and the sum: three kernels, of which two write as much as they read.
+        work = work_of_kernels(forward=(5 * exp.bytes, 3), backward=(2 * exp.bytes, 1))
+        return Cost(work=work, saved=(exp,), scratch=(exp.bytes, 0.0))
 
 
 @op("label_logit", "logits labels -> label_logit")
@@ -96,8 +103,11 @@ class LabelLogit(Op):
         return _per_token(self, operands, "sum")
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        _, labels = operands
-        return elementwise(self, operands, results, workload, keeps=workload.keep(labels))
+        logits, labels = operands
+        picked = workload.bytes(labels, *results) + workload.bytes(*results)
+        # Backward fills the logits' gradient with zeros, and writes one number of each token.
+        work = work_of_kernels(forward=(picked, 1), backward=(workload.bytes(logits) + picked, 2))
+        return Cost(work=work, saved=workload.keep(labels))
 
 
 @op("cross_entropy_of_sums", "sums largest label_logit labels -> nll", constants={"largest"})

@@ -79,7 +79,7 @@ class WindowLinear(Op):
         out, kernel, width = workload.shape(weight)
         count = workload.count(results[0]) / out
         return Cost(
-            work=window_work(count, out, kernel * width, workload.width(weight.dtype)),
+            work=window_work(count, out, kernel * width, weight.dtype),
             saved=window_saved(operands[0], results[0], count, kernel * width, self.positions, self.then, workload),
         )
 
@@ -92,9 +92,9 @@ def require_window(op: Op, x: Value, weight: Sequence[Dim], positions: int) -> N
     require(x.shape[-1] == (positions + kernel - 1) * width, op, f"{x.shape} does not fit {positions} of {weight}")
 
 
-def window_work(count: float, out: int, width: int, element: int) -> Work:
+def window_work(count: float, out: int, width: int, dtype: str) -> Work:
     """The product of a map at `count` positions, with `width` numbers each."""
-    product = Product(name="linear", m=count, n=out, k=width, width=element)
+    product = Product(name="linear", m=count, n=out, k=width, dtype=dtype)
     backward = Direction(products=linear_backward(product), launches=4)
     return Work(forward=Direction(products=(product,), launches=3), backward=backward)
 

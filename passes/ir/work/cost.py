@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from moec.passes.ir.value import DTYPE_BYTES
+from moec.passes.ir.work.arrays import larger
 
 MASTER_BYTES = 4
 """Bytes of an element of a parameter and of its summed gradient: fp32."""
 
 
+ProductKind = Literal["plain", "grouped", "attention"]
+"""One matrix for all rows, one for each group of rows, and the products of attention, in one kernel with softmax."""
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "none"]
+"""How ranks of a group exchange bytes in one direction."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product `[m, k] × [k, n]`, or one for each of `groups` experts, with `m` rows in total.
+    """A matrix product `[m, k] × [k, n]`, or one for each of `groups` experts, with `m` rows in total, in `dtype`.
 
-    `largest` is the rows of the busiest group; without it, the mean is used. The gradient of the weights contracts the
-    rows and has the same m, n and k. `width` is the bytes of an element; 0 where `Direction.moved` has the bytes.
+    The gradient of the input contracts `n`, that of the weights the rows `m`; all three have the same m, n and k.
+    `largest` is the rows of the busiest group; without it, the mean is used. `is_repeated`: backward computes forward's
+    product again, which counts among the FLOPs that are executed but not among the model's.
     """
 
     name: str
     m: float
     n: float
     k: float
-    width: int
+    dtype: str
+    kind: ProductKind = "plain"
+    contracts: Literal["k", "n", "m"] = "k"
     groups: float = 1
     largest: float = 0
+    is_repeated: bool = False
 
     @property
     def flops(self) -> float:
@@ -37,12 +52,14 @@ class Product:
     @property
     def most_rows(self) -> float:
         """Rows of the busiest group."""
-        return max(self.largest, self.rows_per_group)
+        return larger(self.largest, self.rows_per_group)
 
     @property
     def moved(self) -> float:
-        """Bytes of both operands and the result, each moved once."""
-        return self.width * (self.m * self.k + self.groups * self.n * self.k + self.m * self.n)
+        """Bytes of both operands and the result, each moved once; 0 in attention, whose `Direction.moved` has them."""
+        if self.kind == "attention":
+            return 0.0
+        return DTYPE_BYTES[self.dtype] * (self.m * self.k + self.groups * self.n * self.k + self.m * self.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +72,18 @@ class Direction:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the products; other kernels count only as bytes."""
+        """The model's floating-point operations: without repeated products; other kernels count only as bytes."""
+        return sum(product.flops for product in self.products if not product.is_repeated)
+
+    @property
+    def executed_flops(self) -> float:
+        """The floating-point operations that are executed."""
         return sum(product.flops for product in self.products)
 
     @property
     def of_weights(self) -> Direction:
         """The part of backward that a pipeline may compute later: the products for gradients of weights."""
-        products = tuple(product for product in self.products if product.name.endswith("_weights"))
+        products = tuple(product for product in self.products if product.contracts == "m")
         return Direction(products=products, launches=len(products))
 
 
@@ -96,18 +118,30 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Bytes that a rank sends over `axis` in forward and in backward; `backward_op` is the collective of backward.
+class Choices:
+    """Where the rows of one token go: to `number` experts, of the best `kept` among `groups` groups of experts."""
 
-    Where ranks hold the rows of different experts, the bytes are those of the busiest rank: the larger of the bytes
-    that it sends and those that it receives.
+    number: float
+    groups: float = 1
+    kept: float = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends over `axis` in forward and in backward, and the collective of each direction.
+
+    `backward_op` is the conversion of the gradient. Where ranks hold the rows of different experts, the bytes are those
+    of the busiest rank: the larger of the bytes that it sends and those that it receives. Of rows of tokens `choices`
+    says how often one token is among them, from which follows how often it crosses a network once only.
     """
 
     axis: str
     purpose: str
     forward: float
     backward: float
+    collectives: tuple[Collective, Collective]
     backward_op: str
+    choices: Choices | None = None
 
     @property
     def bytes(self) -> float:
@@ -121,7 +155,8 @@ class Cost:
 
     `used` is the fraction of the op's parameters that one token uses: k / experts in a mixture, else 1. `scratch` are
     the bytes that forward and backward take while they run, beside operands, results, what is saved, and gradients of
-    operands and results.
+    operands and results. `of_experts`: `recompute = experts` runs the op again. `passes_gradient`: the gradient of an
+    operand is the result's gradient itself, without a copy. `is_view`: the result is the operand's tensor.
     """
 
     work: Work = field(default_factory=Work)
@@ -129,3 +164,6 @@ class Cost:
     sent: tuple[Sent, ...] = ()
     used: float = 1.0
     scratch: tuple[float, float] = (0.0, 0.0)
+    of_experts: bool = False
+    passes_gradient: bool = False
+    is_view: bool = False

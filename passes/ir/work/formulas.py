@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.row_table import table_length
+from moec.passes.ir.work.arrays import rounded
 from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
 
 if TYPE_CHECKING:
@@ -46,6 +47,14 @@ def elementwise(
     return Cost(work=Work(forward=forward_pass, backward=backward_pass), saved=tuple(keeps), scratch=scratch)
 
 
+def work_of_kernels(*, forward: tuple[float, int], backward: tuple[float, int]) -> Work:
+    """The bytes that kernels without products move, and the number of the kernels, in forward and in backward."""
+    return Work(
+        forward=Direction(moved=forward[0], launches=forward[1]),
+        backward=Direction(moved=backward[0], launches=backward[1]),
+    )
+
+
 def _differentiable(values: Sequence[Value]) -> list[Value]:
     return [value for value in values if value.dtype != "int64"]
 
@@ -55,7 +64,7 @@ def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Wor
     local = workload.shape(weight)
     k = math.prod(local[-contract:])
     n = math.prod(local[:-contract])
-    product = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
+    product = Product(name="linear", m=workload.count(x) / k, n=n, k=k, dtype=dtype)
     products = linear_backward(product, trains=not workload.is_frozen(weight))
     backward = Direction(products=products, launches=len(products))
     return Work(forward=Direction(products=(product,), launches=1), backward=backward)
@@ -63,23 +72,24 @@ def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Wor
 
 def linear_backward(product: Product, *, trains: bool = True) -> tuple[Product, ...]:
     """The products of backward of a linear map: for the gradient of its input, and of a weight that `trains`."""
-    names = ("linear_backward", "linear_weights") if trains else ("linear_backward",)
-    return tuple(replace(product, name=name) for name in names)
+    of_input = replace(product, name=f"{product.name}_backward", contracts="n")
+    return (of_input, replace(product, name=f"{product.name}_weights", contracts="m")) if trains else (of_input,)
 
 
 def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, keys: float) -> Work:
     """The products q·kᵀ and scores·v with `keys` keys for each token: those that it attends to, as in MFU figures.
 
-    Scores stay on chip. Backward counts twice the forward, without the scores that a fused kernel recomputes.
+    Scores stay on chip. Backward has twice the products of forward, and repeats the scores.
     """
     batch, sequence, heads, width = workload.shape(q)
     rows, groups = batch * sequence * heads, batch * heads
-    scores = Product(name="scores", m=rows, n=keys, k=width, groups=groups, width=0)
-    values = Product(name="values", m=rows, n=workload.shape(v)[3], k=keys, groups=groups, width=0)
+    scores = Product(name="scores", m=rows, n=keys, k=width, groups=groups, dtype=q.dtype, kind="attention")
+    values = replace(scores, name="values", n=workload.shape(v)[3], k=keys)
+    repeated = replace(scores, is_repeated=True)
     moved = workload.bytes(q, k, v, out)
     return Work(
         forward=Direction(products=(scores, values), moved=moved, launches=1),
-        backward=Direction(products=(scores, values) * 2, moved=2 * moved, launches=1),
+        backward=Direction(products=(repeated, *(scores, values) * 2), moved=2 * moved, launches=1),
     )
 
 
@@ -101,19 +111,15 @@ def experts_work(
     up, _, *biases = experts
     groups, parts, hidden, dim = workload.shape(up)
     width = workload.width(up.dtype)
-    wide = Product(name="up", m=rows, n=parts * hidden, k=dim, groups=groups, largest=largest, width=width)
-    narrow = replace(wide, name="down", n=dim, k=hidden)
-    backward_products = (
-        replace(narrow, name="down_backward"),
-        replace(narrow, name="down_weights"),
-        replace(wide, name="up_backward"),
-        replace(wide, name="up_weights"),
+    up_product = Product(
+        name="up", m=rows, n=parts * hidden, k=dim, groups=groups, largest=largest, dtype=up.dtype, kind="grouped"
     )
+    down_product = replace(up_product, name="down", n=dim, k=hidden)
     bias_bytes = rows * (parts * hidden + dim) * width if biases else 0
     return Work(
-        forward=Direction(products=(wide, narrow), moved=rows * hidden * width + moved, launches=forward),
+        forward=Direction(products=(up_product, down_product), moved=rows * hidden * width + moved, launches=forward),
         backward=Direction(
-            products=backward_products,
+            products=(*linear_backward(down_product), *linear_backward(up_product)),
             moved=2 * rows * parts * hidden * width + bias_bytes + moved,
             launches=backward + len(biases),
         ),
@@ -137,7 +143,7 @@ def experts_scratch(
 def saved_inside_experts(result: Value, rows: float, up: Value, workload: Workload) -> tuple[Saved, Saved]:
     """The tensors inside an op of experts that it saves: `rows` pre-activations in the dtype of `up`, their table."""
     experts, parts, hidden, _ = workload.shape(up)
-    table = table_length(round(rows), round(experts))
+    table = table_length(rounded(rows), rounded(experts))
     return (
         workload.inner(result, "hidden", rows * parts * hidden, up.dtype),
         Saved(f"{result.name}:table", INT32 * table),

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
+
 from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir.layout import REPLICATED, local_shape
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import DTYPE_BYTES, Dim, Parameter, Value
-from moec.passes.ir.work.cost import Saved
+from moec.passes.ir.work.arrays import whole
+from moec.passes.ir.work.cost import Choices, Saved
 
 NOMINAL_SEQUENCE = 1024
 """Tokens of a sequence where the file gives no sequence length, as in a `layer` file."""
@@ -30,6 +33,9 @@ class Workload:
     the symbols' sizes over all ranks, once bound to a block: `rows` counts choices that are not dropped, `choices` the
     choices of one token. `frozen` names the bound block's values without a gradient (`Block.frozen`). `device` is the
     device kind for which operators are chosen.
+
+    The batch and the sizes of meshes may be numpy arrays, one number for each of several plans with the same ops: costs
+    are arrays then.
     """
 
     batch: int
@@ -116,11 +122,19 @@ class Workload:
         return math.prod(self._whole(value.shape))
 
     def _whole(self, shape: Sequence[Dim]) -> tuple[int, ...]:
-        return tuple(dim if isinstance(dim, int) else int(self.sizes[dim]) for dim in shape)
+        return tuple(dim if isinstance(dim, int) else whole(self.sizes[dim]) for dim in shape)
 
     def is_frozen(self, value: Value) -> bool:
         """Whether a parameter or value of the block has no gradient: frozen, or computed from frozen ones alone."""
         return bool(self.frozen) and _name(value) in self.frozen
+
+    @property
+    def choices(self) -> Choices | None:
+        """Where the rows of a token go in the bound block; None without a mixture."""
+        if "choices" not in self.sizes:
+            return None
+        groups, kept = self.sizes.get("expert_groups", 1), self.sizes.get("kept_groups", 1)
+        return Choices(number=self.sizes["choices"], groups=groups, kept=kept)
 
     # ---- saved activations ---------------------------------------------------------------------------
 
@@ -172,10 +186,18 @@ def _data_ranks(program: Program) -> int:
     return program.mesh("dense").size("dp") if program.meshes else program.data_ranks
 
 
-@lru_cache
 def busiest(experts: int, ranks: int, exponent: float) -> float:
     """Load of the busiest of `ranks` over the mean; experts are placed in order, equally many on each rank."""
-    if ranks <= 1 or exponent == 0:
+    if exponent == 0:
+        return 1.0
+    if isinstance(ranks, np.ndarray):
+        return np.reshape([_busiest(experts, int(n), exponent) for n in ranks.flat], ranks.shape)
+    return _busiest(experts, ranks, exponent)
+
+
+@lru_cache
+def _busiest(experts: int, ranks: int, exponent: float) -> float:
+    if ranks <= 1:
         return 1.0
     loads: list[float] = [float(place) ** -exponent for place in range(1, experts + 1)]
     local = experts // ranks

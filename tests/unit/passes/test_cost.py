@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.plans import moe_plan, moe_spec, moe_text
 from support.tables import each_row
@@ -12,6 +15,7 @@ from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
 from moec.passes.cost.totals import BlockCost, tally
 from moec.passes.ir import Op, Program
+from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
@@ -54,7 +58,36 @@ def test_backward_computes_twice_what_forward_does(file: Path) -> None:
     for _, op, cost in every_op(program, Workload.of(spec, program)):
         assert cost.work.backward.flops == 2 * cost.work.forward.flops, op.mnemonic
         assert cost.work.forward.moved >= 0
-        assert (cost.work.backward.launches > 0) == (cost.work.backward.moved > 0 or cost.work.backward.flops > 0)
+        is_run = cost.work.backward.moved > 0 or cost.work.backward.flops > 0 or any(s.backward for s in cost.sent)
+        assert (cost.work.backward.launches > 0) == is_run
+
+
+@each_row("file", FILES)
+def test_costs_of_several_sizes_at_once_are_those_of_each(file: Path) -> None:
+    spec = to_spec(file)
+    program = run_passes(spec).program
+    workload = Workload.of(spec, program)
+    several = replace(workload, batch=np.array([workload.batch, 2 * workload.batch]))
+    meshes = tuple(Mesh(m.name, tuple((axis, np.array([size, size])) for axis, size in m.axes)) for m in program.meshes)
+    at_once = every_op(replace(program, meshes=meshes), several)
+    for index, each in enumerate((workload, replace(workload, batch=2 * workload.batch))):
+        for (_, op, cost), (*_, costs) in zip(every_op(program, each), at_once, strict=True):
+            assert numbers(costs, index) == pytest.approx(numbers(cost, 0), rel=1e-12), op.mnemonic
+
+
+def numbers(value: Any, index: int) -> list[float]:
+    """The numbers in a cost, of arrays those at `index`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, tuple | list):
+        return [number for part in value for number in numbers(part, index)]
+    return (
+        [float(value[index])]
+        if isinstance(value, np.ndarray)
+        else [float(value)]
+        if isinstance(value, int | float)
+        else []
+    )
 
 
 def test_experts_say_their_products() -> None:

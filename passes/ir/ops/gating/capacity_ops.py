@@ -19,6 +19,7 @@ from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.ops.token_operands import require_choices, require_training_where
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.arrays import larger, smaller, whole
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
 
@@ -105,20 +106,20 @@ class Capacity(Op):
         """The most rows of choices with a place, over all ranks: experts `[batch, sequence, k]`."""
         groups, capacity, _ = self.room(workload.shape(experts)[-1], num_experts, workload)
         ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
-        return {"rows": min(workload.whole(experts), num_experts * capacity * groups * ranks)}
+        return {"rows": smaller(workload.whole(experts), num_experts * capacity * groups * ranks)}
 
     def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
         """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
         dp, sharers = workload.meshes.size("dp"), workload.meshes.sharers
         groups_of = {
-            "sequence": max(1, workload.batch // dp),
+            "sequence": larger(1, workload.batch // dp),
             "batch": 1,
-            "rank": max(1, int(workload.sizes["data_ranks"]) // dp),
+            "rank": larger(1, whole(workload.sizes["data_ranks"]) // dp),
         }
         groups = groups_of[self.group]
         tokens = workload.tokens // (dp * sharers * groups)
         group_tokens = tokens * sharers * (dp if self.group == "batch" else 1)
-        return groups, max(self.least, -(-self.parts * k * group_tokens // (self.whole * experts))), tokens
+        return groups, larger(self.least, -(-self.parts * k * group_tokens // (self.whole * experts))), tokens
 
 
 @op("keep_choices", "experts starts training? -> kept", operator="keep_choices")

@@ -56,7 +56,9 @@ def _cost(
     result, groups = op.results[0], workload.shape(weight)[0]
     (k, n), element = sizes, workload.width(weight.dtype)
     rows, largest = workload.rows_of(workload.count(chosen), groups)
-    product = Product(name="linear", m=rows, n=n, k=k, groups=groups, largest=largest, width=element)
+    product = Product(
+        name="linear", m=rows, n=n, k=k, groups=groups, largest=largest, dtype=weight.dtype, kind="grouped"
+    )
 
     moved = workload.bytes(chosen, result) + 2 * rows * k * element
     work = Work(

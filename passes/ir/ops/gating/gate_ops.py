@@ -5,7 +5,7 @@ The passes after `lower` use a token's choices and do not depend on the op that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from moec.passes.ir.attribute_types import Bounds, Count, Positive
@@ -65,6 +65,9 @@ class Route(TokenOp):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes, parameters=len(operands) - 1)
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        return {"expert_groups": self.groups, "kept_groups": self.keep_groups}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (logits, *_), (_, weights, experts) = operands, results

@@ -13,6 +13,7 @@ from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.ops.token_operands import require_scores, require_training
 from moec.passes.ir.value import Value
+from moec.passes.ir.work.arrays import smaller, whole
 from moec.passes.ir.work.cost import Cost
 from moec.passes.ir.work.formulas import elementwise
 
@@ -56,9 +57,10 @@ class ChooseTokens(Op):
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
         tokens, experts = workload.tokens, workload.shape(operands[0])[2]
-        groups = {"sequence": workload.batch, "batch": 1, "rank": int(workload.sizes["data_ranks"])}[self.group]
+        groups = {"sequence": workload.batch, "batch": 1, "rank": whole(workload.sizes["data_ranks"])}[self.group]
         group_tokens = tokens // groups
-        return {"rows": groups * experts * min(group_tokens, -(-self.parts * group_tokens // (self.whole * experts)))}
+        taken = -(-self.parts * group_tokens // (self.whole * experts))
+        return {"rows": groups * experts * smaller(group_tokens, taken)}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)

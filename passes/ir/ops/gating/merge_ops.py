@@ -15,6 +15,7 @@ from moec.passes.ir.ops.mixture_ops import group_layout
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
+from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Direction, Product, Work
 from moec.passes.ir.work.formulas import elementwise
 
@@ -74,10 +75,10 @@ class MergeExperts(Op):
         shares, experts = operands
         (merged,) = results
         sequences, num_experts = workload.shape(shares)
-        size = workload.count(merged) / max(sequences, 1)
+        size = workload.count(merged) / larger(sequences, 1)
         narrow = workload.inner(merged, "shares", workload.count(shares), merged.dtype)
         return Cost(
-            work=_products("merge", sequences, size, num_experts, 1, workload.width(merged.dtype)),
+            work=_products("merge", sequences, size, num_experts, 1, merged.dtype),
             saved=(*workload.keep(experts), *(() if shares.dtype == merged.dtype else (narrow,))),
         )
 
@@ -113,13 +114,11 @@ class SequenceLinear(Op):
         saved = workload.keep(x, weight)
         if "real" in by_name:
             saved = (*saved, workload.inner(results[0], "real", workload.count(by_name["real"]), "bool"))
-        element = workload.width(x.dtype)
-        return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, element), saved=saved)
+        return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, x.dtype), saved=saved)
 
 
-def _products(name: str, m: float, n: float, k: float, groups: float, width: int) -> Work:
+def _products(name: str, m: float, n: float, k: float, groups: float, dtype: str) -> Work:
     """A product `[m, k] × [k, n]` in each of `groups`, and the two of its backward."""
-    product = Product(name=name, m=m * groups, n=n, k=k, groups=groups, width=width)
-    return Work(
-        forward=Direction(products=(product,), launches=1), backward=Direction(products=(product, product), launches=2)
-    )
+    product = Product(name=name, m=m * groups, n=n, k=k, groups=groups, dtype=dtype, kind="grouped")
+    backward = Direction(products=(product, product), launches=2)
+    return Work(forward=Direction(products=(product,), launches=1), backward=backward)

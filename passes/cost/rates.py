@@ -1,0 +1,138 @@
+"""Turns costs into seconds: the interface of a cluster's rates, and rates read from the words of a `.moe` file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moec.grammar.spec.cluster import Cluster, Device, Level
+from moec.passes.cost.groups import Group, parts_of_group
+from moec.passes.ir.work.cost import Choices, Collective, Product
+
+FLOPS_PER_BYTE = 10.0
+"""FLOPs of a device that states no peak, per byte of its memory's traffic. A guess: that of the library's `cpu`."""
+
+NARROW_OVER_FP32 = 16.0
+"""The peak in a narrow dtype over that in fp32 where a device states only the former: A100 to B200 without TF32
+(NVIDIA's data sheets: 312 over 19.5 TFLOP/s, 989 over 67, 2,250 over 75)."""
+
+NETWORK_SHARE = 0.25
+"""Bandwidth of a level that states none, as a share of the device's memory's. A guess: a message is copied twice."""
+
+LATENCIES = (15e-6, 30e-6)
+"""Seconds of a step of a collective inside of the innermost level, and over others, where a level states none: NCCL's
+kernels begin in 7 to 12 µs inside of a node (8 GPUs, small messages), and about twice that between nodes."""
+
+SHARED_RING = 0.75
+"""What rings reach where several ranks of a group are in one unit and leave it over their own links, as a share of what
+one does: fitted to the fourteen published layouts of arXiv 2504.14960, tables 3 and 4."""
+
+ADAMW_BYTES = 40.0
+"""Bytes that AdamW with clipping reads and writes for a parameter, each tensor once a kernel: the gradient for the
+norm, to scale it and for the update, the parameter and two states, all in fp32."""
+
+
+class Rates(Protocol):
+    """The seconds that one rank needs for a part of a cost."""
+
+    def product(self, product: Product, *, backward: bool) -> float:
+        """Of a product on the device."""
+        ...
+
+    def moved(self, size: float) -> float:
+        """Of `size` bytes that kernels without products read and write."""
+        ...
+
+    def launched(self, kernels: float) -> float:
+        """Of the host, to launch so many kernels."""
+        ...
+
+    def updated(self, size: float) -> float:
+        """Of an optimizer's step with clipping that reads and writes `size` bytes."""
+        ...
+
+    def collective(self, collective: Collective, sent: float, group: Group, choices: Choices | None = None) -> float:
+        """Of a collective in which the rank sends `sent` bytes."""
+        ...
+
+    def message(self, size: float, crossed: Level | None) -> float:
+        """Of `size` bytes from rank to rank over the slowest level that they cross; None if they cross none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRates:
+    """The rates that a file states: peaks, bandwidths, and the shares of them that `achieved` gives.
+
+    A grouped product takes as long as if each expert had `half_rows` more rows: with r rows it reaches r / (r +
+    `half_rows`) of a large product's rate. A ring over
+    several levels is bound by the slowest, an all-to-all by the level over which most bytes go.
+    """
+
+    cluster: Cluster
+
+    def product(self, product: Product, *, backward: bool) -> float:
+        device, rates = self.cluster.device, self.cluster.device.rates
+        if product.kind == "attention":
+            share = rates.attention_backward if backward else rates.attention
+            return product.flops / (share * peak(device, product.dtype))
+        more_rows = rates.half_rows * product.groups if product.kind == "grouped" else 0.0
+        flops = 2 * (product.m + more_rows) * product.n * product.k
+        return np.maximum(flops / (rates.products * peak(device, product.dtype)), self.moved(product.moved))
+
+    def moved(self, size: float) -> float:
+        device = self.cluster.device
+        return size / (device.rates.memory * device.bandwidth)
+
+    def launched(self, kernels: float) -> float:
+        return kernels * self.cluster.device.rates.launch if self.cluster.device.kind != "cpu" else 0.0
+
+    def updated(self, size: float) -> float:
+        device = self.cluster.device
+        return size / ADAMW_BYTES * device.rates.optimizer / device.bandwidth
+
+    def collective(self, collective: Collective, sent: float, group: Group, choices: Choices | None = None) -> float:
+        seconds = 0.0
+        for number, (inside, units) in enumerate(parts_of_group(group, self.cluster)):
+            over_level = self._over_level(number, collective, sent, (group.ranks, inside, units))
+            seconds = np.maximum(seconds, over_level * (units > 1))
+        return seconds
+
+    def _over_level(self, number: int, collective: Collective, sent: float, ranks: tuple[int, int, int]) -> float:
+        level, (all_ranks, inside, units) = self.cluster.levels[number], ranks
+        whole = sent * all_ranks / np.maximum(all_ranks - 1, 1)
+        if collective == "all_to_all":
+            share, bandwidth = inside * (units - 1) / all_ranks, level.rates.all_to_all * self.bandwidth(level)
+        else:
+            links = inside * np.where(inside > 1, SHARED_RING, 1.0)
+            share, bandwidth = (units - 1) / units, links * level.rates.ring * self.bandwidth(level)
+        return whole * share / bandwidth + self.latency(number) * np.ceil(np.log2(units)) * (sent > 0)
+
+    def message(self, size: float, crossed: Level | None) -> float:
+        if crossed is None:
+            return 0.0
+        return size / (crossed.rates.ring * self.bandwidth(crossed)) + self.latency(self.cluster.levels.index(crossed))
+
+    def bandwidth(self, level: Level) -> float:
+        """Bytes per second of a device over a level, in one direction."""
+        return level.bandwidth or NETWORK_SHARE * self.cluster.device.bandwidth
+
+    def latency(self, number: int) -> float:
+        """Seconds of one step of a collective over a level."""
+        return self.cluster.levels[number].latency or LATENCIES[number > 0]
+
+
+def peak(device: Device, dtype: str) -> float:
+    """FLOPs per second of a device in `dtype`, from the peaks that it states."""
+    stated: Mapping[str, float | None] = {name: getattr(device.peak, name) for name in ("fp32", "fp16", "bf16", "fp8")}
+    if (own := getattr(device.peak, dtype, None)) is not None:
+        return float(own)
+    known = {name: value for name, value in stated.items() if value is not None}
+    if not known:
+        return FLOPS_PER_BYTE * device.bandwidth
+    if dtype == "fp32":
+        return min(known.values()) / NARROW_OVER_FP32
+    return min(known.values(), key=lambda value: value)

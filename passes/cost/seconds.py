@@ -1,0 +1,65 @@
+"""Seconds by what takes them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Term = Literal[
+    "experts",
+    "products",
+    "attention",
+    "elementwise",
+    "launches",
+    "again",
+    "all_to_all",
+    "etp",
+    "tp",
+    "cp",
+    "other_sends",
+    "uneven",
+    "bubble",
+    "weights",
+    "gradients",
+    "casts",
+    "optimizer",
+]
+"""What a step's seconds go to: `products` are those of dense layers, routers and the head; `launches` what the host
+needs beyond the device; `again` all that `recompute` repeats; `all_to_all`, `etp`, `tp` and `cp` the collectives of
+activations by their group; `uneven` what the busiest pipeline rank computes more than the mean; `weights` and
+`gradients` the gathers and sums of parameters that do not run beside computations, `casts` the kernels that cast
+weights, and widen and add gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds by term. Terms may be negative: a rank that ends last may compute less than the mean."""
+
+    of: Mapping[Term, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All terms together."""
+        return sum(self.of.values())
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return summed([(self, 1), (other, 1)])
+
+    def times(self, number: float) -> Seconds:
+        """The seconds of so many equal parts."""
+        return Seconds({term: number * seconds for term, seconds in self.of.items()})
+
+
+def summed(parts: Iterable[tuple[Seconds, float]]) -> Seconds:
+    """The sum of parts, each so many times."""
+    return by_term((term, number * of) for part, number in parts for term, of in part.of.items())
+
+
+def by_term(pairs: Iterable[tuple[Term, float]]) -> Seconds:
+    """The sum of seconds by their term."""
+    sums = defaultdict[Term, float](float)
+    for term, seconds in pairs:
+        sums[term] += seconds
+    return Seconds(dict(sums))
