@@ -15,10 +15,10 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.mixture_values import choices_per_token
 from moec.passes.ir.work.workload import Workload
 
-FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
+FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere", "rtx_4090": "ampere"}
 """The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
 
-KNOWN = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
+KNOWN = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "mi300x")
 """Devices of moec's library that kernels run on."""
 
 Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp

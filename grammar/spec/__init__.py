@@ -31,7 +31,7 @@ from moec.grammar.spec.balance import (
     ZLoss,
 )
 from moec.grammar.spec.base import Doc, Form, Node, Reference, Unit
-from moec.grammar.spec.cluster import Cluster, ClusterText, Device, Level, Peak
+from moec.grammar.spec.cluster import Cluster, ClusterText, Device, DeviceRates, Level, LevelRates, Peak
 from moec.grammar.spec.experts import (
     Activated,
     Conv,
@@ -144,6 +144,7 @@ __all__ = [
     "Dense",
     "Device",
     "DeviceLoss",
+    "DeviceRates",
     "Dropless",
     "Dynamic",
     "ExpertChoice",
@@ -164,6 +165,7 @@ __all__ = [
     "LayerNorm",
     "LayerRange",
     "Level",
+    "LevelRates",
     "Linear",
     "LinearMap",
     "Llama3",

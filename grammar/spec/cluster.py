@@ -14,7 +14,12 @@ from moec.grammar.spec.base import (
     Reference,
     Seconds,
     Word,
+    at_least,
+    at_most,
+    more_than,
 )
+
+Share = Annotated[float, more_than(0), at_most(1)]
 
 
 class Peak(Node):
@@ -29,6 +34,42 @@ class Peak(Node):
     fp8: Annotated[FlopsPerSecond | None, Doc("peak in fp8, dense")] = None
 
 
+class DeviceRates(Node):
+    """`achieved { … }` of a device: what kernels reach of its peaks. Defaults are typical, not measured on a device."""
+
+    word = "achieved"
+    form = "block"
+    products: Annotated[Share, Doc("share of the peak that a large product reaches")] = 0.70
+    half_rows: Annotated[
+        float, at_least(0), Doc("rows per expert at which a grouped product runs at half the speed of a large one")
+    ] = 50.0
+    attention: Annotated[Share, Doc("share of the peak that attention's forward reaches")] = 0.50
+    attention_backward: Annotated[Share, Doc("share of the peak that attention's backward reaches")] = 0.40
+    memory: Annotated[Share, Doc("share of the memory's bandwidth that element-wise kernels reach")] = 0.85
+    optimizer: Annotated[
+        Bytes,
+        Doc(
+            "time of an update by AdamW with clipping times `bandwidth`, for each parameter that a rank updates "
+            "(default: measured on an H200)"
+        ),
+    ] = 52.0
+    launch: Annotated[Seconds, Doc("time of the host to launch one kernel")] = 5e-6
+
+
+class LevelRates(Node):
+    """`achieved { … }` of a level: what collectives reach of its bandwidth. Defaults are typical, not measured."""
+
+    word = "achieved"
+    form = "block"
+    ring: Annotated[
+        Share, Doc("share of the bandwidth that all-gather, reduce-scatter and all-reduce reach with large messages")
+    ] = 0.75
+    all_to_all: Annotated[Share, Doc("share of the bandwidth that an all-to-all reaches with large messages")] = 0.70
+
+
+_DEVICE_RATES, _LEVEL_RATES = DeviceRates(), LevelRates()
+
+
 class Device(Node):
     """`device "name" { … }`: one accelerator or processor core."""
 
@@ -40,6 +81,12 @@ class Device(Node):
     memory: Annotated[Bytes, Doc("capacity of the device's memory")]
     bandwidth: Annotated[BytesPerSecond, Doc("bandwidth of the device's memory")]
     peak: Annotated[Peak, Doc("arithmetic peaks")] = Peak()
+    achieved: Annotated[DeviceRates | None, Doc("what kernels reach, where that was measured")] = None
+
+    @property
+    def rates(self) -> DeviceRates:
+        """What kernels reach: as stated, or the defaults."""
+        return self.achieved or _DEVICE_RATES
 
 
 class Level(Node):
@@ -54,6 +101,12 @@ class Level(Node):
     ]
     bandwidth: Annotated[BytesPerSecond | None, Doc("bandwidth per device, in one direction")] = None
     latency: Annotated[Seconds | None, Doc("latency of one message")] = None
+    achieved: Annotated[LevelRates | None, Doc("what collectives reach, where that was measured")] = None
+
+    @property
+    def rates(self) -> LevelRates:
+        """What collectives reach: as stated, or the defaults."""
+        return self.achieved or _LEVEL_RATES
 
 
 class Cluster(Node):
@@ -70,6 +123,12 @@ class Cluster(Node):
     def ranks(self) -> int:
         """Number of ranks: the product of the level sizes."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the device, and every level of more than one unit, says what is achieved on it."""
+        levels = all(level.achieved is not None for level in self.levels if level.size > 1)
+        return levels and self.device.achieved is not None
 
 
 class ClusterText(Node):

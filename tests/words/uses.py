@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moec.grammar.load import load_file
 from moec.grammar.schema import Field, WordKind, fields
-from moec.grammar.schema_in_words import vocabulary
+from moec.grammar.schema_in_words import classes, vocabulary
 from moec.grammar.spec import Cluster, Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Block, Name, Statement
@@ -22,8 +22,8 @@ BOOLEANS = {"true", "false"}
 def known_uses() -> set[Use]:
     """Every word, field and word of a field that moec compiles."""
     found: set[Use] = set()
-    for classes in vocabulary().values():
-        for cls in classes:
+    for meanings in vocabulary().values():
+        for cls in meanings:
             if not cls.implemented:
                 continue
             name = name_of(cls)
@@ -81,12 +81,14 @@ def _in_nodes(node: Node) -> Iterator[Use]:
                 yield from _in_nodes(inner)
 
 
-def _in_clusters(body: tuple[Statement, ...], inside: bool = False) -> Iterator[Use]:
+def _in_clusters(body: tuple[Statement, ...], outer: type[Node] | None = None) -> Iterator[Use]:
     """The uses of `cluster` and `device` blocks, of which a Spec keeps only the result."""
     for block in body:
-        if not isinstance(block, Block) or not (inside or block.kind.text in ("cluster", "device")):
+        if not isinstance(block, Block) or not (outer or block.kind.text in ("cluster", "device")):
             continue
-        kind = block.kind.text
+        word = block.kind.text
+        cls = next(classes(fields(outer)[word].kinds)) if outer else vocabulary()[word][0]
+        kind = name_of(cls)
         yield (kind, "", "")
         for item in block.body:
             if isinstance(item, Assignment | Block):
@@ -94,4 +96,4 @@ def _in_clusters(body: tuple[Statement, ...], inside: bool = False) -> Iterator[
                 yield (kind, word.text, "")
             if isinstance(item, Assignment) and isinstance(item.value, Name):
                 yield (kind, item.name.text, item.value.text)
-        yield from _in_clusters(block.body, inside=True)
+        yield from _in_clusters(block.body, cls)

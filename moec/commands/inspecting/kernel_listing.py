@@ -34,9 +34,11 @@ TARGETS: Mapping[str, str] = {
     "h100": "sm_90",
     "h200": "sm_90",
     "b200": "sm_100",
+    "b300": "sm_100",
     "gb200": "sm_100",
     "gb300": "sm_100",
     "mi300x": "gfx942",
+    "rtx_4090": "sm_80",
     "cuda": "sm_90",
     "hip": "gfx942",
 }

@@ -6,8 +6,9 @@ from support.tables import each_row
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
-from moec.grammar.resolve.library import library_names
-from moec.grammar.spec import Cluster
+from moec.grammar.printer import to_text
+from moec.grammar.resolve.library import library_names, library_text
+from moec.grammar.spec import Cluster, DeviceRates, LevelRates
 
 MODEL = """
 model "m" {
@@ -15,6 +16,8 @@ model "m" {
   layers { attention = mha(heads = 4); ffn = gelu(8) }
 }
 """
+
+NUMBERLESS = ("clusters/one_rank", "clusters/rtx_4090_pc")
 
 
 def load(text: str) -> Loaded:
@@ -46,11 +49,42 @@ def test_every_cluster_of_the_library_is_good(name: str) -> None:
     assert found.levels[-1].size == 1
 
 
+@each_row("path", [f"{folder}/{name}" for folder in ("clusters", "devices") for name in library_names(folder)])
+def test_every_cluster_and_device_of_the_library_says_where_its_numbers_are_from(path: str) -> None:
+    head = library_text(path).partition(path.split("/")[0][:-1] + ' "')[0]
+    assert "# " in head
+    assert any(year in head for year in map(str, range(2020, 2027))) or path in NUMBERLESS
+
+
 @each_row("name", library_names("devices"))
 def test_every_device_of_the_library_is_good(name: str) -> None:
     found = cluster(f'cluster "c" {{ device = {name}; level "node" {{ size = 2 }} }}')
     assert found.device.name == name
     assert found.device.peak.bf16
+
+
+SMALL = "kind = cpu; memory = 1GB; bandwidth = 1GB/s"
+
+
+def test_what_is_achieved_has_defaults_and_says_that_it_was_measured() -> None:
+    text = f"""
+        device "d" {{ {SMALL} }}
+        device "measured" {{ {SMALL}; achieved {{ half_rows = 0; optimizer = 60B }} }}
+        cluster "a" {{ device = d; level "n" {{ size = 2; achieved {{ ring = 1 }} }}; level "r" {{ size = 1 }} }}
+        """
+    plain = cluster(text)
+    assert (plain.device.achieved, plain.levels[1].achieved, plain.is_calibrated) == (None, None, False)
+    assert plain.device.rates == DeviceRates()
+    assert plain.levels[1].rates == LevelRates()
+    assert (plain.levels[0].rates.ring, plain.levels[0].rates.all_to_all) == (1.0, 0.7)
+    one = cluster(text + 'cluster "b" { from = a; device = measured }')
+    assert (one.device.rates.half_rows, one.device.rates.optimizer, one.device.rates.launch) == (0, 60, 5e-6)
+    assert one.is_calibrated
+    assert not cluster(text + 'cluster "b" { from = a; device = measured; nodes = 2 }').is_calibrated
+    empty = 'cluster "b" { from = a; device = measured; nodes = 2; level "r" { achieved { } } }'
+    assert cluster(text + empty).is_calibrated
+    spec = load(text + empty).unwrap()
+    assert load_text(to_text(spec)).unwrap() == spec
 
 
 def test_nodes_multiply_the_outermost_level() -> None:
@@ -97,9 +131,9 @@ def test_a_declared_device_is_used_also_under_a_built_in_name() -> None:
 
 def test_spans_lead_into_the_library_and_to_the_use() -> None:
     found = cluster('use "clusters/dgx_h100"\ncluster "four" { from = dgx_h100; nodes = 4 }')
-    assert str(found.levels[0].span("bandwidth")) == "library:clusters/dgx_h100.moe:4"
+    assert str(found.levels[0].span("bandwidth")) == "library:clusters/dgx_h100.moe:8"
     assert str(found.levels[1].span("size")) == "<text>:7"
-    assert str(found.device.span("memory")) == "library:devices/h100.moe:4"
+    assert str(found.device.span("memory")) == "library:devices/h100.moe:5"
     assert str(found.span()) == "<text>:7"
 
 
@@ -120,6 +154,12 @@ def test_spans_lead_into_the_library_and_to_the_use() -> None:
         ('device "d" { kind = cpu }\n', ["MOE0203"]),
         ('device "d" { kind = cpu; memory = 1GB; bandwidth = 1GB/s }\n' * 2, ["MOE0205"]),
         ('cluster "c" { device = cpu; level "n" { size = 1 } }\n' * 2, ["MOE0205"]),
+        (f'device "d" {{ {SMALL}; achieved {{ products = 1.01 }} }}', ["MOE0207"]),
+        (f'device "d" {{ {SMALL}; achieved {{ attention = 0 }} }}', ["MOE0207"]),
+        (f'device "d" {{ {SMALL}; achieved {{ half_rows = -1 }} }}', ["MOE0207"]),
+        (f'device "d" {{ {SMALL}; achieved {{ optimizer = 52 }} }}', ["MOE0208"]),
+        (f'device "d" {{ {SMALL}; achieved {{ ring = 0.5 }} }}', ["MOE0201"]),
+        ('cluster "c" { device = cpu; level "n" { size = 2; achieved { all_to_all = 1.5 } } }', ["MOE0207"]),
     ],
 )
 def test_one_mistake_gives_one_diagnostic(text: str, expected: list[str]) -> None:
