@@ -1,0 +1,91 @@
+"""Scores of predictions: errors of the rate, rank order, and which of two layouts is faster."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moec.grammar import load_text
+from moec.passes.cost.step_time import step_seconds
+from moec.passes.cost.totals import costs_of, tally
+from moec.passes.ir.work.workload import Workload
+from moec.passes.pipeline import compile_program
+from planning.rows import Published
+
+APART = 0.05
+"""Layouts whose published rates are nearer than this are no pair: the same recipe measured twice differs by as much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A row with its published and its predicted MFU: forward and backward of the model, over the bf16 peak."""
+
+    row: Published
+    published: float
+    predicted: float
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Of the rate: positive where the prediction is too fast."""
+        return self.predicted / self.published - 1
+
+
+def predicted(row: Published) -> Scored:
+    """Compiles the row up to the budget, which might refuse it, and predicts its step.
+
+    Raises `DiagnosticError` where moec refuses the file.
+    """
+    spec = load_text(row.text, name="published.moe").unwrap()
+    program = compile_program(spec, stop_after="schedule").program
+    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec)
+    counts, peak = tally(program, spec), spec.cluster.device.peak.bf16
+    assert peak is not None
+    least = counts.flops_per_token * counts.tokens / (peak * spec.cluster.ranks)
+    if row.step is not None:
+        published = least / row.step
+    else:
+        published = row.mfu if row.mfu is not None else (row.tflops or 0.0) * 1e12 / peak
+    return Scored(row=row, published=published, predicted=least / seconds, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of some rows, the errors as fractions. `tau` is None of fewer than two rows."""
+
+    rows: int
+    mean: float
+    worst: float
+    signed: float
+    tau: float | None
+
+
+def score(rows: Sequence[Scored]) -> Score:
+    errors = [row.error for row in rows]
+    return Score(
+        len(rows),
+        statistics.fmean(map(abs, errors)),
+        max(errors, key=abs),
+        statistics.fmean(errors),
+        kendall([row.published for row in rows], [row.predicted for row in rows]),
+    )
+
+
+def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Kendall's τ: pairs in the same order minus pairs in the other, over the pairs that `left` does not tie."""
+    pairs = itertools.combinations(zip(left, right, strict=True), 2)
+    signs = [(a - c) * (b - d) for (a, b), (c, d) in pairs if a != c]
+    return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs) if signs else None
+
+
+def winners(rows: Sequence[Scored]) -> list[tuple[Scored, Scored, bool]]:
+    """The pairs that differ in layout alone, by more than `APART`: the faster first, and whether it is predicted."""
+    found = []
+    for one, other in itertools.combinations(rows, 2):
+        fast, slow = sorted((one, other), key=lambda row: row.published, reverse=True)
+        is_pair = one.row.twins == other.row.twins and one.row.text != other.row.text
+        if is_pair and fast.published > (1 + APART) * slow.published:
+            found.append((fast, slow, fast.predicted > slow.predicted))
+    return found
