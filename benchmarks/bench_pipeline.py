@@ -27,9 +27,11 @@ from step_memory import measured_peak
 
 import moec
 from moec.codegen.plan import Plan
+from moec.grammar.stated import STAGES_OF_RANK
 from moec.passes.cost.memory import memory_of_ranks
 from moec.passes.cost.pipeline_time import StageSeconds, follow
 from moec.passes.ir.order import Action
+from moec.passes.place.pipeline_tables import TABLES
 from moec.runtime.job.stage_passes import StagePasses
 
 FILE = """
@@ -49,10 +51,7 @@ SMALL: dict[str, Any] = {
     "sequence": 8, "pp": 4, "microbatches": 8, "ep": 1, "zero": 0, "more": "",
 }  # fmt: skip
 LARGE = SMALL | {"dim": 256, "depth": 4, "experts": 8, "hidden": 512, "sequence": 512, "pp": 2, "microbatches": 4}
-SCHEDULES = {
-    "gpipe": 1, "one_f_one_b": 1, "interleaved": 2, "looped_bfs": 2, "zero_bubble": 1, "zero_bubble_v": 2,
-    "dual_pipe_v": 2,
-}  # fmt: skip
+SCHEDULES = {word: STAGES_OF_RANK[word].default for word in TABLES}
 """The schedules, with the stages of a rank."""
 NAP, LIMIT = 0.08, 5
 """Seconds that a stage sleeps in forward, and in each part of backward; per cent that a step may be longer."""

@@ -21,8 +21,7 @@ from moec.passes.cost.memory import ALWAYS, memory_of
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees, choose_degrees
-from moec.passes.degrees.schedules import Pipeline, takes
-from moec.passes.degrees.stated_degrees import divisors
+from moec.passes.degrees.stated_degrees import divisors, takes_microbatches
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.work.workload import Workload
 
@@ -197,8 +196,7 @@ class _Search:
         """The numbers of micro-batches that divide a rank's sequences, and for which its schedule has a table."""
         assert self.spec.train is not None
         parts = divisors(max(1, self.spec.train.batch // self.stated.dp))
-        word, pp, virtual = self.stated.schedule, self.stated.pp, self.stated.virtual
-        return [n for n in parts if pp == 1 or word is None or takes(word, Pipeline(pp, virtual, n))]
+        return [n for n in parts if takes_microbatches(self.spec, n)]
 
     def _with(self, ep: int | None, zero: int) -> Degrees:
         degrees = self.stated if ep is None else self.stated.with_ep(ep)

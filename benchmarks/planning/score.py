@@ -40,7 +40,7 @@ def predicted(row: Published) -> Scored:
     """
     spec = load_text(row.text, name="published.moe").unwrap()
     program = compile_program(spec, stop_after="schedule").program
-    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec)
+    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec).total
     counts, peak = tally(program, spec), spec.cluster.device.peak.bf16
     assert peak is not None
     least = counts.flops_per_token * counts.tokens / (peak * spec.cluster.ranks)

@@ -42,7 +42,7 @@ class DeviceRates(Node):
     products: Annotated[Share, Doc("share of the peak that a large product reaches")] = 0.70
     half_rows: Annotated[
         float, at_least(0), Doc("rows per expert at which a grouped product runs at half the speed of a large one")
-    ] = 50.0
+    ] = 150.0
     attention: Annotated[Share, Doc("share of the peak that attention's forward reaches")] = 0.50
     attention_backward: Annotated[Share, Doc("share of the peak that attention's backward reaches")] = 0.40
     memory: Annotated[Share, Doc("share of the memory's bandwidth that element-wise kernels reach")] = 0.85
@@ -52,7 +52,7 @@ class DeviceRates(Node):
             "time of an update by AdamW with clipping times `bandwidth`, for each parameter that a rank updates "
             "(default: measured on an H200)"
         ),
-    ] = 52.0
+    ] = 58.0
     launch: Annotated[Seconds, Doc("time of the host to launch one kernel")] = 5e-6
 
 

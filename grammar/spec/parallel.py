@@ -70,7 +70,7 @@ class Parallel(Node):
     ] = None
     stages: Annotated[
         tuple[LayerRange, ...] | None,
-        Doc("with `pp`, the layers of each of its pp * virtual stages; by default they take equally long"),
+        Doc("with `pp`, the layers of each of its pp * virtual stages; by default the slowest is as fast as it can be"),
     ] = None
     etp: Annotated[
         Degree,

@@ -137,7 +137,8 @@ class _Timeline:
             kind, stage = action.kind, self.last_stage if action.stage is None else action.stage
             if action.microbatch is None or kind in ("send", "send_gradients"):
                 continue
-            waiting[stage, latest.pop((stage, action.microbatch), "agree")] -= 1
+            if (before := latest.pop((stage, action.microbatch), None)) is not None:
+                waiting[stage, before] -= 1
             if kind not in ("receive", "receive_gradients"):
                 part = "backward" if kind == "weights" else kind
                 position = PassPosition(

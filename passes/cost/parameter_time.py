@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moec.grammar.spec import Spec
@@ -16,18 +16,25 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import copied_bytes, sendings
 from moec.passes.ir import Program
 from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.work.arrays import larger, smaller
 from moec.passes.ir.work.cost import MASTER_BYTES
 
-HIDDEN = {"per use": 0.5, "per step": 0.4, "never": 0.4}
-"""The share of gathers and sums that runs beside computations, by when a parameter is gathered: fitted to the published
-layouts of arXiv 2504.14960, tables 3 and 4, where FSDP hides half of its traffic and a distributed optimizer less."""
+HIDDEN = 0.5
+"""The share of the time of computations beside which gathers and sums run: fitted to the published layouts of arXiv
+2504.14960, tables 3 and 4."""
+
+SOON = 1e-12
+"""Seconds of what takes no time, to divide by."""
 
 
 def parameter_seconds(
     runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates, *, passes: float
 ) -> Seconds:
-    """What a rank with these blocks needs in a step beside its passes, which take `passes` seconds."""
-    sent = defaultdict[str, float](float)
+    """What a rank with these blocks needs in a step beside its passes, which take `passes` seconds.
+
+    Gathers and sums of every pass may run beside all passes, those of the step beside one micro-batch's.
+    """
+    sent = {what: defaultdict[str, float](float) for what in ("weights", "gradients")}
     moved = updated = 0.0
     microbatches = program.microbatches
     for cost, count in runs:
@@ -35,18 +42,31 @@ def parameter_seconds(
         for sending in sendings(block, workload, microbatches, saved):
             group = group_along(sending.axis, workload.meshes)
             for size in (sending.forward, sending.backward):
-                seconds = rates.collective(sending.collective, size, group)
-                sent[sending.of] += count * seconds * (1 - HIDDEN[sending.gathered])
+                seconds = rates.collective(sending.collective, size, group, of=sending.of)
+                sent[sending.of][sending.gathered] += count * seconds
         moved += count * copied_bytes(block, workload, microbatches, saved)
         updated += count * _updated_bytes(cost, spec)
+    weights, gradients = (
+        sum(
+            seconds * _shown(sent, when, passes if when == "per use" else passes / microbatches)
+            for when, seconds in of.items()
+        )
+        for of in sent.values()
+    )
     return Seconds(
         {
-            "weights": sent["weights"],
-            "gradients": sent["gradients"],
-            "casts": rates.moved(moved),
+            "weights": weights,
+            "gradients": gradients,
+            "casts": rates.copied(moved),
             "optimizer": rates.updated(updated),
         }
     )
+
+
+def _shown(sent: Mapping[str, Mapping[str, float]], when: str, computed: float) -> float:
+    """The share of gathers and sums that computations of so many seconds do not hide."""
+    total = sum(of.get(when, 0.0) for of in sent.values())
+    return 1 - HIDDEN * smaller(1.0, computed / larger(total, SOON))
 
 
 def _updated_bytes(cost: BlockCost, spec: Spec) -> float:

@@ -18,7 +18,6 @@ BISECTIONS = 20
 """An exponent is found to a part in 2²⁰ of the steepest."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A step of a plan, where each rank has the rows of the busiest one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -22,9 +22,9 @@ NARROW_OVER_FP32 = 16.0
 NETWORK_SHARE = 0.25
 """Bandwidth of a level that states none, as a share of the device's memory's. A guess: a message is copied twice."""
 
-LATENCIES = (15e-6, 30e-6)
-"""Seconds of a step of a collective inside of the innermost level, and over others, where a level states none: NCCL's
-kernels begin in 7 to 12 µs inside of a node (8 GPUs, small messages), and about twice that between nodes."""
+LATENCIES = (1.4e-6, 5e-6)
+"""Seconds of a message inside of the innermost level, and over others, where a level states none: that of the library's
+`dgx_h100`."""
 
 SHARED_RING = 0.75
 """What rings reach where several ranks of a group are in one unit and leave it over their own links, as a share of what
@@ -33,6 +33,9 @@ one does: fitted to the fourteen published layouts of arXiv 2504.14960, tables 3
 ADAMW_BYTES = 40.0
 """Bytes that AdamW with clipping reads and writes for a parameter, each tensor once a kernel: the gradient for the
 norm, to scale it and for the update, the parameter and two states, all in fp32."""
+
+Contents = Literal["values", "weights", "gradients"]
+"""What a collective sends: values between ops and their gradients, weights, gradients of weights."""
 
 
 class Rates(Protocol):
@@ -46,6 +49,10 @@ class Rates(Protocol):
         """Of `size` bytes that kernels without products read and write."""
         ...
 
+    def copied(self, size: float) -> float:
+        """Of `size` bytes that kernels read and write to cast weights, and to widen and add gradients."""
+        ...
+
     def launched(self, kernels: float) -> float:
         """Of the host, to launch so many kernels."""
         ...
@@ -54,8 +61,10 @@ class Rates(Protocol):
         """Of an optimizer's step with clipping that reads and writes `size` bytes."""
         ...
 
-    def collective(self, collective: Collective, sent: float, group: Group, choices: Choices | None = None) -> float:
-        """Of a collective in which the rank sends `sent` bytes."""
+    def collective(
+        self, collective: Collective, sent: float, group: Group, choices: Choices | None = None, of: Contents = "values"
+    ) -> float:
+        """Of a collective in which the rank sends `sent` bytes `of` values, weights or gradients of weights."""
         ...
 
     def message(self, size: float, crossed: Level | None) -> float:
@@ -87,6 +96,9 @@ class ClusterRates:
         device = self.cluster.device
         return size / (device.rates.memory * device.bandwidth)
 
+    def copied(self, size: float) -> float:
+        return self.moved(size)
+
     def launched(self, kernels: float) -> float:
         return kernels * self.cluster.device.rates.launch if self.cluster.device.kind != "cpu" else 0.0
 
@@ -94,7 +106,9 @@ class ClusterRates:
         device = self.cluster.device
         return size / ADAMW_BYTES * device.rates.optimizer / device.bandwidth
 
-    def collective(self, collective: Collective, sent: float, group: Group, choices: Choices | None = None) -> float:
+    def collective(
+        self, collective: Collective, sent: float, group: Group, choices: Choices | None = None, of: Contents = "values"
+    ) -> float:
         seconds = 0.0
         for number, (inside, units) in enumerate(parts_of_group(group, self.cluster)):
             over_level = self._over_level(number, collective, sent, (group.ranks, inside, units))
@@ -109,7 +123,7 @@ class ClusterRates:
         else:
             links = inside * np.where(inside > 1, SHARED_RING, 1.0)
             share, bandwidth = (units - 1) / units, links * level.rates.ring * self.bandwidth(level)
-        return whole * share / bandwidth + self.latency(number) * np.ceil(np.log2(units)) * (sent > 0)
+        return whole * share / bandwidth + self.latency(number) * (units - 1) * (sent > 0)
 
     def message(self, size: float, crossed: Level | None) -> float:
         if crossed is None:
@@ -121,7 +135,7 @@ class ClusterRates:
         return level.bandwidth or NETWORK_SHARE * self.cluster.device.bandwidth
 
     def latency(self, number: int) -> float:
-        """Seconds of one step of a collective over a level."""
+        """Seconds of a message to one peer over a level."""
         return self.cluster.levels[number].latency or LATENCIES[number > 0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import is_forward
@@ -22,7 +23,7 @@ class Sending:
 
     axis: str
     collective: Collective
-    of: str
+    of: Literal["weights", "gradients"]
     gathered: str
     forward: float = 0.0
     backward: float = 0.0

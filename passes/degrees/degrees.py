@@ -48,7 +48,8 @@ class Degrees(NamedTuple):
     rank of a tp group has a piece of a sequence between layers. `stated`: the words among these that the file has.
 
     `ranks` are those of one pipeline stage, and the other degrees factor them. `pp` is the number of ranks of a
-    pipeline, each with `virtual` stages, `last_layers` the last layer of each stage (empty: `partition` chooses).
+    pipeline, each with `virtual` stages, `last_layers` the last layer of each stage
+    (empty: `partition` chooses).
 
     Not supported yet, and so at their defaults: `overlap` (parts of an exchange) and `exchange` (its algorithm).
     """
@@ -145,8 +146,7 @@ def choose_degrees(spec: Spec) -> Degrees:
 
     `ep` is the largest with which `ep` * `etp` divides the ranks, and `ep` the experts, of every layer without a stated
     one; `pp = 1`, `tp = 1`, `cp = 1`, `etp = 1`; `dp` is ranks / (`cp` * `tp`). These ranks are those of one pipeline
-    stage. Raises `DiagnosticError` with every rule that a
-    stated degree breaks.
+    stage. Raises `DiagnosticError` with every rule that a stated degree breaks.
     """
     ranks, sharing, pipeline = stage_ranks(spec), sharing_degrees(spec), pipeline_of(spec)
     mixtures = mixtures_of(spec)

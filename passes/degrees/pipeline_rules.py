@@ -57,7 +57,8 @@ def _virtual_problems(spec: Spec) -> Iterator[Diagnostic]:
 def _size_problems(spec: Spec) -> Iterator[Diagnostic]:
     """A `pp` that does not divide the ranks, and more stages than layers."""
     parallel, depth, (pp, virtual, schedule) = spec.parallel, spec.subject.depth, pipeline_of(spec)
-    span, ways = parallel.span("pp"), [f"set `pp = {_fitting_pp(spec, pp)}`"]
+    span, fitting = parallel.span("pp"), _fitting_pp(spec, pp)
+    ways = [f"set `pp = {fitting}`" if fitting else "leave `pp`, `virtual` and `schedule` out"]
     if spec.cluster.ranks % pp:
         yield not_whole(spec.replace(parallel=parallel.replace(pp=None)), span, pp, ways[0])
     if pp * virtual > depth:
@@ -74,7 +75,7 @@ def _size_problems(spec: Spec) -> Iterator[Diagnostic]:
             "MOE0378",
             span,
             f"{_product(spec)} stages",
-            labels=_depth_label(spec, f"{depth} layers") + labels,
+            labels=_depth_label(spec, count(depth, "layer")) + labels,
             help=" or ".join(ways),
         )
 

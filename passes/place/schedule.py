@@ -20,7 +20,7 @@ from moec.passes.place.pipeline_orders import orders_of
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Gives the Program the orders of its step, one for the ranks of each stage."""
+    """Gives the Program the orders of its step, one for the ranks of the same stages."""
 
     def apply(self, program: Program) -> Program:
         """The Program with the orders of its step."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moec.passes.ir.order import Action, Order
+from moec.passes.ir.order import Action
 from moec.runtime.errors import JobError
 from moec.runtime.job.custom_loss import CustomLoss
 from moec.runtime.job.step_agreement import StepAgreement
@@ -24,9 +24,7 @@ ALL_FROZEN = "no parameter of the model has `requires_grad`: all are frozen"
 class Passes:
     """The passes of one step; `total` divides its losses."""
 
-    def __init__(
-        self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor, order: Order
-    ) -> None:
+    def __init__(self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor) -> None:
         self._job, self._model, self._step, self._agreement, self._total = job, model, step, agreement, total
         self._parts = step.parts()
         self._forwarded: dict[int | None, tuple[Part, ModelOutput]] = {}

@@ -145,8 +145,8 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     total = _divisor(job, step, agreement)
                     open_step = contexts.enter_context(model.one_step())
                     contexts.enter_context(_counting(job, model, step, agreement))
-                    kind: type[Passes | StagePasses] = Passes if job.plan.pipeline == 1 else StagePasses
-                    passes = kind(job, model, step, agreement, total, order)
+                    given = job, model, step, agreement, total
+                    passes = StagePasses(*given, order) if job.plan.pipeline > 1 else Passes(*given)
                     contexts.callback(passes.drop)
                 case "backward" | "inputs" | "weights":
                     with open_step.backward(is_last=is_last_backward(order, action)):

@@ -67,7 +67,8 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     if complaint is None and not takes_microbatches(model.program, step.microbatches):
         words = f"the schedule `{model.program.schedule}` of this plan takes no {step.microbatches} micro-batches"
         help = (
-            f"{model.program.microbatches} as compiled; `interleaved` takes equal rounds, `dual_pipe_v` at least 2 * pp"
+            f"take {model.program.microbatches}, as compiled; `interleaved` and `zero_bubble` take equal rounds, "
+            "`dual_pipe_v` at least 2 * pp"
         )
         complaint = Complaint("MOE0713", words, help)
     if complaint is None and step.microbatches > 1:

@@ -13,14 +13,11 @@ from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import forwards, scalar_blocks, stages_of_layers, taken_role
-from moec.runtime import (
-    ops,  # noqa: F401  (registers torch.ops.moec.*)
-    unscored,
-)
+from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.calls import called
 from moec.runtime.errors import JobError
-from moec.runtime.guards.every_guard import first_complaint, look_at
-from moec.runtime.guards.guard import LogitsGiven, ModelRecomputed, PassBegins, PassEnds, WrapperAsks
+from moec.runtime.guards.every_guard import look_at
+from moec.runtime.guards.guard import LogitsGiven, ModelRecomputed, PassBegins, WrapperAsks
 from moec.runtime.inputs.batches import ImageLimits, Limits, device_of
 from moec.runtime.inputs.extra_inputs import AcceptedInputs, ExtraInputs
 from moec.runtime.inputs.forward_checks import (
@@ -157,11 +154,9 @@ class PlanModule(StepModule):
         inputs: dict[Role, Tensor] = {self.input_role: tokens, **self.takes.inputs(extra, tokens)}
         if (sequences := self.sequence_numbers(tokens, labels)) is not None:
             inputs["sequences"] = sequences
-        with unscored.noting() as unscored_masks:
-            results = self.tops[0].run(self, inputs)
+        results, complaint = self.tops[0].run(self, inputs, reads_values=reads_values)
         if self.training and self._counts.sequences is None:
             self.next_step()
-        complaint = first_complaint(PassEnds(unscored_masks, self.tops[0].routers, reads_values=reads_values))
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
         counted = {} if in_vmap() else results  # vmap has separate counts for each of its examples

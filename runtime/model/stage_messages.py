@@ -95,9 +95,7 @@ class StageMessages:
         site, ranks = _site(there, gradients=gradients), self._ranks(stage, receiver)
         with collective(MESSAGE, self._job + PIPELINE, site, ranks=ranks) as peers:
             for index, value in enumerate(values.values()):
-                while (
-                    len(self._sent) >= IN_FLIGHT
-                ):  # no deadlock: orders in which ranks wait for each other are refused
+                while len(self._sent) >= IN_FLIGHT:  # ends: orders in which ranks wait for each other are refused
                     self._wait_for_oldest()
                 sent = value.detach().contiguous()
                 tag = _tag(there, index, gradients=gradients)

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from moec.passes.ir import OutputKey, Program, Role, Stage
 from moec.passes.ir.interface import COUNTS, HANDED_ON
-from moec.runtime import unscored
 from moec.runtime.errors import JobError
-from moec.runtime.guards.every_guard import first_complaint
-from moec.runtime.guards.guard import PassEnds
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.refused_derivatives import unwrapped
@@ -90,10 +87,7 @@ def stage_pass(
     if batch.sequences is not None:
         inputs["sequences"] = batch.sequences
     model.num_tokens = model.counters.real_tokens(tokens, extra)
-    top = model.tops[stage]
-    with unscored.noting() as masks:
-        results = top.run(model, inputs)
-    complaint = first_complaint(PassEnds(masks, top.routers, reads_values=reads_values))
+    results, complaint = model.tops[stage].run(model, inputs, reads_values=reads_values)
     experts, heads, made = counts_by_layer(results)
     model.expert_counts, model.head_counts = model.expert_counts | experts, model.head_counts | heads
     model.choices_made = model.choices_made | made

@@ -11,11 +11,15 @@ from moec.codegen.emit import emit_graph, info_of, last_uses, site_of, weight_us
 from moec.passes.ir import Output, OutputKey, Program, Role, Setting
 from moec.passes.ir.interface import forwards
 from moec.passes.ir.ops import Call
+from moec.runtime import unscored
 from moec.runtime.action_log import note_action
 from moec.runtime.errors import JobError
+from moec.runtime.guards.every_guard import first_complaint
+from moec.runtime.guards.guard import PassEnds
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.plan_layer import layer_inside
 from moec.runtime.model.split_products import split_products_of
+from moec.runtime.ranks.checks import Complaint
 from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
@@ -70,8 +74,11 @@ class TopLevel:
             for _, segment in self._outline.segments
         ]
 
-    def run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
-        """The results of a forward pass by `Output.key`. `inputs`: those of the graph, by role."""
+    def run(
+        self, model: PlanModule, inputs: Mapping[Role, Tensor], *, reads_values: bool
+    ) -> tuple[dict[OutputKey, Any], Complaint | None]:
+        """The results of a forward pass by `Output.key`, and the complaint about its router logits. `inputs`: those of
+        the graph, by role."""
         if len(model.layers) != self._depth:
             raise JobError(
                 "MOE0710",
@@ -82,11 +89,13 @@ class TopLevel:
             weights.begin()
         self._open_step.last_use = None
         try:
-            return self._run(model, inputs)
+            with unscored.noting() as masks:
+                results = self._run(model, inputs)
         finally:
             self._open_step.last_use = None
             for weights in model.weights_of(self, wrapped=True):
                 weights.drop_prepared()
+        return results, first_complaint(PassEnds(masks, self.routers, reads_values=reads_values))
 
     def _run(self, model: PlanModule, inputs: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
         outline = self._outline

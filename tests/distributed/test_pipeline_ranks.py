@@ -403,7 +403,7 @@ def stalled(plan: Plan) -> str:
 
 
 def went_on(plan: Plan) -> list[str]:
-    """What the next step and evaluation say after a step in whose middle every rank caught an exception."""
+    """What the next step, clipping and evaluation say after a step in whose middle every rank caught an exception."""
     said = list[str]()
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
@@ -421,6 +421,9 @@ def went_on(plan: Plan) -> list[str]:
         handle.remove()
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, *batch)
+        said.append(str(refused.value))
+        with pytest.raises(DiagnosticError) as refused:
+            job.clip_grad_norm_(model, 1.0)
         said.append(str(refused.value))
         with pytest.raises(DiagnosticError) as refused, torch.no_grad():
             model.eval()(*batch)

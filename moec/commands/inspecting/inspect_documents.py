@@ -79,7 +79,7 @@ class LayersMemory:
 
 @document
 class MemoryDocument:
-    """The memory of the rank with the most rows over a training step."""
+    """The memory of the rank with the most rows over a training step; of a pipeline, with the highest peak."""
 
     plan: str
     device: MemoryDevice

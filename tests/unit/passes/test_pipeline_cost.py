@@ -18,7 +18,7 @@ from moec.passes.cost.memory import memory_of, memory_of_ranks
 from moec.passes.cost.parameter_counts import count_parameters
 from moec.passes.cost.pipeline_time import StageSeconds, follow
 from moec.passes.cost.stage_memory import StageMemory
-from moec.passes.cost.step_time import pipeline_time, step_seconds
+from moec.passes.cost.step_time import pipeline_time, stages_of, step_seconds
 from moec.passes.cost.totals import activation_bytes, costs_of, tally
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
@@ -115,8 +115,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_less_than_all_ranks_in_tur
     plan = plan_of("one_f_one_b")
     costs = costs_of(plan.program, Workload.of_microbatch(plan.spec, plan.program))
     whole = compile_program(plan.spec).program
-    one = step_seconds(costs_of(whole, Workload.of_microbatch(plan.spec, whole)), whole, plan.spec)
-    time, step = pipeline_time(costs, plan.program, plan.spec), step_seconds(costs, plan.program, plan.spec)
+    one = step_seconds(costs_of(whole, Workload.of_microbatch(plan.spec, whole)), whole, plan.spec).total
+    time = pipeline_time(plan.program, [s.seconds for s in stages_of(costs, plan.program, plan.spec)])
+    step = step_seconds(costs, plan.program, plan.spec).total
     after_passes = step - max(time.ends)  # the sums of gradients and the optimizer's step
     assert 0 < after_passes < step / 5
     assert max(time.ends) < step < one

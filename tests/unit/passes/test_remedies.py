@@ -55,7 +55,7 @@ def seconds_of(spec: Spec) -> float:
     program = placed(spec)
     workload = Workload.of(spec, program)
     part = replace(workload, batch=workload.batch // program.microbatches)
-    return step_seconds(costs_of(program, part), program, spec)
+    return step_seconds(costs_of(program, part), program, spec).total
 
 
 @cache
