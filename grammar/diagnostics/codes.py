@@ -136,6 +136,7 @@ CODES: dict[str, str] = {
     "MOE0404": "too many files",
     "MOE0405": "`layers` blocks overlap too much",
     "MOE0501": "a training step does not fit the device's memory",
+    "MOE0502": "there is no training step to plan",
     "MOE0600": "there is no plan here",
     "MOE0601": "this plan cannot be trusted",
     "MOE0602": "this plan has another format",

@@ -1,4 +1,4 @@
-"""Commands that make and use plans: `compile`, `verify`, `load`, `tune`."""
+"""Commands that make and use plans: `compile`, `plan`, `verify`, `load`, `tune`."""
 
 from __future__ import annotations
 
@@ -92,6 +92,29 @@ def compile_(
         raise click.UsageError("--stop-after needs --emit=ir or --emit=placed: a stopped compilation has no plan")
     require_moe_file(file, "moec compile")
     show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes, style), style)
+
+
+@click.command(
+    cls=Command,
+    examples={
+        "moec plan first.moe": "the step's time by what takes it, tokens per second, MFU, and memory",
+        "moec plan first.moe --json": "the same as numbers",
+    },
+    fails="the step does not fit the devices (the prediction is on stdout), or the file has errors",
+    documents=("plan",),
+)
+@argument("source", "A `.moe` file or a plan folder.", type=FileOrPlan(files=True, plans=True))
+@lets
+@output_format
+def plan(source: Path, lets: dict[str, str], style: str) -> None:
+    """Predict a step's time and memory, and say what takes them. Needs no torch."""
+    from moec.commands.console.output import show
+    from moec.commands.planning.plan import run
+
+    fits, warnings = run(source, lets, style)
+    show(warnings, style)
+    if not fits:
+        raise SystemExit(1)
 
 
 @click.command(

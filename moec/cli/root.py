@@ -20,6 +20,7 @@ COMMANDS = {
     "init": "moec.cli.files",
     "import": "moec.cli.files:imports",
     "compile": "moec.cli.plans:compile_",
+    "plan": "moec.cli.plans",
     "inspect": "moec.cli.inspect",
     "verify": "moec.cli.plans",
     "load": "moec.cli.plans",
@@ -32,7 +33,6 @@ COMMANDS = {
 """Each command's module, and its name there if that differs; in the order of `moec --help`."""
 
 NOT_YET = {
-    "plan": "choose degrees by predicted time and memory",
     "simulate": "predict time on the described cluster",
     "calibrate": "measure a cluster",
     "lsp": "be a language server",

@@ -17,6 +17,7 @@ DOCUMENTS = {
     "import-hf": "moec.commands.console.documents:WrittenFile",
     "compile": "moec.commands.compile_document:CompiledPlan",
     "compile-emit": "moec.commands.compile_document:EmittedStage",
+    "plan": "moec.commands.planning.plan_document:StepPrediction",
     "inspect-file": "list moec.commands.console.documents:InspectedValue",
     "inspect-plan": "moec.commands.inspecting.inspect_plan_document:PlanDocument",
     "inspect-rank": "moec.commands.inspecting.inspect_plan_document:RankDocument",

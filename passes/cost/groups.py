@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from moec.grammar.spec.cluster import Cluster, Level
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.op import Meshes
+from moec.passes.ir.work.arrays import larger, smaller
 
 
 class Group(NamedTuple):
@@ -30,7 +29,7 @@ def parts_of_group(group: Group, cluster: Cluster) -> list[tuple[int, int]]:
     units of one unit of the level the group has ranks in."""
     parts, inside = list[tuple[int, int]](), 1
     for below, size in _sizes(cluster):
-        within = np.minimum(group.ranks, np.maximum(1, below * size // group.stride))
+        within = smaller(group.ranks, larger(1, below * size // group.stride))
         parts.append((inside, -(-within // inside)))
         inside = within
     return parts

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.liveness import steps_of
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.seconds import Seconds, Term, by_term
 from moec.passes.cost.totals import BlockCost
+from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Direction
 
 SENDS: Mapping[str, Term] = {"ep": "all_to_all", "etp": "etp", "tp": "tp", "cp": "cp"}
@@ -57,7 +56,7 @@ def pass_seconds(cost: BlockCost, rates: Rates) -> PassSeconds:
 
 def _with_host(of_device: list[tuple[Term, float]], launches: int, rates: Rates) -> Seconds:
     device = by_term(of_device)
-    return device + Seconds({"launches": np.maximum(0.0, rates.launched(launches) - device.total)})
+    return device + Seconds({"launches": larger(0.0, rates.launched(launches) - device.total)})
 
 
 def _seconds(of_op: Cost, cost: BlockCost, rates: Rates, is_back: bool) -> Iterator[tuple[Term, float]]:

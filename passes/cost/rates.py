@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-
 from moec.grammar.spec.cluster import Cluster, Device, Level
 from moec.passes.cost.groups import Group, parts_of_group
+from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Choices, Collective, Product
 
 FLOPS_PER_BYTE = 10.0
@@ -90,7 +89,7 @@ class ClusterRates:
             return product.flops / (share * peak(device, product.dtype))
         more_rows = rates.half_rows * product.groups if product.kind == "grouped" else 0.0
         flops = 2 * (product.m + more_rows) * product.n * product.k
-        return np.maximum(flops / (rates.products * peak(device, product.dtype)), self.moved(product.moved))
+        return larger(flops / (rates.products * peak(device, product.dtype)), self.moved(product.moved))
 
     def moved(self, size: float) -> float:
         device = self.cluster.device
@@ -112,16 +111,16 @@ class ClusterRates:
         seconds = 0.0
         for number, (inside, units) in enumerate(parts_of_group(group, self.cluster)):
             over_level = self._over_level(number, collective, sent, (group.ranks, inside, units))
-            seconds = np.maximum(seconds, over_level * (units > 1))
+            seconds = larger(seconds, over_level * (units > 1))
         return seconds
 
     def _over_level(self, number: int, collective: Collective, sent: float, ranks: tuple[int, int, int]) -> float:
         level, (all_ranks, inside, units) = self.cluster.levels[number], ranks
-        whole = sent * all_ranks / np.maximum(all_ranks - 1, 1)
+        whole = sent * all_ranks / larger(all_ranks - 1, 1)
         if collective == "all_to_all":
             share, bandwidth = inside * (units - 1) / all_ranks, level.rates.all_to_all * self.bandwidth(level)
         else:
-            links = inside * np.where(inside > 1, SHARED_RING, 1.0)
+            links = inside * (1 - (1 - SHARED_RING) * (inside > 1))
             share, bandwidth = (units - 1) / units, links * level.rates.ring * self.bandwidth(level)
         return whole * share / bandwidth + self.latency(number) * (units - 1) * (sent > 0)
 

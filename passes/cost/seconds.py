@@ -32,6 +32,9 @@ activations by their group; `uneven` what the busiest pipeline rank computes mor
 `gradients` the gathers and sums of parameters that do not run beside computations, `casts` the kernels that cast
 weights, and widen and add gradients."""
 
+EXPOSED: frozenset[Term] = frozenset({"all_to_all", "etp", "tp", "cp", "other_sends", "weights", "gradients"})
+"""The terms of collectives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seconds:

@@ -11,7 +11,7 @@ from moec.passes.ir import DTYPE_BYTES, Block, Parameter
 from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.cost import MASTER_BYTES, Collective
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import gathers_again, is_summed, num_gathers, num_sums
+from moec.passes.place.schedule import gathers_again, is_summed, keeps_weights, num_gathers, num_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,14 @@ def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: b
 def copied_bytes(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> float:
     """Bytes that a rank reads and writes in a step to cast masters to the compute dtype, to widen gradients to fp32,
     and to add those of several micro-batches."""
-    return sum(_copied_bytes(p, workload, microbatches, bool(saved)) for p in block.parameters if not p.frozen)
+    casts = 1 if keeps_weights(block, microbatches) else microbatches
+    return sum(_copied_bytes(p, workload, casts, microbatches, bool(saved)) for p in block.parameters if not p.frozen)
 
 
-def _copied_bytes(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> float:
+def _copied_bytes(p: Parameter, workload: Workload, casts: int, microbatches: int, is_read: bool) -> float:
     whole = float(math.prod(workload.shape(p)))
     part = whole / math.prod(map(workload.meshes.size, p.gathered_over))
     cast = (MASTER_BYTES + DTYPE_BYTES[p.dtype]) * (DTYPE_BYTES[p.dtype] < MASTER_BYTES)
-    casts = (
-        microbatches if p.gathered == "never" else num_gathers(p, microbatches) * (1 + (gathers_again(p) and is_read))
-    )
+    again = 1 + (gathers_again(p) and is_read)
     collected = part if is_summed(p, last=False) else whole
-    return cast * (casts * part + microbatches * whole) + 3 * MASTER_BYTES * (microbatches - 1) * collected
+    return cast * (casts * again * part + microbatches * whole) + 3 * MASTER_BYTES * (microbatches - 1) * collected

@@ -14,7 +14,7 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
 from moec.passes.ir.work.cost import MASTER_BYTES
-from moec.passes.place.schedule import gathers_again, is_summed
+from moec.passes.place.schedule import gathers_again, is_summed, keeps_weights
 
 GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
@@ -33,7 +33,7 @@ class WeightBytes:
     saved_copies: float = 0
     """Compute copies that stay until the layer's backward."""
     step_copies: float = 0
-    """Compute copies that stay until the end of a step of several micro-batches (ZeRO 1 and 2)."""
+    """Compute copies that stay until the end of a step of several micro-batches (ZeRO 0 to 2)."""
     regathered: float = 0
     """Compute copies that are gathered again for backward (ZeRO 3)."""
     gather_buffers: float = 0
@@ -91,10 +91,12 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
     )
     if p.gathered == "never":
         copy, buffer = weight if is_narrow else 0, gradient if p.sum_over else 0
+        of_step = keeps_weights(cost.block, microbatches)
         return replace(
             always,
             compute_copies=copy,
-            saved_copies=copy if is_saved else 0,
+            saved_copies=copy if is_saved and not of_step else 0,
+            step_copies=copy if of_step else 0,
             all_reduce_buffers=buffer,
             sum_copies=buffer,
             pass_gradients=gradient,

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from moec.passes.ir import Parameter, Program
+from moec.passes.ir import Block, Parameter, Program
 from moec.passes.ir.interface import forwards
 from moec.passes.ir.ops import Call
 from moec.passes.ir.order import Action, Order
@@ -44,6 +44,11 @@ def order_of_step(program: Program, microbatches: int, stage: int = 0) -> Order:
 def gathers_again(p: Parameter) -> bool:
     """Whether every use gathers the weight, in forward and in backward, and drops it afterwards (ZeRO 3)."""
     return p.gathered == "per use"
+
+
+def keeps_weights(block: Block, passes: int) -> bool:
+    """Whether the first pass of a step casts and gathers the weights of a layer for all its passes."""
+    return passes > 1 and not any(map(gathers_again, block.parameters))
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:

@@ -52,7 +52,7 @@ def _state_of(parameter: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """The weights that a step gathered once for all its micro-batches, and their parameters then."""
+    """The weights that a step cast and gathered once for all its micro-batches, and their parameters then."""
 
     parameters: Snapshot
     weights: list[Tensor]

@@ -105,7 +105,7 @@ class Weights:
 
     @property
     def has_step_weights(self) -> bool:
-        """Whether the next forward pass uses weights that an earlier one has gathered."""
+        """Whether the next forward pass uses weights that an earlier one has cast and gathered."""
         return self._step_weights is not None and self._step_weights.parameters.is_of(self._parameters())
 
     def begin(self) -> None:
@@ -125,7 +125,7 @@ class Weights:
         self._unwrapped = self._prefetched = None
 
     def drop_step_weights(self) -> None:
-        """Drops the step's gathered weights, at its end."""
+        """Drops the step's weights, at its end."""
         self._step_weights = None
 
     def drop_collected(self) -> None:
@@ -160,18 +160,18 @@ class Weights:
         return weights
 
     def weights(self, unwrapped: UnwrappedParameters) -> list[Tensor]:
-        """The detached weights in the compute dtype: the step's gathered weights, prefetched ones, or gathered now."""
-        if not self.gathers:
-            return self._cast(unwrapped.local)
+        """The detached weights in the compute dtype: those of the step, or cast now, and gathered now or before."""
         parameters, step = unwrapped.parameters, self._step_weights
         if step is not None and step.parameters.is_of(parameters):
             return step.weights
         gathering, self._prefetched = self._prefetched, None
-        if gathering is None or not gathering.parameters.is_of(parameters):
+        if self.gathers and (gathering is None or not gathering.parameters.is_of(parameters)):
             gathering = self._gathering(unwrapped.local, parameters)
-        weights = gathering.finish()
+        weights = self._cast(unwrapped.local) if gathering is None else gathering.finish()
         if self._open_step.keeps_weights and not self._per_use and not torch.is_inference_mode_enabled():
-            self._step_weights = StepWeights(gathering.parameters, weights)
+            self._step_weights = StepWeights(
+                Snapshot(parameters) if gathering is None else gathering.parameters, weights
+            )
         return weights
 
     def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,14 +20,20 @@ def smaller(a: Number, b: Number) -> Number:
     return np.minimum(a, b) if _is_of_several(a, b) else min(a, b)
 
 
-def whole(a: float) -> int:
+def whole(a: Any) -> int:
     """The number without its fraction."""
     return a // 1 if _is_of_several(a) else int(a)
 
 
-def rounded(a: float) -> int:
+def rounded(a: Any) -> int:
     """The nearest whole number."""
-    return np.round(a) if _is_of_several(a) else round(a)
+    result: int = np.round(a) if _is_of_several(a) else round(a)
+    return result
+
+
+def of_each(a: Any, of: Callable[[int], float]) -> float:
+    """A function of the number, of each plan."""
+    return np.reshape([of(int(n)) for n in a.flat], a.shape) if _is_of_several(a) else of(a)  # type: ignore[return-value]
 
 
 def _is_of_several(*values: object) -> bool:

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-import numpy as np
-
 from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir.layout import REPLICATED, local_shape
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import DTYPE_BYTES, Dim, Parameter, Value
-from moec.passes.ir.work.arrays import whole
+from moec.passes.ir.work.arrays import of_each, whole
 from moec.passes.ir.work.cost import Choices, Saved
 
 NOMINAL_SEQUENCE = 1024
@@ -190,9 +188,7 @@ def busiest(experts: int, ranks: int, exponent: float) -> float:
     """Load of the busiest of `ranks` over the mean; experts are placed in order, equally many on each rank."""
     if exponent == 0:
         return 1.0
-    if isinstance(ranks, np.ndarray):
-        return np.reshape([_busiest(experts, int(n), exponent) for n in ranks.flat], ranks.shape)
-    return _busiest(experts, ranks, exponent)
+    return of_each(ranks, lambda number: _busiest(experts, number, exponent))
 
 
 @lru_cache

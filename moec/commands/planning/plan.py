@@ -1,0 +1,156 @@
+"""`moec plan`: the predicted time and memory of a step, as text or JSON. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moec.codegen.plan_in_words import degrees_lines
+from moec.commands.console.output import emit
+from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
+from moec.commands.planning.plan_document import (
+    PlannedDegrees,
+    PlannedExperts,
+    PlannedLoad,
+    StepPrediction,
+    Tenant,
+)
+from moec.commands.planning.terms import term_lines
+from moec.driver import read, run_passes, valid_plan
+from moec.grammar.amounts import amount_of_bytes
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.layer_numbers import numbered
+from moec.grammar.spec import Spec, Zipf
+from moec.passes.cost.largest_skew import largest_skew
+from moec.passes.cost.memory import ranks_in_words
+from moec.passes.cost.prediction import Prediction, predict, step_of, workload_of_skew
+from moec.passes.cost.seconds import EXPOSED
+from moec.passes.degrees.degrees import Degrees, choose_degrees
+from moec.passes.ir import Program
+from moec.subject import is_plan
+
+GIGABYTE = 1e9
+TWICE = 2.0
+"""The load whose step is shown beside that of the file: rows of the busiest rank over the mean."""
+
+
+def run(source: Path, lets: Mapping[str, str], style: str) -> tuple[bool, tuple[Diagnostic, ...]]:
+    """Prints the prediction of a file or a plan; returns whether the step fits its devices, and the file's warnings.
+
+    Raises MOE0502 where there is no step, and the diagnostics of a file that does not compile.
+    """
+    spec, warnings = _spec_of(source, lets)
+    if spec.train is None or not spec.has_model:
+        what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
+        help = (
+            "give the batch of a step: `train { batch = 256; sequence = 4096 }`" if spec.has_model else "plan the model"
+        )
+        raise DiagnosticError([diagnose("MOE0502", None, what, help=help)])
+    program = run_passes(spec, "schedule").program
+    prediction = predict(program, spec)
+    load = _load(program, spec, prediction)
+    emit(
+        style,
+        lambda: _lines(program, spec, prediction, load),
+        lambda: _document(program, spec, prediction, load),
+    )
+    return prediction.fits, warnings
+
+
+def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnostic, ...]]:
+    if is_plan(source):
+        return valid_plan(source).spec, ()
+    loaded = read(source, **lets)
+    return loaded.unwrap(), loaded.diagnostics
+
+
+def _load(program: Program, spec: Spec, prediction: Prediction) -> PlannedLoad:
+    uneven = workload_of_skew(program, spec, TWICE)
+    return PlannedLoad(
+        busiest=float(prediction.skew),
+        largest_that_fits=largest_skew(program, spec),
+        step_time_at_2_s=float(step_of(program, spec, uneven).total) if uneven else None,
+    )
+
+
+def _lines(program: Program, spec: Spec, prediction: Prediction, load: PlannedLoad) -> Iterator[str]:
+    train, cluster, step = spec.train, spec.cluster, prediction.step
+    assert train is not None
+    unit = "GPU" if cluster.device.kind != "cpu" else "rank"
+    routing = (
+        f"loads by zipf({train.routing.s:g})" if isinstance(train.routing, Zipf) else "every expert equally loaded"
+    )
+    yield (
+        f"{spec.subject.name} on {cluster.ranks} × {cluster.device.name} ({cluster.name}); a step is "
+        f"{train.batch:,} sequences of {spec.sequence:,} tokens; {routing}"
+    )
+    if not cluster.is_calibrated:
+        yield f"rates are not measured on this cluster, and may be 10 % and more off: {cluster.name} has no `achieved`"
+    yield ""
+    head, *more = degrees_lines(choose_degrees(spec))
+    yield f"  plan     {head}"
+    yield from (f"           {line}" for line in more)
+    yield f"           {_schedule(program, choose_degrees(spec))}"
+    yield (
+        f"  step     {step.total:.3g} s   {prediction.tokens_per_second:,.0f} tokens/s/{unit}   "
+        f"{prediction.flops_per_second / 1e12:.3g} TFLOP/s/{unit}   MFU {prediction.mfu:.3f}"
+    )
+    yield from term_lines(step, program, spec)
+    memory = prediction.memory
+    where = f" of {ranks_in_words(program, memory.stages)}" if len(program.stages) > 1 else ""
+    yield f"  memory   {peak_line(memory, prediction.capacity)}{where}{'' if prediction.fits else ': it does not fit'}"
+    tenants = ", ".join(f"{tenant.kind} {amount_of_bytes(tenant.gb * GIGABYTE)}" for tenant in _tenants(prediction))
+    yield f"           {tenants}"
+    yield f"  load     busiest rank over mean: {load.busiest:.2f}"
+    if load.step_time_at_2_s is not None:
+        yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
+    yield from (f"           {line}" for line in _fitting(load))
+
+
+def _fitting(load: PlannedLoad) -> list[str]:
+    if load.largest_that_fits is None:
+        return ["every load fits the memory"]
+    return skew_lines(load.largest_that_fits)
+
+
+def _schedule(program: Program, degrees: Degrees) -> str:
+    recompute = [f"recompute = {part} in {numbered(numbers)}" for part, numbers in recomputing_layers(program).items()]
+    return ", ".join([f"zero = {degrees.zero}", *recompute, f"microbatches = {program.microbatches}"])
+
+
+def _tenants(prediction: Prediction) -> list[Tenant]:
+    """What takes memory at the peak, the largest first."""
+    sizes = sorted(prediction.memory.peak.bytes.of.items(), key=lambda part: -part[1])
+    return [Tenant(kind=str(kind), gb=float(size) / GIGABYTE) for kind, size in sizes if size]
+
+
+def _document(program: Program, spec: Spec, prediction: Prediction, load: PlannedLoad) -> StepPrediction:
+    degrees, step, memory = choose_degrees(spec), prediction.step, prediction.memory
+    return StepPrediction(
+        parallel=PlannedDegrees(
+            dp=degrees.dp,
+            cp=degrees.cp,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            virtual=degrees.virtual,
+            schedule=degrees.schedule,
+            experts=[PlannedExperts(layers=list(e.layers), ep=e.ep, etp=e.etp, edp=e.edp) for e in degrees.experts],
+            zero=degrees.zero,
+            recompute=recomputing_layers(program),
+            microbatches=program.microbatches,
+        ),
+        step_time_s=float(step.total),
+        terms={str(term): float(seconds) for term, seconds in step.of.items()},
+        tokens_per_s_per_gpu=float(prediction.tokens_per_second),
+        tflops_per_gpu=float(prediction.flops_per_second) / 1e12,
+        mfu=float(prediction.mfu),
+        memory_gb=float(memory.peak.bytes.total) / GIGABYTE,
+        peak_event=memory.peak.event,
+        peak_ranks=ranks_in_words(program, memory.stages),
+        capacity_gb=prediction.capacity / GIGABYTE,
+        fits=prediction.fits,
+        largest_tenants=_tenants(prediction),
+        exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
+        loads=load,
+        calibrated=spec.cluster.is_calibrated,
+    )

@@ -1,0 +1,90 @@
+"""The seconds of a step in lines: what they go to, the largest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moec.grammar.amounts import count
+from moec.grammar.spec import Spec
+from moec.passes.cost.groups import group_along, parts_of_group
+from moec.passes.cost.seconds import Seconds, Term
+from moec.passes.ir import Program
+
+SMALLEST = 0.005
+"""The part of a step below which terms are put together."""
+
+HEADINGS: Mapping[str, tuple[Term, ...]] = {
+    "compute": ("experts", "products", "attention", "elementwise", "launches"),
+    "computed again": ("again",),
+    "all_to_all": ("all_to_all",),
+    "gathered rows": ("etp",),
+    "tensor parallel": ("tp",),
+    "context parallel": ("cp",),
+    "other sends": ("other_sends",),
+    "uneven stages": ("uneven",),
+    "bubble": ("bubble",),
+    "parameters": ("casts", "weights", "gradients", "optimizer"),
+}
+"""The terms of each line."""
+
+NAMES: Mapping[Term, str] = {
+    "products": "other products",
+    "elementwise": "element-wise",
+    "launches": "the host's launches",
+    "casts": "casts and additions",
+    "weights": "gathers of weights",
+    "gradients": "sums of gradients",
+}
+"""Terms in words, where their own name says less."""
+
+AXES: Mapping[str, str] = {
+    "all_to_all": "ep",
+    "gathered rows": "etp",
+    "tensor parallel": "tp",
+    "context parallel": "cp",
+}
+
+
+def term_lines(step: Seconds, program: Program, spec: Spec) -> Iterator[str]:
+    """`15.7  compute              experts 6.3, other products 4.6`, the largest first."""
+    sums = {name: sum(float(step.of.get(term, 0.0)) for term in terms) for name, terms in HEADINGS.items()}
+    shown = [name for name in sums if abs(sums[name]) >= SMALLEST * step.total]
+    for name in sorted(shown, key=lambda name: -sums[name]):
+        yield f"{amount(sums[name], step.total):>8}  {name:<17} {_detail(name, step, program, spec)}".rstrip()
+    if rest := sum(sums[name] for name in sums if name not in shown):
+        yield f"{amount(rest, step.total):>8}  others"
+
+
+def amount(seconds: float, of: float) -> str:
+    """Seconds with as many digits as show a thousandth `of` all seconds."""
+    digits = next((n for n in range(7) if of >= 100.0 * 10**-n), 7)
+    return f"{seconds:.{digits}f}"
+
+
+def _detail(name: str, step: Seconds, program: Program, spec: Spec) -> str:
+    terms = HEADINGS[name]
+    if len(terms) > 1:
+        parts = sorted(((float(step.of.get(term, 0.0)), term) for term in terms), reverse=True)
+        shown = [(seconds, term) for seconds, term in parts if seconds >= SMALLEST * step.total]
+        return ", ".join(f"{NAMES.get(term, term)} {amount(seconds, step.total)}" for seconds, term in shown)
+    if name in AXES:
+        return ", ".join(dict.fromkeys(_group_in_words(AXES[name], program, spec)))
+    return ""
+
+
+def _group_in_words(axis: str, program: Program, spec: Spec) -> Iterator[str]:
+    """`8 ranks of ep inside a node`, `64 ranks of ep over 8 nodes`, for each mesh with such groups."""
+    for block in program.blocks:
+        group = group_along(axis, program.meshes_of(block))
+        if group.ranks > 1:
+            crossed = [
+                (level.name, int(units))
+                for level, (_, units) in zip(spec.cluster.levels, parts_of_group(group, spec.cluster), strict=True)
+                if units > 1
+            ]
+            where = (
+                f"inside `{crossed[0][0]}`"
+                if len(crossed) == 1 and crossed[0][0] == spec.cluster.levels[0].name
+                else f"over `{crossed[-1][0]}`"
+            )
+            yield f"{count(group.ranks, 'rank')} of {axis} {where}"
