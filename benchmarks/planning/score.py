@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.grammar import load_text
+from moec.passes.cost.groups import Group
+from moec.passes.cost.rates import ClusterRates, Contents
 from moec.passes.cost.step_time import step_seconds
 from moec.passes.cost.totals import costs_of, tally
+from moec.passes.ir.work.cost import Choices, Collective
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 from planning.rows import Published
@@ -40,7 +43,8 @@ def predicted(row: Published) -> Scored:
     """
     spec = load_text(row.text, name="published.moe").unwrap()
     program = compile_program(spec, stop_after="schedule").program
-    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec).total
+    rates = AsRun(spec.cluster, is_fsdp=spec.parallel.zero == 3)
+    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec, rates).total
     counts, peak = tally(program, spec), spec.cluster.device.peak.bf16
     assert peak is not None
     least = counts.flops_per_token * counts.tokens / (peak * spec.cluster.ranks)
@@ -49,6 +53,29 @@ def predicted(row: Published) -> Scored:
     else:
         published = row.mfu if row.mfu is not None else (row.tflops or 0.0) * 1e12 / peak
     return Scored(row=row, published=published, predicted=least / seconds, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class AsRun(ClusterRates):
+    """The rates of a cluster where Megatron or FSDP trains instead of moec.
+
+    Megatron's products add gradients to fp32 ones, which takes 8 of the 18 bytes that moec's kernels move. FSDP sums
+    gradients in bf16, and copies what it gathers and sums between flat buffers and tensors.
+    """
+
+    is_fsdp: bool = False
+
+    def copied(self, size: float) -> float:
+        return ClusterRates.copied(self, size) * 8 / 18
+
+    def collective(
+        self, collective: Collective, sent: float, group: Group, choices: Choices | None = None, of: Contents = "values"
+    ) -> float:
+        if not self.is_fsdp or of == "values":
+            return ClusterRates.collective(self, collective, sent, group, choices, of)
+        sent = sent / 2 if of == "gradients" else sent
+        copied = 2 * sent * group.ranks / max(group.ranks - 1, 1)
+        return ClusterRates.collective(self, collective, sent, group, choices, of) + self.moved(copied)
 
 
 @dataclass(frozen=True, slots=True)

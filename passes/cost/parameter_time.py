@@ -19,7 +19,7 @@ from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.work.arrays import larger, smaller
 from moec.passes.ir.work.cost import MASTER_BYTES
 
-HIDDEN = 0.5
+HIDDEN = 0.55
 """The share of the time of computations beside which gathers and sums run: fitted to the published layouts of arXiv
 2504.14960, tables 3 and 4."""
 
@@ -28,9 +28,9 @@ SOON = 1e-12
 
 
 def parameter_seconds(
-    runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates, *, passes: float
+    runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates, *, computed: float
 ) -> Seconds:
-    """What a rank with these blocks needs in a step beside its passes, which take `passes` seconds.
+    """What a rank with these blocks needs in a step beside its passes, in which it computes for `computed` seconds.
 
     Gathers and sums of every pass may run beside all passes, those of the step beside one micro-batch's.
     """
@@ -48,7 +48,7 @@ def parameter_seconds(
         updated += count * _updated_bytes(cost, spec)
     weights, gradients = (
         sum(
-            seconds * _shown(sent, when, passes if when == "per use" else passes / microbatches)
+            seconds * _shown(sent, when, computed if when == "per use" else computed / microbatches)
             for when, seconds in of.items()
         )
         for of in sent.values()

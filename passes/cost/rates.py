@@ -25,7 +25,7 @@ LATENCIES = (1.4e-6, 5e-6)
 """Seconds of a message inside of the innermost level, and over others, where a level states none: that of the library's
 `dgx_h100`."""
 
-SHARED_RING = 0.75
+SHARED_RING = 0.7
 """What rings reach where several ranks of a group are in one unit and leave it over their own links, as a share of what
 one does: fitted to the fourteen published layouts of arXiv 2504.14960, tables 3 and 4."""
 

@@ -14,7 +14,7 @@ from moec.passes.cost.parameter_time import parameter_seconds
 from moec.passes.cost.pass_time import PassSeconds, pass_seconds
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
 from moec.passes.cost.rates import ClusterRates, Rates
-from moec.passes.cost.seconds import Seconds, summed
+from moec.passes.cost.seconds import EXPOSED, Seconds, summed
 from moec.passes.cost.totals import BlockCost, message_bytes, runs_on
 from moec.passes.ir import Program
 from moec.passes.place.schedule import orders_of_step
@@ -29,13 +29,13 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, r
     rates = rates or ClusterRates(spec.cluster)
     stages = stages_of(costs, program, spec, rates)
     time = pipeline_time(program, [stage.seconds for stage in stages])
+    passes = summed((part, program.microbatches / len(time.ends)) for s in stages for part in (s.forward, s.backward))
+    computing = 1 - sum(passes.of.get(term, 0.0) for term in EXPOSED) / passes.total
     ranks = list[Seconds]()
     for end, busy, numbers in zip(time.ends, time.busy, program.stages_by_rank, strict=True):
-        runs = runs_on(program, costs, numbers)
-        after = parameter_seconds(runs, program, spec, rates, passes=busy)
+        after = parameter_seconds(runs_on(program, costs, numbers), program, spec, rates, computed=computing * busy)
         waits = Seconds({"uneven": busy - sum(time.busy) / len(time.busy), "bubble": end - busy})
         ranks.append(after + (waits if len(time.ends) > 1 else Seconds()))
-    passes = summed((part, program.microbatches / len(time.ends)) for s in stages for part in (s.forward, s.backward))
     return passes + max(ranks, key=lambda seconds: seconds.total)
 
 

@@ -53,6 +53,14 @@ def plan_of_another_format() -> Sequence[Diagnostic]:
     return raised(lambda: read_plan(PLAN))
 
 
+def no_step() -> Sequence[Diagnostic]:
+    from moec.commands.planning.plan import run
+
+    text = moe_text(model="context = 8;")
+    Path("model.moe").write_text("\n".join(line for line in text.splitlines() if not line.startswith("train")))
+    return raised(lambda: run(Path("model.moe"), {}, "full"))
+
+
 def output_that_is_no_plan() -> Sequence[Diagnostic]:
     Path("notes").mkdir()
     Path("notes", "today.txt").write_text("buy bread")
@@ -457,6 +465,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0015": unknown_subject,
     "MOE0016": starter_from_an_unknown_model,
     "MOE0017": misspelt_command,
+    "MOE0502": no_step,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

@@ -28,10 +28,11 @@ def test_the_tables_are_current(update_golden: bool) -> None:
 
 def test_the_examples_are_good() -> None:
     written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    whole, layers, attentions = re.findall(r"```moe\n(.*?)```", written, re.DOTALL)
+    whole, layers, cluster, attentions = re.findall(r"```moe\n(.*?)```", written, re.DOTALL)
     assert unsupported(load_text(whole).unwrap()) == []
     assert compile_program(to_spec(MODEL.format(attentions) + TRAIN)).program.layer_blocks == {
         "layers[0..11]",
         "layers[12..23]",
     }
+    assert load_text(f"{MODEL.format(layers)}\n{cluster}").unwrap().cluster.is_calibrated
     assert load_text(MODEL.format(layers)).unwrap().model.layers[21].moe.num_experts == 64

@@ -54,7 +54,7 @@ def test_source_names_are_relative_to_the_main_file(tmp_path: Path) -> None:
     }
     spec = load(tmp_path, files).unwrap()
     assert str(spec.model.span()) == "model.moe:1"
-    assert str(spec.cluster.span()) == "library:clusters/dgx_h100.moe:2"
+    assert str(spec.cluster.span()) == "library:clusters/dgx_h100.moe:6"
     files["common/width.moe"] = "let width = 3us"
     text = render(load(tmp_path, files).diagnostics)
     assert "--> model.moe:1:" in text

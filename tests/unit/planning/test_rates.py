@@ -91,7 +91,7 @@ def test_a_ring_takes_the_slowest_level_and_a_strided_one_has_fewer_links() -> N
     of_eight = rates.collective("all_gather", 63e9, Group(64, 1))
     of_one = rates.collective("all_gather", 62e9, Group(32, 8))
     # 64 GB cross the rail of 8 units over the links of all 8 ranks of a node, or of 32 over one.
-    assert of_eight == pytest.approx(64e9 * 7 / 8 / (8 * 0.75 * 0.75 * 10e9) + 7 * 20e-6)
+    assert of_eight == pytest.approx(64e9 * 7 / 8 / (8 * 0.7 * 0.75 * 10e9) + 7 * 20e-6)
     assert of_one == pytest.approx(64e9 * 31 / 32 / (0.75 * 10e9) + 31 * 20e-6)
 
 
