@@ -27,6 +27,7 @@ from moec.runtime.model.module import PlanModule
 STEPS, LOSSES, GRADIENTS = 3, 1e-5, 2e-6
 MODEL: dict[str, Any] = {
     "batch": 16, "depth": 6, "optimizer": "adamw(lr = 3e-3)", "model": "embedding = tokens(tied = true)",
+    "expert": "swiglu(16, bias = true)",
 }  # fmt: skip
 PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved, dp 2, zero 1": ({"ranks": 2, "ep": 2, "zero": 1}, {"virtual": 2, "schedule": "interleaved"}),
@@ -36,8 +37,8 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dp 2, cp 2, etp 2, zero 2": ({"ranks": 4, "ep": 2, "cp": 2, "etp": 2, "zero": 2}, {}),
     "zero bubble V, dp 2, zero 3": ({"ranks": 2, "ep": 1, "zero": 3}, {"virtual": 2, "schedule": "zero_bubble_v"}),
-    "zero bubble of 3, tp 2, recomputed": (
-        {"ranks": 2, "ep": 1, "tp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "zero_bubble"},
+    "zero bubble of 3, tp 2, etp 2, recomputed": (
+        {"ranks": 2, "ep": 1, "tp": 2, "etp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "zero_bubble"},
     ),
     "dual pipe V, dp 2, experts recomputed": (
         {"ranks": 2, "ep": 2, "recompute": "experts"}, {"virtual": 2, "schedule": "dual_pipe_v"},
@@ -45,7 +46,7 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 FAST = "interleaved, dp 2, zero 1"
 """Of whole backward passes."""
-SPLIT = "zero bubble of 3, tp 2, recomputed"
+SPLIT = "zero bubble of 3, tp 2, etp 2, recomputed"
 
 
 def pipeline(degrees: dict[str, Any], stages: dict[str, Any], **options: Any) -> Plan:
