@@ -326,7 +326,7 @@ def refusals(plan: Plan) -> dict[str, str]:
                 call()
             said[name] = str(refused.value)
             model.train()
-        assert all(gradient.isfinite().all() for gradient in gradients_of(model).values())  # of the refused own loss
+        assert not any(gradient.any() for gradient in gradients_of(model).values())  # the refused own loss adds nothing
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
         if job.rank == 0:
