@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -409,6 +410,24 @@ def went_on(plan: Plan) -> list[str]:
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         batch, passes = own_part(job, *batches_of(plan.spec, 1)[0]), list[int]()
+def warned(plan: Plan) -> list[str]:
+    """What a rank warns of in two steps of a mean, where the first stage is frozen and nothing zeroes gradients."""
+    with moec.launch(plan, device="cpu") as job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = job.build(seed=1)
+        model.requires_grad_(job.is_last_stage)
+        for _ in range(2):
+            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]), loss=lambda logits, labels: logits.mean())
+        return [str(warning.message) for warning in caught]
+
+
+def test_what_only_one_stage_sees_its_first_rank_warns_of(gloo: GlooPool):
+    plan = staged_plan(moe_spec(ranks=2, ep=2, batch=8, microbatches=2))
+    *others, said, last = gloo.run(4, warned, plan)
+    assert ["gives a mean" in said[0], "gradients of an earlier job.step" in said[1]] == [True, True]
+    assert [*others, last] == [[], [], []]
+
+
 
         def hook(*_: object) -> None:
             passes.append(0)
