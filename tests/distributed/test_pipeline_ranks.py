@@ -342,6 +342,11 @@ def refusals(plan: Plan) -> dict[str, str]:
             job.step(model, tokens, labels)
         said["hook"] = str(refused.value)
         hook.remove()
+        with torch.no_grad():
+            model.get_parameter("embedding.weight")[0, 0] += job.rank
+        with pytest.raises(DiagnosticError) as refused:
+            job.check_replicas(model)
+        said["drifted copies"] = str(refused.value)
         model.get_parameter("embedding.weight").requires_grad_(job.rank == 0)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
@@ -374,6 +379,7 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
         "nan in an evaluation": "MOE0708",
         "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
+        "drifted copies": "embedding.weight: rank 0 and rank 1 differ from each other",
         "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
