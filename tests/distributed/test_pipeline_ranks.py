@@ -296,6 +296,13 @@ def test_a_pipeline_evaluates_and_replays_as_the_unsharded_model(gloo: GlooPool)
     assert "stage 3, on ranks 0 to 1" in results[3][4]
 
 
+def step_in_hook(parameter: Tensor) -> None:
+    """An optimizer in a hook."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+
+
 def refusals(plan: Plan) -> dict[str, str]:
     """What calls that need the whole model say, and steps that cannot be taken."""
     with moec.launch(plan, device="cpu") as job:
@@ -342,16 +349,30 @@ def refusals(plan: Plan) -> dict[str, str]:
             job.step(model, tokens, labels)
         said["hook"] = str(refused.value)
         hook.remove()
+        embedding = model.get_parameter("embedding.weight")
+        hooks = [embedding.register_hook(lambda gradient: gradient.clamp(-1, 1))] if job.rank == 0 else []
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["hook of a tied weight"] = str(refused.value)
+        for hook in hooks:
+            hook.remove()
+        number = next(number for number, layer in enumerate(model.layers) if [*layer.parameters()])
+        hook = model.layers[number].get_parameter("attention.q.weight").register_post_accumulate_grad_hook(step_in_hook)
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["step in a hook"] = str(refused.value)
+        job.step(model, tokens, labels, microbatches=1)
+        hook.remove()
         with torch.no_grad():
-            model.get_parameter("embedding.weight")[0, 0] += job.rank
+            embedding[0, 0] += job.rank
         with pytest.raises(DiagnosticError) as refused:
             job.check_replicas(model)
         said["drifted copies"] = str(refused.value)
-        model.get_parameter("embedding.weight").requires_grad_(job.rank == 0)
+        embedding.requires_grad_(job.rank == 0)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
         said["half of a tied weight"] = str(refused.value)
-        model.get_parameter("embedding.weight").requires_grad_()
+        embedding.requires_grad_()
         model.requires_grad_(False)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
@@ -379,6 +400,7 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
         "nan in an evaluation": "MOE0708",
         "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
+        "hook of a tied weight": "embedding.weight has a hook", "step in a hook": "MOE0722",
         "drifted copies": "embedding.weight: rank 0 and rank 1 differ from each other",
         "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
     }  # fmt: skip
@@ -386,6 +408,24 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         assert said.keys() == words.keys()
         for name, text in said.items():
             assert words[name] in text, name
+
+
+def warned(plan: Plan) -> list[str]:
+    """What a rank warns of in two steps of a mean, where the first stage is frozen and nothing zeroes gradients."""
+    with moec.launch(plan, device="cpu") as job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = job.build(seed=1)
+        model.requires_grad_(job.is_last_stage)
+        for _ in range(2):
+            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]), loss=lambda logits, labels: logits.mean())
+        return [str(warning.message) for warning in caught]
+
+
+def test_what_only_one_stage_sees_its_first_rank_warns_of(gloo: GlooPool):
+    plan = staged_plan(moe_spec(ranks=2, ep=2, batch=8, microbatches=2))
+    *others, said, last = gloo.run(4, warned, plan)
+    assert ["gives a mean" in said[0], "gradients of an earlier job.step" in said[1]] == [True, True]
+    assert [*others, last] == [[], [], []]
 
 
 def stalled(plan: Plan) -> str:
@@ -416,24 +456,6 @@ def went_on(plan: Plan) -> list[str]:
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         batch, passes = own_part(job, *batches_of(plan.spec, 1)[0]), list[int]()
-def warned(plan: Plan) -> list[str]:
-    """What a rank warns of in two steps of a mean, where the first stage is frozen and nothing zeroes gradients."""
-    with moec.launch(plan, device="cpu") as job, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = job.build(seed=1)
-        model.requires_grad_(job.is_last_stage)
-        for _ in range(2):
-            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]), loss=lambda logits, labels: logits.mean())
-        return [str(warning.message) for warning in caught]
-
-
-def test_what_only_one_stage_sees_its_first_rank_warns_of(gloo: GlooPool):
-    plan = staged_plan(moe_spec(ranks=2, ep=2, batch=8, microbatches=2))
-    *others, said, last = gloo.run(4, warned, plan)
-    assert ["gives a mean" in said[0], "gradients of an earlier job.step" in said[1]] == [True, True]
-    assert [*others, last] == [[], [], []]
-
-
 
         def hook(*_: object) -> None:
             passes.append(0)
