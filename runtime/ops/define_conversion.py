@@ -53,12 +53,14 @@ def define_conversion(
     return operator
 
 
-def _converted(op: Conversion | Unconverted, gradient: Tensor, inputs: Sequence[Tensor], site: str, layer: Layer) -> Tensor:
+def _converted(
+    op: Conversion | Unconverted, gradient: Tensor, operands: Sequence[Tensor], site: str, layer: Layer
+) -> Tensor:
     if isinstance(op, str):
         return gradient
     operator = getattr(torch.ops.moec, op.torch_operator()).default
     attributes = (getattr(op, name) for name in given_attributes(type(op)))
-    converted: Tensor = operator(gradient, *inputs, *attributes, op.axis, backward_of(site), layer)
+    converted: Tensor = operator(gradient, *operands, *attributes, op.axis, backward_of(site), layer)
     return converted
 
 
