@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -189,6 +190,13 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
             for parameter in block.parameters:
                 ranks.setdefault(parameter.name, set()).add(stage.first_rank // self.stage_size)
         return {name: tuple(sorted(owners)) for name, owners in ranks.items() if len(owners) > 1}
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """The parameters of several stages, on one rank or on several."""
+        blocks = [self.program.block(stage.forward) for stage in self.program.stages]
+        uses = Counter(parameter.name for block in blocks for parameter in block.parameters)
+        return frozenset(name for name, number in uses.items() if number > 1)
 
     def elsewhere(self, rank: int) -> frozenset[str]:
         """The full names of parameters and states that only ranks of other pipeline stages have."""

@@ -31,6 +31,9 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("dropless_moe", "no_drop", "nodrop", "unlimited"), "dropless"),
     **dict.fromkeys(("full", "block", "blocks"), "layer"),
     **dict.fromkeys(("1f1b",), "one_f_one_b"),
+    "zb1p": "zero_bubble",
+    "zbv": "zero_bubble_v",
+    "dualpipev": "dual_pipe_v",
     **dict.fromkeys(("rotary",), "rope"),
 }
 """Values of other systems, in lower case unless they are Python's, and the word here that means the same."""

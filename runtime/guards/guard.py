@@ -152,7 +152,8 @@ class LossComputed(Event):
     """The event after a custom loss of a micro-batch, which then gets the ranks' agreement.
 
     `summed`: the result of the function `name`, None if that is refused already. `by_labels` as in `BatchAgreed`.
-    `group`: the name of the group of the `group_size` ranks that compute the same loss.
+    `group`: the name of the group of the `group_size` ranks that compute the same loss. Only the ranks of the last
+    pipeline stage compute one, `stage_size` many.
     """
 
     name: str
@@ -161,6 +162,7 @@ class LossComputed(Event):
     by_labels: bool
     group: str
     group_size: int
+    stage_size: int
 
 
 @dataclass(frozen=True, slots=True)

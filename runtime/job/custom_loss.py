@@ -57,6 +57,7 @@ class CustomLoss:
         end of the step, it is 0, and adds nothing to gradients. Also returns the error of the script's function."""
         summed, complaint, error = self._summed(output, labels, inputs, every_error=True)
         if complaint is not None:
+            output = ModelOutput(output.logits)  # without balance terms
             summed = output.logits.sum() * 0.0
         return self._divided(output, summed, self.total), complaint, error
 
@@ -85,7 +86,7 @@ class CustomLoss:
         del tensors  # frees the whole logits before the ranks agree
         computed = LossComputed(
             name, None if complaint or error else summed, labels, by_labels=step.count is None,
-            group=job.number + job.plan.sharing_axis, group_size=job.plan.sharers,
+            group=job.number + job.plan.sharing_axis, group_size=job.plan.sharers, stage_size=job.plan.stage_size,
             seen=model.seen, reads_values=job.checks.reads_values(model.seen, ("custom loss", name), labels.device),
         )  # fmt: skip
         guard_complaint = first_complaint(computed)  # a collective, also on a rank that has a complaint

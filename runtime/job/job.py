@@ -35,7 +35,7 @@ from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import refuse_stages
 from moec.runtime.ranks import groups
-from moec.runtime.ranks.groups import PIPELINE, STAGE
+from moec.runtime.ranks.groups import HOST, PIPELINE
 from moec.runtime.ranks.join import (
     require_arguments,
 )
@@ -224,7 +224,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         self._require_own(model)
         parts = {name: local_part(parameter) for name, parameter in parameters_by_name(model, self.plan).items()}
         parts |= states_by_name(model, self.plan)
-        check_replicas(self.plan, parts, self.number + STAGE)
+        check_replicas(self.plan, parts, self.number + HOST)
 
     @called("job.clip_grad_norm_", max_norm="1.0 is usual")
     def clip_grad_norm_(self, model: PlanModule, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:

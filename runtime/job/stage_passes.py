@@ -20,7 +20,7 @@ from moec.runtime.job.passes import ALL_FROZEN
 from moec.runtime.job.step_agreement import StepAgreement
 from moec.runtime.model.model_output import ModelOutput
 from moec.runtime.model.module import PlanModule
-from moec.runtime.model.plan_names import parameters_by_name
+from moec.runtime.model.plan_names import by_plan_names
 from moec.runtime.model.stage_messages import StageBatch, StageMessages, Values
 from moec.runtime.model.stage_pass import MicroBatch, stage_pass
 from moec.runtime.model.step_counts import sequence_numbers
@@ -28,11 +28,15 @@ from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import PIPELINE, TIED
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weight_queue import WeightQueue
+from moec.runtime.weights.gathering import Snapshot
 from moec.runtime.weights.masters import local_part
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
     from moec.runtime.job.step import Step
+
+CHANGED = "a hook changed a parameter of pipeline stage {} while micro-batches were between their passes"
+WITHOUT_HOOKS = "step after `job.step`, or take one micro-batch; some have stepped: go on from the last checkpoint"
 
 
 class StagePasses:
@@ -67,9 +71,16 @@ class StagePasses:
         self._complaint: Complaint | None = None
         """The first complaint that ends the step."""
         self._cause: Exception | None = None
-        tied = {name: p for name, p in parameters_by_name(model, job.plan).items() if name in job.plan.owners_of_tied}
-        self._earlier = {name: local_part(p.grad).clone() for name, p in tied.items() if p.grad is not None}
+        self._tied, _ = by_plan_names(model, model.named_parameters(), job.plan.owners_of_tied)
+        self._earlier = {name: local_part(p.grad).clone() for name, p in self._tied.items() if p.grad is not None}
         """The gradients of tied parameters before the step."""
+        weights = {stage: [*model.weights_of(top, wrapped=True)] for stage, top in model.tops.items()}
+        self._hooked = {
+            stage: Snapshot([p for of_layer in of_stage for p in of_layer.registered() if p is not None])
+            for stage, of_stage in weights.items()
+            if any(of_layer.sums_every_pass for of_layer in of_stage)
+        }
+        """The parameters before the step, of stages where hooks may change them."""
 
     def take(self, action: Action) -> None:
         """Takes an action of a micro-batch."""
@@ -89,6 +100,8 @@ class StagePasses:
                 self._loss(action.microbatch, batch)
             case "receive_gradients":
                 self._messages.receive(place, batch.tokens, gradients=True)
+            case "backward" | "inputs" | "weights" if (before := self._hooked.get(place[0])) and before.has_changed:
+                self._complaint = self._complaint or Complaint("MOE0722", CHANGED.format(place[0]), WITHOUT_HOOKS)
             case "backward":
                 self._backward(place)
             case "inputs":
@@ -174,12 +187,11 @@ class StagePasses:
 
     def _sum_tied(self) -> None:
         """Sums the gradients of parameters that stages on several ranks have, each a copy."""
-        plan, own = self._job.plan, self._job.rank // self._job.plan.stage_size
-        named = parameters_by_name(self._model, plan)
-        for name, owners in plan.owners_of_tied.items():
-            parameter = named.get(name)
-            if own not in owners or parameter is None or plan.parameters[name].frozen:
+        plan = self._job.plan
+        for name, parameter in self._tied.items():
+            if plan.parameters[name].frozen:
                 continue
+            owners = plan.owners_of_tied[name]
             trains = torch.tensor(int(parameter.requires_grad), device=self._sum_of_losses.device)
             with collective("all_reduce", self._job.number + TIED, f"stages that train {name}") as peers:
                 dist.all_reduce(trains, group=peers)

@@ -61,9 +61,8 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     complaint, matching = claims(model, step.tokens, step.labels, step.extra, reads_values=reads_values)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
-    if complaint is None and job.plan.pipeline > 1 and (model.is_hooked or model._forward_hooks):
-        words = "the model has a hook of its forward pass, and a pipeline runs stages, never the whole model"
-        complaint = Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
+    if complaint is None and job.plan.pipeline > 1:
+        complaint = _hook_complaint(job, model)
     if complaint is None and not takes_microbatches(model.program, step.microbatches):
         words = f"the schedule `{model.program.schedule}` of this plan takes no {step.microbatches} micro-batches"
         help = (
@@ -105,3 +104,15 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
         num_labels, num_tokens = model.counters.labels(step.labels), model.counters.tokens(counted)
     look_at(replace(event, num_labels=num_labels, sums=(totals.number, totals.square)))
     return StepAgreement(totals.user_code == 0, reads_values, num_labels, num_tokens)
+
+
+def _hook_complaint(job: Job, model: PlanModule) -> Complaint | None:
+    """The complaint about hooks that would see a part of the forward pass, or of a gradient."""
+    if model.is_hooked or model._forward_hooks:
+        words = "the model has a hook of its forward pass, and a pipeline runs stages, never the whole model"
+        return Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
+    hooked = (name for top in model.tops.values() for weights in top.weights for name in weights.hooked())
+    if (name := next((name for name in hooked if name in job.plan.tied), None)) is None:
+        return None
+    words = f"{name} has a hook or is parametrized, which would see the gradient of each pipeline stage's use alone"
+    return Complaint("MOE0711", words, "change its `.grad`, or step its optimizer, after `job.step`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,13 +34,16 @@ def define_conversion(
         *attributes, group, ctx.site, layer = inputs[tensors:]
         ctx.conversion, ctx.num_inputs = declared(group, *attributes), len(inputs)
         ctx.rows = inputs[0].shape[0] if "rows" in kind.carries else None
-        ctx.save_for_backward(*inputs[1:tensors], layer)
+        # A `WeightQueue` passes twice through a conversion of a weight, which saves nothing that autograd would free.
+        ctx.layer = layer
+        if tensors > 1:
+            ctx.save_for_backward(*inputs[1:tensors])
         if ctx.conversion == "none":
             ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
 
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        *operands, layer = ctx.saved_tensors
-        converted = _converted(ctx.conversion, gradient, operands, ctx.site, layer)
+        operands = ctx.saved_tensors if tensors > 1 else ()
+        converted = _converted(ctx.conversion, gradient, operands, ctx.site, ctx.layer)
         if ctx.rows is not None:
             # Tells a compiler, to which the size is data, that as many rows come back as were sent.
             _check_rows(operator, converted, ctx.rows)
@@ -50,12 +53,14 @@ def define_conversion(
     return operator
 
 
-def _converted(op: Conversion | Unconverted, gradient: Tensor, inputs: list[Tensor], site: str, layer: Layer) -> Tensor:
+def _converted(
+    op: Conversion | Unconverted, gradient: Tensor, operands: Sequence[Tensor], site: str, layer: Layer
+) -> Tensor:
     if isinstance(op, str):
         return gradient
     operator = getattr(torch.ops.moec, op.torch_operator()).default
     attributes = (getattr(op, name) for name in given_attributes(type(op)))
-    converted: Tensor = operator(gradient, *inputs, *attributes, op.axis, backward_of(site), layer)
+    converted: Tensor = operator(gradient, *operands, *attributes, op.axis, backward_of(site), layer)
     return converted
 
 

@@ -36,31 +36,35 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return sums
 
 
-def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], group: str) -> None:
-    """Compares hashes of `parameters` and states, in one all_gather over `group`, the ranks of a stage: 16 bytes each.
+def check_replicas(plan: Plan, tensors: Mapping[str, Tensor], group: str) -> None:
+    """Compares hashes of parameters and states, in one all_gather over `group`, all ranks' for CPU tensors: 16 bytes
+    of each of the plan's.
 
-    A collective: every rank must call it, with parameters of the same names. Raises `JobError` on every rank.
+    A collective: every rank must call it, with the `tensors` of its stages. Raises `JobError` on every rank.
     """
-    ranks = plan.stage_size
-    if ranks == 1 or not parameters:
+    if plan.world_size == 1 or not tensors:
         return
-    local_hashes = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
-    hashes_of_ranks = [torch.empty_like(local_hashes) for _ in range(ranks)]
+    absent = next(iter(tensors.values())).new_zeros(2, dtype=torch.int64)
+    names = [*plan.parameters, *plan.states]
+    local_hashes = torch.stack([bit_hash(tensors[name]) if name in tensors else absent for name in names]).cpu()
+    hashes_of_ranks = [torch.empty_like(local_hashes) for _ in range(plan.world_size)]
     with collective("all_gather", group, "comparing replicas") as peers:
         dist.all_gather(hashes_of_ranks, local_hashes, group=peers)
     by_rank = torch.stack(hashes_of_ranks).tolist()
-    hashes = {
-        name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(ranks)]
-        for place, name in enumerate(parameters)
-    }
-    require_equal(plan, hashes)
+    require_equal(plan, {name: [(*hashes[place],) for hashes in by_rank] for place, name in enumerate(names)})
 
 
 def require_equal(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
-    """Raises `JobError` if ranks with the same part of a parameter differ in their hash; one hash per rank."""
+    """Raises `JobError` if ranks with the same part of a parameter differ in their hash; one hash per rank.
+
+    Ranks of stages without the parameter are not compared.
+    """
     differing = []
+    elsewhere = {first: plan.elsewhere(first) for first in range(0, plan.world_size, plan.stage_size)}
     for name, rank_hashes in hashes.items():
-        drifts = (_drift({rank: rank_hashes[rank] for rank in ranks}) for ranks in replicas(plan, name))
+        firsts = [first for first, names in elsewhere.items() if name not in names]
+        parts = ([first + rank for first in firsts for rank in ranks] for ranks in replicas(plan, name))
+        drifts = (_drift({rank: rank_hashes[rank] for rank in ranks}) for ranks in parts)
         if drift := "; ".join(filter(None, drifts)):
             differing.append(f"{name}: {drift}")
     if differing:
@@ -69,7 +73,7 @@ def require_equal(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
 
 
 def replicas(plan: Plan, name: str) -> list[list[int]]:
-    """The ranks of each part of parameter `name`; all ranks have each state whole."""
+    """The ranks, in a stage, of each part of parameter `name`; all ranks have each state whole."""
     if name in plan.states:
         return [list(range(plan.stage_size))]
     data = plan.parameters[name]

@@ -10,7 +10,7 @@ before the layers run, so the engine runs it after the backward of all layers: s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -84,8 +84,16 @@ class Weights:
     @property
     def sums_every_pass(self) -> bool:
         """Whether every backward pass sums all gradients of the layer: a parameter has hooks, or is computed anew."""
-        registered = (registered_parameter(self._module(), *path) for path in self._paths)
-        return any(p is None or needs_gradient_at_once(p) for p in registered)
+        return any(p is None or needs_gradient_at_once(p) for p in self.registered())
+
+    def hooked(self) -> list[str]:
+        """The names of the parameters that have hooks, or are computed anew."""
+        pairs = zip(self.specs, self.registered(), strict=True)
+        return [spec.name for spec, p in pairs if p is None or needs_gradient_at_once(p)]
+
+    def registered(self) -> Iterator[Tensor | None]:
+        """The registered parameters; None for one that a parametrization computes."""
+        return (registered_parameter(self._module(), *path) for path in self._paths)
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""

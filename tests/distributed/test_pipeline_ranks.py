@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from moec.runtime.model.module import PlanModule
 STEPS, LOSSES, GRADIENTS = 3, 1e-5, 2e-6
 MODEL: dict[str, Any] = {
     "batch": 16, "depth": 6, "optimizer": "adamw(lr = 3e-3)", "model": "embedding = tokens(tied = true)",
+    "expert": "swiglu(16, bias = true)",
 }  # fmt: skip
 PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved, dp 2, zero 1": ({"ranks": 2, "ep": 2, "zero": 1}, {"virtual": 2, "schedule": "interleaved"}),
@@ -36,8 +38,8 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dp 2, cp 2, etp 2, zero 2": ({"ranks": 4, "ep": 2, "cp": 2, "etp": 2, "zero": 2}, {}),
     "zero bubble V, dp 2, zero 3": ({"ranks": 2, "ep": 1, "zero": 3}, {"virtual": 2, "schedule": "zero_bubble_v"}),
-    "zero bubble of 3, tp 2, recomputed": (
-        {"ranks": 2, "ep": 1, "tp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "zero_bubble"},
+    "zero bubble of 3, tp 2, etp 2, recomputed": (
+        {"ranks": 2, "ep": 1, "tp": 2, "etp": 2, "recompute": "layer"}, {"pp": 3, "schedule": "zero_bubble"},
     ),
     "dual pipe V, dp 2, experts recomputed": (
         {"ranks": 2, "ep": 2, "recompute": "experts"}, {"virtual": 2, "schedule": "dual_pipe_v"},
@@ -45,7 +47,7 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 FAST = "interleaved, dp 2, zero 1"
 """Of whole backward passes."""
-SPLIT = "zero bubble of 3, tp 2, recomputed"
+SPLIT = "zero bubble of 3, tp 2, etp 2, recomputed"
 
 
 def pipeline(degrees: dict[str, Any], stages: dict[str, Any], **options: Any) -> Plan:
@@ -294,6 +296,13 @@ def test_a_pipeline_evaluates_and_replays_as_the_unsharded_model(gloo: GlooPool)
     assert "stage 3, on ranks 0 to 1" in results[3][4]
 
 
+def step_in_hook(parameter: Tensor) -> None:
+    """An optimizer in a hook."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+
+
 def refusals(plan: Plan) -> dict[str, str]:
     """What calls that need the whole model say, and steps that cannot be taken."""
     with moec.launch(plan, device="cpu") as job:
@@ -325,7 +334,7 @@ def refusals(plan: Plan) -> dict[str, str]:
                 call()
             said[name] = str(refused.value)
             model.train()
-        assert all(gradient.isfinite().all() for gradient in gradients_of(model).values())  # of the refused own loss
+        assert not any(gradient.any() for gradient in gradients_of(model).values())  # the refused own loss adds nothing
         with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
             model.layers[other].attention  # noqa: B018
         if job.rank == 0:
@@ -340,11 +349,30 @@ def refusals(plan: Plan) -> dict[str, str]:
             job.step(model, tokens, labels)
         said["hook"] = str(refused.value)
         hook.remove()
-        model.get_parameter("embedding.weight").requires_grad_(job.rank == 0)
+        embedding = model.get_parameter("embedding.weight")
+        hooks = [embedding.register_hook(lambda gradient: gradient.clamp(-1, 1))] if job.rank == 0 else []
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["hook of a tied weight"] = str(refused.value)
+        for hook in hooks:
+            hook.remove()
+        number = next(number for number, layer in enumerate(model.layers) if [*layer.parameters()])
+        hook = model.layers[number].get_parameter("attention.q.weight").register_post_accumulate_grad_hook(step_in_hook)
+        with pytest.raises(DiagnosticError) as refused:
+            job.step(model, tokens, labels)
+        said["step in a hook"] = str(refused.value)
+        job.step(model, tokens, labels, microbatches=1)
+        hook.remove()
+        with torch.no_grad():
+            embedding[0, 0] += job.rank
+        with pytest.raises(DiagnosticError) as refused:
+            job.check_replicas(model)
+        said["drifted copies"] = str(refused.value)
+        embedding.requires_grad_(job.rank == 0)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
         said["half of a tied weight"] = str(refused.value)
-        model.get_parameter("embedding.weight").requires_grad_()
+        embedding.requires_grad_()
         model.requires_grad_(False)
         with pytest.raises(DiagnosticError) as refused:
             job.step(model, tokens, labels)
@@ -372,12 +400,32 @@ def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
         "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
         "nan in an evaluation": "MOE0708",
         "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
+        "hook of a tied weight": "embedding.weight has a hook", "step in a hook": "MOE0722",
+        "drifted copies": "embedding.weight: rank 0 and rank 1 differ from each other",
         "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
     }  # fmt: skip
     for said in gloo.run(2, refusals, plan):
         assert said.keys() == words.keys()
         for name, text in said.items():
             assert words[name] in text, name
+
+
+def warned(plan: Plan) -> list[str]:
+    """What a rank warns of in two steps of a mean, where the first stage is frozen and nothing zeroes gradients."""
+    with moec.launch(plan, device="cpu") as job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = job.build(seed=1)
+        model.requires_grad_(job.is_last_stage)
+        for _ in range(2):
+            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]), loss=lambda logits, labels: logits.mean())
+        return [str(warning.message) for warning in caught]
+
+
+def test_what_only_one_stage_sees_its_first_rank_warns_of(gloo: GlooPool):
+    plan = staged_plan(moe_spec(ranks=2, ep=2, batch=8, microbatches=2))
+    *others, said, last = gloo.run(4, warned, plan)
+    assert ["gives a mean" in said[0], "gradients of an earlier job.step" in said[1]] == [True, True]
+    assert [*others, last] == [[], [], []]
 
 
 def stalled(plan: Plan) -> str:
