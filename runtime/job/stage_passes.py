@@ -76,7 +76,7 @@ class StagePasses:
         """The gradients of tied parameters before the step."""
         weights = {stage: [*model.weights_of(top, wrapped=True)] for stage, top in model.tops.items()}
         self._hooked = {
-            stage: Snapshot([p for of_layer in of_stage for p in of_layer.registered() if p is not None])
+            stage: Snapshot([p for of_layer in of_stage for p in of_layer.registered().values() if p is not None])
             for stage, of_stage in weights.items()
             if any(of_layer.sums_every_pass for of_layer in of_stage)
         }

@@ -16,6 +16,7 @@ from moec.runtime.inputs.forward_checks import batch_complaint
 from moec.runtime.model.forward_agreement import claims, hooks_of_parameters
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import Complaint, SharedInputs
+from moec.runtime.weights.weight_nodes import needs_gradient_at_once
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -111,8 +112,9 @@ def _hook_complaint(job: Job, model: PlanModule) -> Complaint | None:
     if model.is_hooked or model._forward_hooks:
         words = "the model has a hook of its forward pass, and a pipeline runs stages, never the whole model"
         return Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
-    hooked = (name for top in model.tops.values() for weights in top.weights for name in weights.hooked())
-    if (name := next((name for name in hooked if name in job.plan.tied), None)) is None:
+    parts = [weights.registered() for top in model.tops.values() for weights in top.weights]
+    hooked = [name for part in parts for name, p in part.items() if name in job.plan.tied and needs_gradient_at_once(p)]
+    if not hooked:
         return None
-    words = f"{name} has a hook or is parametrized, which would see the gradient of each pipeline stage's use alone"
+    words = f"{hooked[0]} has a hook or is parametrized, and would have the gradient of each stage's use alone"
     return Complaint("MOE0711", words, "change its `.grad`, or step its optimizer, after `job.step`")

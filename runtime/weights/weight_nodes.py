@@ -149,9 +149,11 @@ class Narrow(torch.autograd.Function):
         return None, None, *results
 
 
-def needs_gradient_at_once(parameter: Tensor) -> bool:
+def needs_gradient_at_once(parameter: Tensor | None) -> bool:
     """Whether the gradient of each pass goes elsewhere than into one sum of a step: to a hook, or into the graph of a
-    tensor that a parametrization or `functional_call` has made for this pass."""
+    tensor that a parametrization (for which `parameter` is None) or `functional_call` has made for this pass."""
+    if parameter is None:
+        return True
     hooked = bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
     return hooked or (parameter.requires_grad and not isinstance(parameter, torch.nn.Parameter))
 

@@ -10,7 +10,7 @@ before the layers run, so the engine runs it after the backward of all layers: s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -84,24 +84,17 @@ class Weights:
     @property
     def sums_every_pass(self) -> bool:
         """Whether every backward pass sums all gradients of the layer: a parameter has hooks, or is computed anew."""
-        return any(p is None or needs_gradient_at_once(p) for p in self.registered())
+        return any(map(needs_gradient_at_once, self.registered().values()))
 
-    def hooked(self) -> list[str]:
-        """The names of the parameters that have hooks, or are computed anew."""
-        pairs = zip(self.specs, self.registered(), strict=True)
-        return [spec.name for spec, p in pairs if p is None or needs_gradient_at_once(p)]
-
-    def registered(self) -> Iterator[Tensor | None]:
-        """The registered parameters; None for one that a parametrization computes."""
-        return (registered_parameter(self._module(), *path) for path in self._paths)
+    def registered(self) -> dict[str, Tensor | None]:
+        """The registered parameters by the names of `specs`; None for one that a parametrization computes."""
+        return {s.name: registered_parameter(self._module(), *p) for s, p in zip(self.specs, self._paths, strict=True)}
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""
         return [
-            self._parameter(index).requires_grad
-            if registered_parameter(self._module(), *path) is not None
-            else requires_grad(self._module(), *path)
-            for index, path in enumerate(self._paths)
+            requires_grad(self._module(), *self._paths[i]) if p is None else self._parameter(i).requires_grad
+            for i, p in enumerate(self.registered().values())
         ]
 
     def rounded(self, dtype: torch.dtype) -> str:
@@ -203,8 +196,7 @@ class Weights:
         return regathered
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
-        registered = registered_parameter(self._module(), *path)
-        return registered is parameter or registered is None  # None if a parametrization computes it
+        return (p := registered_parameter(self._module(), *path)) is parameter or p is None  # None: parametrized
 
     def _parameters(self) -> list[Tensor]:
         return [self._parameter(i) for i in range(len(self.specs))]

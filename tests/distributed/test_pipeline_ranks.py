@@ -17,6 +17,7 @@ from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import batches_of, gradients_of, own_part, parts_of_rank, unsharded
 from support.staged_plans import staged_plan
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 import moec
 from moec.codegen.plan import Plan
@@ -363,6 +364,12 @@ def refusals(plan: Plan) -> dict[str, str]:
         said["step in a hook"] = str(refused.value)
         job.step(model, tokens, labels, microbatches=1)
         hook.remove()
+        if job.rank == 1:
+            part = model.layers[number].get_submodule("attention.q")
+            parametrize.register_parametrization(part, "weight", torch.nn.Identity())
+        job.step(model, tokens, labels)  # no other stage waits for a parametrized one
+        if job.rank == 1:
+            parametrize.remove_parametrizations(part, "weight")
         with torch.no_grad():
             embedding[0, 0] += job.rank
         with pytest.raises(DiagnosticError) as refused:
