@@ -11,7 +11,7 @@ from moec.grammar.checking.marks import refused
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
 from moec.passes.cost.pass_time import pass_seconds
-from moec.passes.cost.rates import ClusterRates
+from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import Program, Stage
@@ -64,12 +64,17 @@ class Partition:
         and of the last with what comes after it and the loss."""
         costs = costs_of(program, Workload.of_microbatch(self.spec, program))
         rates = ClusterRates(self.spec.cluster)
-        seconds = {name: pass_seconds(cost, rates).both for name, cost in costs.items()}
+        seconds = {name: _both(cost, rates) for name, cost in costs.items()}
         of_layers = [seconds[layer.body] for layer in program.layers]
         before, after = _around_layers(costs[FORWARD])
-        of_layers[0] += pass_seconds(before, rates).both
-        of_layers[-1] += pass_seconds(after, rates).both + seconds.get("loss", 0.0)
+        of_layers[0] += _both(before, rates)
+        of_layers[-1] += _both(after, rates) + seconds.get("loss", 0.0)
         return of_layers
+
+
+def _both(cost: BlockCost, rates: Rates) -> float:
+    """Seconds of both passes of a block."""
+    return sum(seconds.total for seconds in pass_seconds(cost, rates))
 
 
 def _around_layers(forward: BlockCost) -> tuple[BlockCost, BlockCost]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from moec.passes.cost.liveness import steps_of
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.seconds import Seconds, Term, by_term
 from moec.passes.cost.totals import BlockCost
+from moec.passes.ir import Recompute
 from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Direction
 
@@ -19,44 +19,65 @@ SENDS: Mapping[str, Term] = {"ep": "all_to_all", "etp": "etp", "tp": "tp", "cp":
 
 
 @dataclass(frozen=True, slots=True)
-class PassSeconds:
-    """Seconds of a block for a micro-batch. `weights`: the part of `backward` that a pipeline may compute later."""
+class Work:
+    """What one direction of a block asks of the device, by term, and the seconds of the host to launch it."""
 
-    forward: Seconds
-    backward: Seconds
-    weights: float
+    device: Seconds
+    host: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.device + other.device, self.host + other.host)
 
     @property
-    def both(self) -> float:
-        """Seconds of both passes."""
-        return self.forward.total + self.backward.total
+    def seconds(self) -> Seconds:
+        """The longer of the device, whose kernels and collectives run one after the other, and the host."""
+        return self.device + Seconds({"launches": larger(0.0, self.host - self.device.total)})
 
 
-def pass_seconds(cost: BlockCost, rates: Rates) -> PassSeconds:
-    """The seconds of a block. A direction takes the longer of the device, whose kernels and collectives run one after
-    the other, and the host, which launches them."""
-    ahead, back = list[tuple[Term, float]](), list[tuple[Term, float]]()
-    launches, again, weights = Counter[str](), 0.0, 0.0
-    word = cost.block.recompute
-    for _, of_op in cost.costs:
-        forward, backward = (list(_seconds(of_op, cost, rates, is_back)) for is_back in (False, True))
-        ahead += forward
-        back += backward
-        launches["ahead"] += of_op.work.forward.launches
-        launches["back"] += of_op.work.backward.launches
-        if word == "layer" or (word == "experts" and of_op.of_experts):
-            again += sum(seconds for _, seconds in forward)
-            launches["back"] += of_op.work.forward.launches
-        weights += sum(rates.product(p, backward=True) for p in of_op.work.backward.of_weights.products)
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """One run of a block for a micro-batch.
+
+    `experts`: the part of forward that `recompute = experts` repeats. `weights`: seconds of the part of backward that a
+    pipeline may compute later.
+    """
+
+    forward: Work
+    backward: Work
+    experts: Work
+    weights: float
+
+    def passes(self, recompute: Recompute) -> tuple[Seconds, Seconds]:
+        """Seconds of forward, and of backward with what `recompute` repeats."""
+        again = {"none": None, "experts": self.experts, "layer": self.forward}[recompute]
+        repeated = [Work(Seconds({"again": again.device.total}), again.host)] if again is not None else []
+        return self.forward.seconds, sum(repeated, self.backward).seconds
+
+
+def work_of(cost: BlockCost, rates: Rates) -> BlockWork:
+    """The work of a block's ops, and of the sums of gradients of values with several users."""
+    costs = [of_op for _, of_op in cost.costs]
     sums = _sums_of_gradients(cost)
-    back += [("elementwise", rates.moved(3 * sum(sums))), ("again", again)]
-    launches["back"] += len(sums)
-    return PassSeconds(_with_host(ahead, launches["ahead"], rates), _with_host(back, launches["back"], rates), weights)
+    added = Work(Seconds({"elementwise": rates.moved(3 * sum(sums))}), rates.launched(len(sums)))
+    return BlockWork(
+        forward=_work(costs, cost, rates, is_back=False),
+        backward=_work(costs, cost, rates, is_back=True) + added,
+        experts=_work([of_op for of_op in costs if of_op.of_experts], cost, rates, is_back=False),
+        weights=sum(
+            rates.product(p, backward=True) for of_op in costs for p in of_op.work.backward.of_weights.products
+        ),
+    )
 
 
-def _with_host(of_device: list[tuple[Term, float]], launches: int, rates: Rates) -> Seconds:
-    device = by_term(of_device)
-    return device + Seconds({"launches": larger(0.0, rates.launched(launches) - device.total)})
+def pass_seconds(cost: BlockCost, rates: Rates) -> tuple[Seconds, Seconds]:
+    """The seconds of a block's passes, with what its `recompute` repeats."""
+    return work_of(cost, rates).passes(cost.block.recompute)
+
+
+def _work(costs: list[Cost], cost: BlockCost, rates: Rates, *, is_back: bool) -> Work:
+    device = by_term(pair for of_op in costs for pair in _seconds(of_op, cost, rates, is_back))
+    launches = sum((of_op.work.backward if is_back else of_op.work.forward).launches for of_op in costs)
+    return Work(device, rates.launched(launches))
 
 
 def _seconds(of_op: Cost, cost: BlockCost, rates: Rates, is_back: bool) -> Iterator[tuple[Term, float]]:

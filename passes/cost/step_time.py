@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import outermost_between
 from moec.passes.cost.parameter_time import parameter_seconds
-from moec.passes.cost.pass_time import PassSeconds, pass_seconds
+from moec.passes.cost.pass_time import BlockWork, work_of
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.cost.seconds import EXPOSED, Seconds, summed
@@ -53,7 +53,7 @@ def stages_of(
 ) -> list[StageTime]:
     """The passes of each stage; `costs` are those of a micro-batch."""
     rates = rates or ClusterRates(spec.cluster)
-    of_blocks = {name: pass_seconds(cost, rates) for name, cost in costs.items()}
+    of_blocks = {name: work_of(cost, rates) for name, cost in costs.items()}
     return [_stage(costs, of_blocks, program, spec, rates, number) for number in range(max(1, len(program.stages)))]
 
 
@@ -67,15 +67,17 @@ def pipeline_time(program: Program, stages: Sequence[StageSeconds]) -> PipelineT
 
 def _stage(
     costs: Mapping[str, BlockCost],
-    of_blocks: Mapping[str, PassSeconds],
+    of_blocks: Mapping[str, BlockWork],
     program: Program,
     spec: Spec,
     rates: Rates,
     number: int,
 ) -> StageTime:
-    runs = [(of_blocks[cost.block.name], count) for cost, count in runs_on(program, costs, [number])]
-    forward, backward = (summed((getattr(of, name), n) for of, n in runs) for name in ("forward", "backward"))
-    weights, message, stages = sum(n * of.weights for of, n in runs), 0.0, program.stages[number : number + 2]
+    runs = [
+        (of_blocks[cost.block.name], cost.block.recompute, count) for cost, count in runs_on(program, costs, [number])
+    ]
+    forward, backward = (summed((of.passes(word)[back], n) for of, word, n in runs) for back in (0, 1))
+    weights, message, stages = sum(n * of.weights for of, _, n in runs), 0.0, program.stages[number : number + 2]
     if len(stages) == 2 and stages[0].first_rank != stages[1].first_rank:
         crossed = outermost_between(stages[0].ranks, stages[1].ranks, spec.cluster)
         message = rates.message(message_bytes(costs[stages[0].forward]), crossed)

@@ -49,7 +49,7 @@ def sendings(block: Block, workload: Workload, microbatches: int, saved: Collect
 
 
 def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
-    elements = float(math.prod(workload.shape(p)))
+    elements: float = math.prod(workload.shape(p))
     for axis in p.gathered_over:
         ranks = workload.meshes.size(axis)
         sent = elements * (ranks - 1) / ranks
@@ -62,7 +62,7 @@ def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: b
             return
         summed = sent * MASTER_BYTES * num_sums(p, microbatches)
         yield Sending(axis=axis, collective="reduce_scatter", of="gradients", gathered=p.gathered, backward=summed)
-        elements /= ranks
+        elements = elements / ranks
     for axis in (axis for axis in p.sum_over or () if axis not in p.gathered_over):
         ranks = workload.meshes.size(axis)
         sent = 2 * elements * (ranks - 1) / ranks
@@ -74,12 +74,12 @@ def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: b
 def copied_bytes(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> float:
     """Bytes that a rank reads and writes in a step to cast masters to the compute dtype, to widen gradients to fp32,
     and to add those of several micro-batches."""
-    casts = 1 if keeps_weights(block, microbatches) else microbatches
+    casts = microbatches - keeps_weights(block, microbatches) * (microbatches - 1)
     return sum(_copied_bytes(p, workload, casts, microbatches, bool(saved)) for p in block.parameters if not p.frozen)
 
 
 def _copied_bytes(p: Parameter, workload: Workload, casts: int, microbatches: int, is_read: bool) -> float:
-    whole = float(math.prod(workload.shape(p)))
+    whole: float = math.prod(workload.shape(p))
     part = whole / math.prod(map(workload.meshes.size, p.gathered_over))
     cast = (MASTER_BYTES + DTYPE_BYTES[p.dtype]) * (DTYPE_BYTES[p.dtype] < MASTER_BYTES)
     again = 1 + (gathers_again(p) and is_read)

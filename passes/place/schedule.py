@@ -48,7 +48,7 @@ def gathers_again(p: Parameter) -> bool:
 
 def keeps_weights(block: Block, passes: int) -> bool:
     """Whether the first pass of a step casts and gathers the weights of a layer for all its passes."""
-    return passes > 1 and not any(map(gathers_again, block.parameters))
+    return (passes > 1) & (not any(map(gathers_again, block.parameters)))
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:
