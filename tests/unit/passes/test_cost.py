@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
+from moec.grammar.spec import Spec
 from moec.passes.cost.totals import BlockCost, tally
 from moec.passes.ir import Op, Program
 from moec.passes.ir.mesh import Mesh
@@ -32,6 +34,13 @@ def costs_of(text: str, block: str = "layers[1..2]") -> dict[str, Cost]:
     return {op.results[0].name: of_op for op, of_op in cost.costs}
 
 
+@cache
+def compiled(file: Path) -> tuple[Spec, Program]:
+    """A file and its Program: several tests look at all of them."""
+    spec = to_spec(file)
+    return spec, run_passes(spec).program
+
+
 def every_op(program: Program, workload: Workload) -> list[tuple[BlockCost, Op, Cost]]:
     """Every op of a Program with its cost."""
     costs = [BlockCost.of(program, block, workload) for block in program.blocks]
@@ -41,8 +50,7 @@ def every_op(program: Program, workload: Workload) -> list[tuple[BlockCost, Op, 
 @each_row("file", FILES)
 def test_every_op_names_what_it_keeps(file: Path) -> None:
     """An op saves an operand (parameters included), a result, or an intermediate tensor named after a result."""
-    spec = to_spec(file)
-    program = run_passes(spec).program
+    spec, program = compiled(file)
     for _, op, cost in every_op(program, Workload.of(spec, program)):
         results = {value.name for value in op.results}
         for saved in cost.saved:
@@ -53,8 +61,7 @@ def test_every_op_names_what_it_keeps(file: Path) -> None:
 
 @each_row("file", FILES)
 def test_backward_computes_twice_what_forward_does(file: Path) -> None:
-    spec = to_spec(file)
-    program = run_passes(spec).program
+    spec, program = compiled(file)
     for _, op, cost in every_op(program, Workload.of(spec, program)):
         assert cost.work.backward.flops == 2 * cost.work.forward.flops, op.mnemonic
         assert cost.work.forward.moved >= 0
@@ -64,8 +71,7 @@ def test_backward_computes_twice_what_forward_does(file: Path) -> None:
 
 @each_row("file", FILES)
 def test_costs_of_several_sizes_at_once_are_those_of_each(file: Path) -> None:
-    spec = to_spec(file)
-    program = run_passes(spec).program
+    spec, program = compiled(file)
     workload = Workload.of(spec, program)
     several = replace(workload, batch=np.array([workload.batch, 2 * workload.batch]))
     meshes = tuple(Mesh(m.name, tuple((axis, np.array([size, size])) for axis, size in m.axes)) for m in program.meshes)
