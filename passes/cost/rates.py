@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -67,7 +66,7 @@ class Rates(Protocol):
         ...
 
     def message(self, size: float, crossed: Level | None) -> float:
-        """Of `size` bytes from rank to rank over the slowest level that they cross; None if they cross none."""
+        """Of `size` bytes from rank to rank over the outermost level that they cross; None if they cross none."""
         ...
 
 
@@ -76,8 +75,8 @@ class ClusterRates:
     """The rates that a file states: peaks, bandwidths, and the shares of them that `achieved` gives.
 
     A grouped product takes as long as if each expert had `half_rows` more rows: with r rows it reaches r / (r +
-    `half_rows`) of a large product's rate. A ring over
-    several levels is bound by the slowest, an all-to-all by the level over which most bytes go.
+    `half_rows`) of a large product's rate. A collective over several levels is bound by the slowest; nothing is sent
+    once only for several experts of a node, as moec's exchange does not yet.
     """
 
     cluster: Cluster
@@ -139,13 +138,9 @@ class ClusterRates:
 
 
 def peak(device: Device, dtype: str) -> float:
-    """FLOPs per second of a device in `dtype`, from the peaks that it states."""
-    stated: Mapping[str, float | None] = {name: getattr(device.peak, name) for name in ("fp32", "fp16", "bf16", "fp8")}
-    if (own := getattr(device.peak, dtype, None)) is not None:
-        return float(own)
-    known = {name: value for name, value in stated.items() if value is not None}
-    if not known:
-        return FLOPS_PER_BYTE * device.bandwidth
-    if dtype == "fp32":
-        return min(known.values()) / NARROW_OVER_FP32
-    return min(known.values(), key=lambda value: value)
+    """FLOPs per second of a device in `dtype`: stated, else by the peak of another narrow dtype that it states."""
+    stated = {name: rate for name in ("bf16", "fp16", "fp8", "fp32", "fp64") if (rate := getattr(device.peak, name))}
+    if dtype in stated:
+        return stated[dtype]
+    nearest = next(iter(stated.values()), FLOPS_PER_BYTE * device.bandwidth)
+    return nearest / NARROW_OVER_FP32 if dtype in ("fp32", "fp64") and stated else nearest
