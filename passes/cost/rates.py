@@ -139,7 +139,8 @@ class ClusterRates:
 
 def peak(device: Device, dtype: str) -> float:
     """FLOPs per second of a device in `dtype`: stated, else by the peak of another narrow dtype that it states."""
-    stated = {name: rate for name in ("bf16", "fp16", "fp8", "fp32", "fp64") if (rate := getattr(device.peak, name))}
+    peaks: dict[str, float | None] = {n: getattr(device.peak, n) for n in ("bf16", "fp16", "fp8", "fp32", "fp64")}
+    stated = {name: rate for name, rate in peaks.items() if rate}
     if dtype in stated:
         return stated[dtype]
     nearest = next(iter(stated.values()), FLOPS_PER_BYTE * device.bandwidth)
