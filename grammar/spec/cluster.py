@@ -41,7 +41,9 @@ class DeviceRates(Node):
     form = "block"
     products: Annotated[Share, Doc("share of the peak that a large product reaches")] = 0.70
     half_rows: Annotated[
-        float, at_least(0), Doc("rows per expert at which a grouped product runs at half the speed of a large one")
+        float,
+        at_least(0),
+        Doc("rows per expert at which an accelerator's grouped product runs at half the speed of a large one"),
     ] = 150.0
     attention: Annotated[Share, Doc("share of the peak that attention's forward reaches")] = 0.50
     attention_backward: Annotated[Share, Doc("share of the peak that attention's backward reaches")] = 0.40
@@ -53,7 +55,7 @@ class DeviceRates(Node):
             "(default: measured on an H200)"
         ),
     ] = 58.0
-    launch: Annotated[Seconds, Doc("time of the host to launch one kernel")] = 5e-6
+    launch: Annotated[Seconds, Doc("time of the host to launch one kernel of an accelerator")] = 5e-6
 
 
 class LevelRates(Node):

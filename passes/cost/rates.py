@@ -76,7 +76,8 @@ class ClusterRates:
 
     A grouped product takes as long as if each expert had `half_rows` more rows: with r rows it reaches r / (r +
     `half_rows`) of a large product's rate. A collective over several levels is bound by the slowest; nothing is sent
-    once only for several experts of a node, as moec's exchange does not yet.
+    once only for several experts of a node, as moec's exchange does not yet. On CPUs experts have no tiles to fill, and
+    launches take no time.
     """
 
     cluster: Cluster
@@ -86,7 +87,8 @@ class ClusterRates:
         if product.kind == "attention":
             share = rates.attention_backward if backward else rates.attention
             return product.flops / (share * peak(device, product.dtype))
-        more_rows = rates.half_rows * product.groups if product.kind == "grouped" else 0.0
+        has_tiles = product.kind == "grouped" and device.kind != "cpu"
+        more_rows = rates.half_rows * product.groups if has_tiles else 0.0
         flops = 2 * (product.m + more_rows) * product.n * product.k
         return larger(flops / (rates.products * peak(device, product.dtype)), self.moved(product.moved))
 
