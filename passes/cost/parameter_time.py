@@ -44,7 +44,7 @@ def parameter_seconds(
             for size in (sending.forward, sending.backward):
                 seconds = rates.collective(sending.collective, size, group, of=sending.of)
                 sent[sending.of][sending.gathered] += count * seconds
-        moved += count * copied_bytes(block, workload, microbatches, saved)
+        moved += count * copied_bytes(block, workload, microbatches, saved, in_pipeline=len(program.stages) > 1)
         updated += count * _updated_bytes(cost, spec)
     weights, gradients = (
         sum(

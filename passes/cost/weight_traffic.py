@@ -71,10 +71,12 @@ def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: b
         )
 
 
-def copied_bytes(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> float:
+def copied_bytes(
+    block: Block, workload: Workload, microbatches: int, saved: Collection[str], *, in_pipeline: bool
+) -> float:
     """Bytes that a rank reads and writes in a step to cast masters to the compute dtype, to widen gradients to fp32,
     and to add those of several micro-batches."""
-    casts = microbatches - keeps_weights(block, microbatches) * (microbatches - 1)
+    casts = microbatches - keeps_weights(block, microbatches, in_pipeline=in_pipeline) * (microbatches - 1)
     return sum(_copied_bytes(p, workload, casts, microbatches, bool(saved)) for p in block.parameters if not p.frozen)
 
 

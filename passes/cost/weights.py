@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from moec.grammar.spec import Spec
+from moec.grammar.stated import pipeline_of
 from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
@@ -91,7 +92,7 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
     )
     if p.gathered == "never":
         copy, buffer = weight if is_narrow else 0, gradient if p.sum_over else 0
-        of_step = keeps_weights(cost.block, microbatches)
+        of_step = keeps_weights(cost.block, microbatches, in_pipeline=pipeline_of(spec).pp > 1)
         return replace(
             always,
             compute_copies=copy,

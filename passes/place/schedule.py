@@ -46,9 +46,11 @@ def gathers_again(p: Parameter) -> bool:
     return p.gathered == "per use"
 
 
-def keeps_weights(block: Block, passes: int) -> bool:
-    """Whether the first pass of a step casts and gathers the weights of a layer for all its passes."""
-    return (passes > 1) & (not any(map(gathers_again, block.parameters)))
+def keeps_weights(block: Block, passes: int, *, in_pipeline: bool) -> bool:
+    """Whether the first pass of a step casts and gathers the weights of a layer for all its passes: gathered ones, and
+    all in a pipeline."""
+    kinds = {p.gathered for p in block.parameters}
+    return (passes > 1) & ("per use" not in kinds) & (in_pipeline or "per step" in kinds)
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:

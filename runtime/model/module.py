@@ -67,7 +67,7 @@ class PlanModule(StepModule):
         self.run = Run()
         """The training run that its checkpoints belong to. Current on rank 0 alone."""
         self._home, self.limits = home, limits
-        self._open_step, self._counts = OpenStep(), StepCounts()
+        self._open_step, self._counts = OpenStep(in_pipeline=len(program.stages) > 1), StepCounts()
         self.seen: set[object] = set()
         self.has_accumulated = False
         self._agreed_pass: tuple[Tensor, bool] | None = None

@@ -90,8 +90,9 @@ class StepModule(nn.Module):
         """Inside the block, losses are divided by these counts instead of each forward pass's counts.
 
         The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
-        ZeRO 1 and 2 gather weights once if no parameter has hooks or is parametrized; it adds 1 to `step` unless it
-        raises. `skips`: router logits that are not finite make the loss NaN, and raise nothing.
+        ZeRO 1 and 2 gather weights once, and a pipeline casts them once, if no parameter has hooks or is parametrized.
+        It adds 1 to `step` unless it raises. `skips`: router logits that are not finite make the loss NaN, and raise
+        nothing.
         """
         if self._counts.sequences is not None:
             raise JobError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.errors import JobError
+from moec.runtime.refused_derivatives import in_transform
 from moec.runtime.weights.gradients import Bucket
 from moec.runtime.weights.regathering import RegatheredWeights
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class OpenStep:
     """The state of the open step: its collected gradients, and the collectives that run ahead of their use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_pipeline: bool = False) -> None:
+        self._in_pipeline = in_pipeline
         self.sums = True
         """Whether a backward pass sums gradients over ranks. In a step those before the last collect them instead."""
         self.adds_collected = False
@@ -29,7 +31,7 @@ class OpenStep:
         self.has_several_passes = False
         """Whether the step has several forward passes."""
         self.keeps_weights = False
-        """Whether gathered weights serve all forward passes until the end of the step."""
+        """Whether the weights of a forward pass may serve all until the end of the step (`keeps`)."""
         self.pending: dict[Weights, None] = {}
         """The layers with collected gradients, in the order of backward."""
         self.scattering: Sequence[Bucket] = ()
@@ -38,7 +40,13 @@ class OpenStep:
         """The last use of a layer in this forward pass whose weights backward gathers again."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenStep:
-        return OpenStep()  # a copy of a model belongs to no open step
+        return OpenStep(in_pipeline=self._in_pipeline)  # a copy of a model belongs to no open step
+
+    def keeps(self, *, gathers: bool) -> bool:
+        """Whether the weights of this pass serve all until the end of the step: gathered ones, and in a pipeline, where
+        many micro-batches are under way, those that are only cast."""
+        is_plain = not (torch.is_inference_mode_enabled() or in_transform())
+        return self.keeps_weights and (gathers or self._in_pipeline) and is_plain
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Iterator[None]:

@@ -169,7 +169,7 @@ class Weights:
         if self.gathers and (gathering is None or not gathering.parameters.is_of(parameters)):
             gathering = self._gathering(unwrapped.local, parameters)
         weights = self._cast(unwrapped.local) if gathering is None else gathering.finish()
-        if self._open_step.keeps_weights and not self._per_use and not torch.is_inference_mode_enabled():
+        if self._open_step.keeps(gathers=self.gathers) and not self._per_use:
             self._step_weights = StepWeights(
                 Snapshot(parameters) if gathering is None else gathering.parameters, weights
             )

@@ -156,3 +156,28 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(word: str) -> No
     for other in found[1:]:
         for gradient, wanted in zip(other, found[0], strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_read_parameters_in_every_pass_also_where_only_data_changes() -> None:
+    """Weight noise by `.data`, which changes no version, in bf16: another strength in each micro-batch."""
+    with moec.launch(moe_plan(**ONE, dtype="bf16", batch=4), device="cpu") as job:
+        tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+        gradients = []
+        for parts in (tokens.chunk(4), None):
+            model, passes = job.build(seed=1), iter(range(4))
+            masters = {p: p.detach().clone() for p in model.layers[1].parameters()}
+
+            def scale(*_: object) -> None:
+                factor = 1 + next(passes) / 2  # noqa: B023 - of this turn
+                for parameter, master in masters.items():  # noqa: B023
+                    parameter.data.copy_(factor * master)
+
+            model.layers[1].register_forward_pre_hook(scale)
+            if parts is None:
+                job.step(model, tokens, tokens, microbatches=4)
+            else:
+                with job.accumulate(model, *parts):
+                    for part in parts:
+                        model(part, part).loss.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
