@@ -128,9 +128,9 @@ class Cluster(Node):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the device, and every level of more than one unit, says what is achieved on it."""
-        levels = all(level.achieved is not None for level in self.levels if level.size > 1)
-        return levels and self.device.achieved is not None
+        """Whether the device, and every level of more than one unit, says what is achieved, and of what bandwidth."""
+        levels = (level for level in self.levels if level.size > 1)
+        return self.device.achieved is not None and all(level.achieved and level.bandwidth for level in levels)
 
 
 class ClusterText(Node):

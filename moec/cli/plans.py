@@ -110,7 +110,10 @@ def plan(source: Path, lets: dict[str, str], style: str) -> None:
     """Predict a step's time and memory, and say what takes them. Needs no torch."""
     from moec.commands.console.output import show
     from moec.commands.planning.plan import run
+    from moec.subject import is_plan
 
+    if lets and is_plan(source):
+        raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
     fits, warnings = run(source, lets, style)
     show(warnings, style)
     if not fits:

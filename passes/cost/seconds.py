@@ -50,10 +50,6 @@ class Seconds:
     def __add__(self, other: Seconds) -> Seconds:
         return summed([(self, 1), (other, 1)])
 
-    def times(self, number: float) -> Seconds:
-        """The seconds of so many equal parts."""
-        return Seconds({term: number * seconds for term, seconds in self.of.items()})
-
 
 def summed(parts: Iterable[tuple[Seconds, float]]) -> Seconds:
     """The sum of parts, each so many times."""

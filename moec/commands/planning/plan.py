@@ -17,13 +17,14 @@ from moec.commands.planning.plan_document import (
 )
 from moec.commands.planning.terms import term_lines
 from moec.driver import read, run_passes, valid_plan
-from moec.grammar.amounts import amount_of_bytes
+from moec.grammar.amounts import amount_of_bytes, si
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec, Zipf
 from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import ranks_in_words
 from moec.passes.cost.prediction import Prediction, predict, step_of, workload_of_skew
+from moec.passes.cost.rates import NETWORK_SHARE, peak
 from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
@@ -43,7 +44,9 @@ def run(source: Path, lets: Mapping[str, str], style: str) -> tuple[bool, tuple[
     if spec.train is None or not spec.has_model:
         what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
         help = (
-            "give the batch of a step: `train { batch = 256; sequence = 4096 }`" if spec.has_model else "plan the model"
+            "give the batch of a step: `train { batch = 256; sequence = 4096 }`"
+            if spec.has_model
+            else "give a `model` whose layers are like it"
         )
         raise DiagnosticError([diagnose("MOE0502", None, what, help=help)])
     program = run_passes(spec, "schedule").program
@@ -84,8 +87,7 @@ def _lines(program: Program, spec: Spec, prediction: Prediction, load: PlannedLo
         f"{spec.subject.name} on {cluster.ranks} × {cluster.device.name} ({cluster.name}); a step is "
         f"{train.batch:,} sequences of {spec.sequence:,} tokens; {routing}"
     )
-    if not cluster.is_calibrated:
-        yield f"rates are not measured on this cluster, and may be 10 % and more off: {cluster.name} has no `achieved`"
+    yield from _guesses(spec)
     yield ""
     head, *more = degrees_lines(choose_degrees(spec))
     yield f"  plan     {head}"
@@ -107,10 +109,24 @@ def _lines(program: Program, spec: Spec, prediction: Prediction, load: PlannedLo
     yield from (f"           {line}" for line in _fitting(load))
 
 
+def _guesses(spec: Spec) -> Iterator[str]:
+    """What the file does not say of the cluster, and what counts instead."""
+    device, levels = spec.cluster.device, [level for level in spec.cluster.levels if level.size > 1]
+    unmeasured = [f"device {device.name}"] if device.achieved is None else []
+    unmeasured += [f"level {level.name}" for level in levels if level.achieved is None]
+    if unmeasured:
+        yield f"not measured here: {', '.join(unmeasured)} have no `achieved`, and the defaults of the language count"
+    if unknown := ", ".join(level.name for level in levels if level.bandwidth is None):
+        yield f"guessed: {unknown} has no `bandwidth`, and {NETWORK_SHARE:.0%} of the memory's counts: state it"
+    if getattr(device.peak, spec.subject.dtype) is None:
+        rate = peak(device, spec.subject.dtype)
+        yield f"guessed: {device.name} has no `peak` in {spec.subject.dtype}, and {si(rate, 'G')}FLOP/s count: state it"
+
+
 def _fitting(load: PlannedLoad) -> list[str]:
     if load.largest_that_fits is None:
         return ["every load fits the memory"]
-    return skew_lines(load.largest_that_fits)
+    return skew_lines(load.largest_that_fits) or ["no load fits the memory"]
 
 
 def _schedule(program: Program, degrees: Degrees) -> str:

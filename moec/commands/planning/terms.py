@@ -43,6 +43,7 @@ AXES: Mapping[str, str] = {
     "tensor parallel": "tp",
     "context parallel": "cp",
 }
+"""The axis of each line of collectives of activations."""
 
 
 def term_lines(step: Seconds, program: Program, spec: Spec) -> Iterator[str]:
@@ -73,18 +74,10 @@ def _detail(name: str, step: Seconds, program: Program, spec: Spec) -> str:
 
 
 def _group_in_words(axis: str, program: Program, spec: Spec) -> Iterator[str]:
-    """`8 ranks of ep inside a node`, `64 ranks of ep over 8 nodes`, for each mesh with such groups."""
+    """`64 ranks of ep over node, rail`, for each mesh with such groups."""
     for block in program.blocks:
         group = group_along(axis, program.meshes_of(block))
         if group.ranks > 1:
-            crossed = [
-                (level.name, int(units))
-                for level, (_, units) in zip(spec.cluster.levels, parts_of_group(group, spec.cluster), strict=True)
-                if units > 1
-            ]
-            where = (
-                f"inside `{crossed[0][0]}`"
-                if len(crossed) == 1 and crossed[0][0] == spec.cluster.levels[0].name
-                else f"over `{crossed[-1][0]}`"
-            )
-            yield f"{count(group.ranks, 'rank')} of {axis} {where}"
+            parts = zip(spec.cluster.levels, parts_of_group(group, spec.cluster), strict=True)
+            crossed = ", ".join(level.name for level, (_, units) in parts if units > 1)
+            yield f"{count(group.ranks, 'rank')} of {axis} over {crossed}"

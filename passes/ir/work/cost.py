@@ -76,11 +76,6 @@ class Direction:
         return sum(product.flops for product in self.products if not product.is_repeated)
 
     @property
-    def executed_flops(self) -> float:
-        """The floating-point operations that are executed."""
-        return sum(product.flops for product in self.products)
-
-    @property
     def of_weights(self) -> Direction:
         """The part of backward that a pipeline may compute later: the products for gradients of weights."""
         products = tuple(product for product in self.products if product.contracts == "m")

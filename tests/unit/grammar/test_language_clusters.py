@@ -70,7 +70,9 @@ def test_what_is_achieved_has_defaults_and_says_that_it_was_measured() -> None:
     text = f"""
         device "d" {{ {SMALL} }}
         device "measured" {{ {SMALL}; achieved {{ half_rows = 0; optimizer = 60B }} }}
-        cluster "a" {{ device = d; level "n" {{ size = 2; achieved {{ ring = 1 }} }}; level "r" {{ size = 1 }} }}
+        cluster "a" {{
+          device = d; level "n" {{ size = 2; bandwidth = 1GB/s; achieved {{ ring = 1 }} }}; level "r" {{ size = 1 }}
+        }}
         """
     plain = cluster(text)
     assert (plain.device.achieved, plain.levels[1].achieved, plain.is_calibrated) == (None, None, False)
@@ -82,6 +84,8 @@ def test_what_is_achieved_has_defaults_and_says_that_it_was_measured() -> None:
     assert one.is_calibrated
     assert not cluster(text + 'cluster "b" { from = a; device = measured; nodes = 2 }').is_calibrated
     empty = 'cluster "b" { from = a; device = measured; nodes = 2; level "r" { achieved { } } }'
+    assert not cluster(text + empty).is_calibrated  # of a bandwidth that nobody knows
+    empty = empty.replace("achieved", "bandwidth = 1GB/s; achieved")
     assert cluster(text + empty).is_calibrated
     spec = load(text + empty).unwrap()
     assert load_text(to_text(spec)).unwrap() == spec

@@ -68,8 +68,8 @@ def test_the_document_has_what_the_text_has(tmp_path: Path, capsys: pytest.Captu
     fits, printed = planned(text, tmp_path, capsys)
     assert fits
     assert f"MFU {document['mfu']:.3f}" in printed
-    assert "all_to_all        2 ranks of ep inside `node`" in printed
-    assert "rates are not measured on this cluster" in printed
+    assert "all_to_all        2 ranks of ep over node" in printed
+    assert "not measured here: device cpu, level node, level rail have no `achieved`" in printed
 
 
 def test_a_plan_that_does_not_fit_is_predicted_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,3 +78,11 @@ def test_a_plan_that_does_not_fit_is_predicted_and_is_told(tmp_path: Path, capsy
     assert "it does not fit" in printed
     fits, printed = planned(moe_text(memory="100KB"), tmp_path, capsys, "json")
     assert (fits, json.loads(printed)["fits"]) == (False, False)
+
+
+def test_what_is_guessed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    levels = 'level "node" { size = 2 }; level "rail" { size = 2; bandwidth = 1GB/s; achieved { } }'
+    _, printed = planned(moe_text(ranks=4, levels=levels, ep=2, memory="1GB"), tmp_path, capsys)
+    assert "not measured here: device roomy, level node have no `achieved`" in printed
+    assert "guessed: node has no `bandwidth`, and 25% of the memory's counts: state it" in printed
+    assert "guessed: roomy has no `peak` in fp32" in printed
