@@ -5,68 +5,77 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.optimizers import state_bytes
-from moec.passes.cost.rates import Rates
+from moec.passes.cost.rates import Contents, Rates
 from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import copied_bytes, sendings
 from moec.passes.ir import Program
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.work.arrays import larger, smaller
-from moec.passes.ir.work.cost import MASTER_BYTES
+from moec.passes.ir.work.cost import MASTER_BYTES, Collective
 
 HIDDEN = 0.55
 """The share of the time of computations beside which gathers and sums run: fitted to the published layouts of arXiv
 2504.14960, tables 3 and 4."""
 
+CARRIED: tuple[Contents, Contents] = ("weights", "gradients")
+
 SOON = 1e-12
 """Seconds of what takes no time, to divide by."""
 
 
-def parameter_seconds(
-    runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates, *, computed: float
-) -> Seconds:
-    """What a rank with these blocks needs in a step beside its passes, in which it computes for `computed` seconds.
+@dataclass(frozen=True, slots=True)
+class ParameterWork:
+    """What a rank does with parameters in a step: seconds of gathers and sums, by what they carry and whether every
+    pass has them, and of the kernels that cast, add and update."""
 
-    Gathers and sums of every pass may run beside all passes, those of the step beside one micro-batch's.
-    """
-    sent = {what: defaultdict[str, float](float) for what in ("weights", "gradients")}
+    sent: Mapping[Contents, Mapping[bool, float]]
+    casts: float
+    optimizer: float
+
+    def seconds(self, computed: float, microbatches: int) -> Seconds:
+        """The seconds beside passes in which the rank computes for `computed` seconds.
+
+        Gathers and sums of every pass may run beside all passes, those of the step beside one micro-batch's.
+        """
+        shown = {
+            of_all: self._shown(of_all, computed if of_all else computed / microbatches) for of_all in (False, True)
+        }
+        weights, gradients = (
+            sum(seconds * shown[of_all] for of_all, seconds in self.sent[what].items()) for what in CARRIED
+        )
+        return Seconds({"weights": weights, "gradients": gradients, "casts": self.casts, "optimizer": self.optimizer})
+
+    def _shown(self, of_all: bool, computed: float) -> float:
+        """The share of gathers and sums that computations of so many seconds do not hide."""
+        total = sum(of.get(of_all, 0.0) for of in self.sent.values())
+        return 1 - HIDDEN * smaller(1.0, computed / larger(total, SOON))
+
+
+def parameter_work(runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates) -> ParameterWork:
+    """What a rank with these blocks does with parameters in a step; a run of a block sends a group's together."""
+    sent = {what: defaultdict[bool, float](float) for what in CARRIED}
     moved = updated = 0.0
-    microbatches = program.microbatches
+    parts = program.microbatches
     for cost, count in runs:
         block, workload, saved = cost.block, cost.workload, cost.saved_parameters()
-        for sending in sendings(block, workload, microbatches, saved):
-            group = group_along(sending.axis, workload.meshes)
-            for size in (sending.forward, sending.backward):
-                seconds = rates.collective(sending.collective, size, group, of=sending.of)
-                sent[sending.of][sending.gathered] += count * seconds
-        moved += count * copied_bytes(block, workload, microbatches, saved, in_pipeline=len(program.stages) > 1)
-        updated += count * _updated_bytes(cost, spec)
-    weights, gradients = (
-        sum(
-            seconds * _shown(sent, when, computed if when == "per use" else computed / microbatches)
-            for when, seconds in of.items()
-        )
-        for of in sent.values()
-    )
-    return Seconds(
-        {
-            "weights": weights,
-            "gradients": gradients,
-            "casts": rates.copied(moved),
-            "optimizer": rates.updated(updated),
-        }
-    )
-
-
-def _shown(sent: Mapping[str, Mapping[str, float]], when: str, computed: float) -> float:
-    """The share of gathers and sums that computations of so many seconds do not hide."""
-    total = sum(of.get(when, 0.0) for of in sent.values())
-    return 1 - HIDDEN * smaller(1.0, computed / larger(total, SOON))
+        together = defaultdict[tuple[Contents, bool, Collective, str, int], float](float)
+        for s in sendings(block, workload, parts, saved):
+            for is_back, size in enumerate((s.forward, s.backward)):
+                key = (s.of, s.is_per_pass, s.collective, s.axis, is_back)
+                together[key] = together[key] + size
+        for (what, of_all, collective, axis, _), size in together.items():
+            times = parts if of_all else 1
+            seconds = times * rates.collective(collective, size / times, group_along(axis, workload.meshes), of=what)
+            sent[what][of_all] = sent[what][of_all] + count * seconds
+        moved = moved + count * copied_bytes(block, workload, parts, saved, in_pipeline=len(program.stages) > 1)
+        updated = updated + count * _updated_bytes(cost, spec)
+    return ParameterWork(sent, rates.copied(moved), rates.updated(updated))
 
 
 def _updated_bytes(cost: BlockCost, spec: Spec) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.liveness import steps_of
 from moec.passes.cost.rates import Rates
-from moec.passes.cost.seconds import Seconds, Term, by_term
+from moec.passes.cost.seconds import EXPOSED, Seconds, Term, by_term
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir import Recompute
 from moec.passes.ir.work.arrays import larger
@@ -27,6 +27,12 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.device + other.device, self.host + other.host)
+
+    @property
+    def repeated(self) -> Work:
+        """This work where it is repeated: its computations are `again`, its collectives what they are."""
+        parts = ((term if term in EXPOSED else "again", seconds) for term, seconds in self.device.of.items())
+        return Work(by_term(parts), self.host)
 
     @property
     def seconds(self) -> Seconds:
@@ -50,8 +56,8 @@ class BlockWork:
     def passes(self, recompute: Recompute) -> tuple[Seconds, Seconds]:
         """Seconds of forward, and of backward with what `recompute` repeats."""
         again = {"none": None, "experts": self.experts, "layer": self.forward}[recompute]
-        repeated = [Work(Seconds({"again": again.device.total}), again.host)] if again is not None else []
-        return self.forward.seconds, sum(repeated, self.backward).seconds
+        back = self.backward if again is None else self.backward + again.repeated
+        return self.forward.seconds, back.seconds
 
 
 def work_of(cost: BlockCost, rates: Rates) -> BlockWork:

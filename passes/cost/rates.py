@@ -123,7 +123,8 @@ class ClusterRates:
         else:
             links = inside * (1 - (1 - SHARED_RING) * (inside > 1))
             share, bandwidth = (units - 1) / units, links * level.rates.ring * self.bandwidth(level)
-        return whole * share / bandwidth + self.latency(number) * (units - 1) * (sent > 0)
+        peers = (units - 1) * {"all_to_all": inside, "all_reduce": 2}.get(collective, 1)
+        return whole * share / bandwidth + self.latency(number) * peers * (sent > 0)
 
     def message(self, size: float, crossed: Level | None) -> float:
         if crossed is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import outermost_between
-from moec.passes.cost.parameter_time import parameter_seconds
+from moec.passes.cost.parameter_time import parameter_work
 from moec.passes.cost.pass_time import BlockWork, work_of
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
 from moec.passes.cost.rates import ClusterRates, Rates
@@ -33,7 +33,8 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, r
     computing = 1 - sum(passes.of.get(term, 0.0) for term in EXPOSED) / passes.total
     ranks = list[Seconds]()
     for end, busy, numbers in zip(time.ends, time.busy, program.stages_by_rank, strict=True):
-        after = parameter_seconds(runs_on(program, costs, numbers), program, spec, rates, computed=computing * busy)
+        work = parameter_work(runs_on(program, costs, numbers), program, spec, rates)
+        after = work.seconds(computing * busy, program.microbatches)
         waits = Seconds({"uneven": busy - sum(time.busy) / len(time.busy), "bubble": end - busy})
         ranks.append(after + (waits if len(time.ends) > 1 else Seconds()))
     return passes + max(ranks, key=lambda seconds: seconds.total)

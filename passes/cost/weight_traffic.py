@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
@@ -18,15 +19,15 @@ from moec.passes.place.schedule import gathers_again, is_summed, keeps_weights, 
 class Sending:
     """Bytes that a rank sends over `axis` for one parameter, by a collective of rings: in forward and in backward.
 
-    `gathered` is that of the parameter.
+    `is_per_pass`: it is sent in every pass of a step, not once.
     """
 
     axis: str
     collective: Collective
     of: Literal["weights", "gradients"]
-    gathered: str
     forward: float = 0.0
     backward: float = 0.0
+    is_per_pass: bool = False
 
     @property
     def purpose(self) -> str:
@@ -50,25 +51,23 @@ def sendings(block: Block, workload: Workload, microbatches: int, saved: Collect
 
 def _sendings_of(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
     elements: float = math.prod(workload.shape(p))
+    gathers = partial(Sending, collective="all_gather", of="weights", is_per_pass=gathers_again(p))
+    sums = partial(Sending, of="gradients")
     for axis in p.gathered_over:
         ranks = workload.meshes.size(axis)
         sent = elements * (ranks - 1) / ranks
         gathered = sent * DTYPE_BYTES[p.dtype] * num_gathers(p, microbatches)
         again = gathered if gathers_again(p) and is_read else 0.0
-        yield Sending(
-            axis=axis, collective="all_gather", of="weights", gathered=p.gathered, forward=gathered, backward=again
-        )
+        yield gathers(axis=axis, forward=gathered, backward=again)
         if p.frozen:
             return
         summed = sent * MASTER_BYTES * num_sums(p, microbatches)
-        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", gathered=p.gathered, backward=summed)
+        yield sums(axis=axis, collective="reduce_scatter", backward=summed, is_per_pass=p.scattered_per_pass)
         elements = elements / ranks
     for axis in (axis for axis in p.sum_over or () if axis not in p.gathered_over):
         ranks = workload.meshes.size(axis)
         sent = 2 * elements * (ranks - 1) / ranks
-        yield Sending(
-            axis=axis, collective="all_reduce", of="gradients", gathered=p.gathered, backward=sent * MASTER_BYTES
-        )
+        yield sums(axis=axis, collective="all_reduce", backward=sent * MASTER_BYTES)
 
 
 def copied_bytes(

@@ -13,7 +13,7 @@ from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import DTYPE_BYTES, Dim, Parameter, Value
-from moec.passes.ir.work.arrays import of_each, whole
+from moec.passes.ir.work.arrays import of_each, smaller, whole
 from moec.passes.ir.work.cost import Choices, Saved
 
 NOMINAL_SEQUENCE = 1024
@@ -153,7 +153,12 @@ class Workload:
         ranks = math.prod(self.meshes.size(axis) for axis in cuts)
         experts = value.shape[0] if value.ragged else 1
         assert isinstance(experts, int)
-        return busiest(experts, ranks, self.exponent)
+        return smaller(busiest(experts, ranks, self.exponent), self._most_of_a_token(experts, ranks))
+
+    def _most_of_a_token(self, experts: int, ranks: int) -> float:
+        """The largest load of one of `ranks` over the mean: a token's choices are of different experts."""
+        choices = self.sizes.get("choices", 1.0)
+        return ranks * smaller(choices, experts / ranks) / choices
 
     def most_rows(self, rows: Value) -> float:
         """Rows of a rank's busiest expert; `rows` is ragged."""
@@ -171,7 +176,8 @@ class Workload:
 
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
         """The rows of all experts, `rows`, and those of the busiest expert."""
-        return rows, rows / experts * busiest(experts, experts, self.exponent)
+        load = smaller(busiest(experts, experts, self.exponent), self._most_of_a_token(experts, experts))
+        return rows, rows / experts * load
 
 
 def _name(value: Value) -> str:

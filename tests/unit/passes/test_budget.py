@@ -62,7 +62,7 @@ def test_one_word_is_proposed_where_one_is_enough() -> None:
 def test_a_change_that_leaves_room_comes_first_and_one_that_does_not_says_so() -> None:
     """`zero = 1` alone would leave none."""
     roomy = refusal(text_of(round(1.001 * peak_of("zero = 1")))).help
-    assert roomy.count(" = ") == 2
+    assert roomy.count(" = ") > 1
     assert roomy.endswith(")")
     least = peak_of("ep = 4; zero = 1; recompute = layer; microbatches = 4", ep=None)
     assert "; less than 10% stay free" in refusal(text_of(round(1.001 * least))).help

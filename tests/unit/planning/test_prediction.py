@@ -10,8 +10,10 @@ from support.plans import moe_plan, moe_text
 
 from moec.commands.planning.plan import run
 from moec.driver import run_passes, to_spec
+from moec.passes.cost.parameter_time import HIDDEN, ParameterWork
 from moec.passes.cost.prediction import predict, step_of, workload_of_skew
-from moec.passes.cost.totals import costs_of
+from moec.passes.cost.totals import costs_of, tally
+from moec.passes.cost.weight_traffic import sendings
 from moec.passes.ir.work.workload import Workload
 
 NODES = 'level "node" { size = 2; bandwidth = 4GB/s }; level "rail" { size = 2; bandwidth = 1GB/s }'
@@ -86,3 +88,30 @@ def test_what_is_guessed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "not measured here: device roomy, level node have no `achieved`" in printed
     assert "guessed: node has no `bandwidth`, and 25% of the memory's counts: state it" in printed
     assert "guessed: roomy has no `peak` in fp32" in printed
+
+
+def test_what_every_pass_sends_hides_beside_all_passes_and_what_a_step_sends_beside_one() -> None:
+    every = ParameterWork({"weights": {}, "gradients": {True: 1.0}}, 0.0, 0.0).seconds(1.0, 4)
+    once = ParameterWork({"weights": {}, "gradients": {False: 1.0}}, 0.0, 0.0).seconds(1.0, 4)
+    assert every.of["gradients"] == pytest.approx(1 - HIDDEN)
+    assert once.of["gradients"] == pytest.approx(1 - HIDDEN / 4)
+    for zero, is_per_pass in ((1, False), (2, True), (3, True)):
+        plan = moe_plan(ranks=4, ep=2, zero=zero, microbatches=2)
+        costs = costs_of(plan.program, Workload.of_microbatch(plan.spec, plan.program))
+        sent = [s for c in costs.values() for s in sendings(c.block, c.workload, 2, c.saved_parameters())]
+        assert {s.is_per_pass for s in sent if s.collective == "reduce_scatter"} == {is_per_pass}
+
+
+def test_a_tokens_choices_are_of_different_experts() -> None:
+    """With k = 2 of 8 experts on 8 ranks no rank gets more than half of the choices: 4 times the mean."""
+    spec = to_spec(moe_text(ranks=8, ep=8).replace("sequence = 8;", "sequence = 8; routing = zipf(8);"))
+    program = run_passes(spec, "schedule").program
+    assert tally(program, spec).imbalance == 4.0
+
+
+def test_recomputed_collectives_stay_collectives() -> None:
+    steps = {}
+    for word in ("none", "layer"):
+        spec = to_spec(moe_text(ranks=4, levels=NODES, ep=2).replace(PIPELINE, f"{PIPELINE} recompute = {word};"))
+        steps[word] = predict(run_passes(spec, "schedule").program, spec).step.of
+    assert steps["layer"]["all_to_all"] == pytest.approx(1.5 * steps["none"]["all_to_all"], rel=0.1)
