@@ -28,8 +28,18 @@ class SharingDegrees(NamedTuple):
         return self.cp * self.tp
 
 
+OPEN_WORDS = ("pp", "dp", "cp", "tp", "ep", "etp", "zero", "recompute", "microbatches", "schedule")
+"""The words of `parallel` that may be `auto` or, if they are numbers, a list. An open schedule opens `virtual`."""
+
+
+def open_words(spec: Spec) -> tuple[str, ...]:
+    """The words of `parallel` that the file leaves open, for a search to choose."""
+    stated = ((word, getattr(spec.parallel, word)) for word in OPEN_WORDS)
+    return tuple(word for word, value in stated if value == "auto" or isinstance(value, tuple))
+
+
 def number_of(degree: object) -> int | None:
-    """A degree that the file states; None for none, and for a list or `auto`, which no pass compiles yet."""
+    """A degree that the file states; None for none, and for a list or `auto`, which a search replaces."""
     return degree if isinstance(degree, int) else None
 
 

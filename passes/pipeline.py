@@ -111,6 +111,15 @@ def _placed(spec: Spec, degrees: Degrees) -> Program:
     return _run_passes(spec, degrees, "schedule").program
 
 
+def unverified(spec: Spec, degrees: Degrees, program: Program, stop_before: str) -> Program:
+    """A lowered Program after the passes before `stop_before`; nothing is verified."""
+    for step in pipeline(spec, degrees):
+        if step.name == stop_before:
+            break
+        program = step.run(program)
+    return program
+
+
 def _run_passes(spec: Spec, degrees: Degrees, stop_after: str | None) -> Compilation:
     started = time.perf_counter()
     program = lower(spec, degrees)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from moec.passes.ir.work.arrays import is_number, larger
 
 MemoryKind = Literal[
     "parameters",
@@ -46,8 +49,11 @@ class Bytes:
 
 
 def largest(*moments: Bytes) -> Bytes:
-    """The moment with the most bytes."""
-    return max(moments, key=lambda moment: moment.total)
+    """The moment with the most bytes. Of several plans at once the most bytes of each, which have no kind: `work`."""
+    totals = [moment.total for moment in moments]
+    if all(map(is_number, totals)):
+        return moments[max(range(len(totals)), key=totals.__getitem__)]
+    return Bytes({"work": functools.reduce(larger, totals)})
 
 
 class Buffers:
@@ -81,7 +87,7 @@ class Buffers:
         self._numbers[name] = self._made
         self._uses[self._made] = 1
         self._tensors[self._made] = kind, size
-        self._totals[kind] += size
+        self._totals[kind] = self._totals[kind] + size
 
     def add_all(self, name: str, sizes: Bytes) -> None:
         """One tensor `name kind` for each kind of `sizes`."""
@@ -106,8 +112,8 @@ class Buffers:
         self.alias(saved, name)
         number = self._numbers[name]
         before, size = self._tensors[number]
-        self._totals[before] -= size
-        self._totals[kind] += size
+        self._totals[before] = self._totals[before] - size
+        self._totals[kind] = self._totals[kind] + size
         self._tensors[number] = kind, size
 
     def is_shared(self, name: str) -> bool:
@@ -122,7 +128,7 @@ class Buffers:
         self._uses[number] -= 1
         if not self._uses[number]:
             kind, size = self._tensors.pop(number)
-            self._totals[kind] -= size
+            self._totals[kind] = self._totals[kind] - size
             del self._uses[number]
 
     def drop_all(self, name: str) -> None:
@@ -132,14 +138,19 @@ class Buffers:
 
     def alone(self) -> Bytes:
         """Bytes by kind, without those of `beside`."""
-        return Bytes({kind: size for kind, size in self._totals.items() if size >= 1})
+        return Bytes({kind: size for kind, size in self._totals.items() if _is_some(size)})
 
     def bytes(self, more: float = 0.0) -> Bytes:
         """Bytes by kind, with `more` bytes of work."""
         totals = (
             {kind: self._beside._totals[kind] + size for kind, size in self._totals.items()} if self._beside else {}
         )
-        sizes = {kind: size for kind, size in (totals or self._totals).items() if size >= 1}  # below: rounding of sums
-        if more:
+        sizes = {kind: size for kind, size in (totals or self._totals).items() if _is_some(size)}
+        if not is_number(more) or more:
             sizes["work"] = sizes.get("work", 0.0) + more
         return Bytes(sizes)
+
+
+def _is_some(size: float) -> bool:
+    """Whether it is more than sums lose by rounding."""
+    return not is_number(size) or size >= 1

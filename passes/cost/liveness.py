@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from moec.passes.cost.buffers import Buffers, Bytes, largest
 from moec.passes.cost.totals import BlockCost
+from moec.passes.ir import Recompute
 from moec.passes.ir.op import Op
-from moec.passes.ir.value import State
+from moec.passes.ir.value import State, Value
+from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost
 
 
@@ -50,14 +52,20 @@ class Step:
             return self
         inner = sum(size for name, size in self.saved.items() if ":" in name)
         ahead, behind = self.scratch
-        again = inner + sum(self.results.values()) + max(ahead, behind)
+        again = inner + sum(self.results.values()) + larger(ahead, behind)
         saved = {name: size for name, size in self.saved.items() if ":" not in name and name not in self.results}
         return replace(self, saved=saved, scratch=(ahead + inner, again))
 
 
 def steps_of(cost: BlockCost) -> tuple[Step, ...]:
     """The ops of a block in order."""
-    workload, scope = cost.workload, cost.block.scope
+    scope, bytes_of = cost.block.scope, dict[str, float]()
+
+    def size_of(name: str, value: Value) -> float:
+        if name not in bytes_of:
+            bytes_of[name] = cost.workload.bytes(value)
+        return bytes_of[name]
+
     graded = {v.name for v in cost.block.inputs if v.dtype != "int64"} | {f"@{p.name}" for p in cost.block.parameters}
     steps = []
     for op, of_op in cost.costs:
@@ -71,9 +79,9 @@ def steps_of(cost: BlockCost) -> tuple[Step, ...]:
             Step(
                 op,
                 op.operands,
-                {v.name: workload.bytes(v) for v in op.results},
+                {v.name: size_of(v.name, v) for v in op.results},
                 {s.name: s.bytes for s in of_op.saved if not s.is_parameter},
-                {name: workload.bytes(scope[name]) for name in sorted(wanted)},
+                {name: size_of(name, scope[name]) for name in sorted(wanted)},
                 of_op.scratch,
                 of_op,
                 defers=bool(of_op.work.backward.of_weights.products),
@@ -119,9 +127,13 @@ class Run:
     def of(cls, cost: BlockCost, *, splits: bool = False) -> Run:
         """The run of a block whose ops have these costs, with what its `recompute` leaves. `splits`: it also has a
         backward pass to its inputs only."""
-        steps, block = steps_of(cost), cost.block
-        inputs = {value.name for value in block.inputs}
-        if block.recompute == "experts":
+        return cls.of_steps(steps_of(cost), cost, cost.block.recompute, splits=splits)
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[Step], cost: BlockCost, recompute: Recompute, *, splits: bool) -> Run:
+        """The run of a block with these steps and any `recompute`."""
+        inputs = {value.name for value in cost.block.inputs}
+        if recompute == "experts":
             steps = tuple(step.without_inner() for step in steps)
         forward, alive = _forward(cost, steps)
         first, kept = forward, alive.bytes()
@@ -133,7 +145,7 @@ class Run:
                 alive.drop(f"d {name}")
             queued = alive.bytes()
         saved = {name for step in steps for name in step.saved}
-        if block.recompute == "layer":
+        if recompute == "layer":
             first, alive = _forward(cost, [step.without_saving() for step in steps])
             kept, backward, saved = alive.bytes(), largest(forward, backward), inputs
             to_inputs = largest(forward, to_inputs)

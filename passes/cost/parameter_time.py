@@ -14,7 +14,6 @@ from moec.passes.cost.rates import Contents, Rates
 from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import copied_bytes, sendings
-from moec.passes.ir import Program
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.work.arrays import larger, smaller
 from moec.passes.ir.work.cost import MASTER_BYTES, Collective
@@ -57,11 +56,13 @@ class ParameterWork:
         return 1 - HIDDEN * smaller(1.0, computed / larger(total, SOON))
 
 
-def parameter_work(runs: Sequence[tuple[BlockCost, int]], program: Program, spec: Spec, rates: Rates) -> ParameterWork:
-    """What a rank with these blocks does with parameters in a step; a run of a block sends a group's together."""
+def parameter_work(
+    runs: Sequence[tuple[BlockCost, int]], parts: int, spec: Spec, rates: Rates, *, in_pipeline: bool
+) -> ParameterWork:
+    """What a rank with these blocks does with parameters in a step of so many `parts`; a run of a block sends a group's
+    together."""
     sent = {what: defaultdict[bool, float](float) for what in CARRIED}
     moved = updated = 0.0
-    parts = program.microbatches
     for cost, count in runs:
         block, workload, saved = cost.block, cost.workload, cost.saved_parameters()
         together = defaultdict[tuple[Contents, bool, Collective, str, int], float](float)
@@ -73,7 +74,7 @@ def parameter_work(runs: Sequence[tuple[BlockCost, int]], program: Program, spec
             times = parts if of_all else 1
             seconds = times * rates.collective(collective, size / times, group_along(axis, workload.meshes), of=what)
             sent[what][of_all] = sent[what][of_all] + count * seconds
-        moved = moved + count * copied_bytes(block, workload, parts, saved, in_pipeline=len(program.stages) > 1)
+        moved = moved + count * copied_bytes(block, workload, parts, saved, in_pipeline=in_pipeline)
         updated = updated + count * _updated_bytes(cost, spec)
     return ParameterWork(sent, rates.copied(moved), rates.updated(updated))
 

@@ -44,7 +44,7 @@ class LayerMemory:
     @classmethod
     def of(cls, cost: BlockCost, spec: Spec, program: Program) -> LayerMemory:
         """The layer whose ops have these costs."""
-        by_parameter = weight_bytes(cost, spec, program.microbatches).values()
+        by_parameter = weight_bytes(cost, spec, program.microbatches, in_pipeline=len(program.stages) > 1).values()
         largest_state = max((weights.optimizer_states for weights in by_parameter), default=0.0)
         run, inputs = Run.of(cost, splits=program.splits_backward), cost.block.inputs
         residual = [v for v in inputs if v.role == "residual" and v.name in run.inputs]
@@ -91,7 +91,7 @@ class StageMemory:
         cost = costs[self.block.name]
         self.is_first_stage, self.is_last_stage = stage == 0, stage == len(stages) - 1
         self.steps = [self._with_inputs(step) for step in steps_of(cost)]
-        self.top_level = weight_bytes(cost, spec, program.microbatches)
+        self.top_level = weight_bytes(cost, spec, program.microbatches, in_pipeline=len(program.stages) > 1)
         has_loss = self.is_last_stage and result_role(program) == "logits"
         self.loss_steps = steps_of(costs["loss"]) if has_loss else ()
         self.loss_block = costs["loss"].block if has_loss else None

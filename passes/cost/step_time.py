@@ -33,7 +33,8 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, r
     computing = 1 - sum(passes.of.get(term, 0.0) for term in EXPOSED) / passes.total
     ranks = list[Seconds]()
     for end, busy, numbers in zip(time.ends, time.busy, program.stages_by_rank, strict=True):
-        work = parameter_work(runs_on(program, costs, numbers), program, spec, rates)
+        runs, in_pipeline = runs_on(program, costs, numbers), len(program.stages) > 1
+        work = parameter_work(runs, program.microbatches, spec, rates, in_pipeline=in_pipeline)
         after = work.seconds(computing * busy, program.microbatches)
         waits = Seconds({"uneven": busy - sum(time.busy) / len(time.busy), "bubble": end - busy})
         ranks.append(after + (waits if len(time.ends) > 1 else Seconds()))

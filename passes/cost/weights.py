@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from moec.grammar.spec import Spec
-from moec.grammar.stated import pipeline_of
 from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir.layout import REPLICATED
@@ -66,19 +66,27 @@ class WeightBytes:
         )
 
 
-def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, WeightBytes]:
+class _Passes(NamedTuple):
+    """The passes of a step through a block, and whether the first one casts weights for all of them."""
+
+    number: int
+    cast_once: bool
+
+
+def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int, *, in_pipeline: bool) -> dict[str, WeightBytes]:
     """The bytes of each parameter of a block, by its name with `@`."""
+    passes = _Passes(microbatches, keeps_weights(cost.block, microbatches, in_pipeline=in_pipeline))
     saved = cost.saved_parameters()
     if cost.block.recompute == "layer":  # the inputs of the layer's function are kept, its weights among them
         saved = {f"@{p.name}" for p in cost.block.parameters}
     parameters = {f"@{p.name}": p for p in cost.block.parameters}
     return {
-        name: _bytes_of_frozen(cost, p) if p.frozen else _bytes_of_trained(cost, p, spec, name in saved, microbatches)
+        name: _bytes_of_frozen(cost, p) if p.frozen else _bytes_of_trained(cost, p, spec, name in saved, passes)
         for name, p in parameters.items()
     }
 
 
-def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, microbatches: int) -> WeightBytes:
+def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, passes: _Passes) -> WeightBytes:
     master_shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
     elements, master = math.prod(cost.workload.shape(p)), math.prod(master_shape) * MASTER_BYTES
     weight, gradient = elements * DTYPE_BYTES[p.dtype], elements * MASTER_BYTES
@@ -92,12 +100,11 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
     )
     if p.gathered == "never":
         copy, buffer = weight if is_narrow else 0, gradient if p.sum_over else 0
-        of_step = keeps_weights(cost.block, microbatches, in_pipeline=pipeline_of(spec).pp > 1)
         return replace(
             always,
             compute_copies=copy,
-            saved_copies=copy * is_saved * (1 - of_step),
-            step_copies=copy * of_step,
+            saved_copies=copy * is_saved * (1 - passes.cast_once),
+            step_copies=copy * passes.cast_once,
             all_reduce_buffers=buffer,
             sum_copies=buffer,
             pass_gradients=gradient,
@@ -107,8 +114,8 @@ def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool,
     return replace(
         always,
         compute_copies=weight,
-        saved_copies=weight * (stays and is_saved) * (microbatches == 1),
-        step_copies=weight * stays * (microbatches > 1),
+        saved_copies=weight * (stays and is_saved) * (passes.number == 1),
+        step_copies=weight * stays * (passes.number > 1),
         regathered=0 if stays else weight,
         gather_buffers=_buffer_copies(cost) * weight,
         reduce_scatter_buffers=_buffer_copies(cost) * gradient,

@@ -104,6 +104,15 @@ def _fits(spec: Spec, sharing: SharingDegrees) -> bool:
     return not any(undivided(sharing, name, size) for name, size in sizes)
 
 
+def divides(spec: Spec, sharing: SharingDegrees) -> bool:
+    """Whether the degrees divide the sizes of layers of a model, and its sequences."""
+    layers = {id(layer): layer for layer in spec.model.layers}.values()
+    sizes = {(name, size) for layer in layers for _, name, size in divided(layer)}
+    if spec.model.length is not None and spec.model.length % sequence_pieces(spec, sharing):
+        return False
+    return not _sequence_remainder(spec, sharing) and not any(undivided(sharing, *pair) for pair in sizes)
+
+
 def _can_stay(spec: Spec, sharing: SharingDegrees) -> bool:
     """Whether degrees divide ranks and sizes, and some sequence within the context has as many equal pieces."""
     fits = _fits(spec, sharing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from moec.passes.ir import (
@@ -101,13 +101,13 @@ def _connect(program: Program, block: Block) -> Block:
     if block.final:
         outputs = tuple(replace(output, name=connector.output(output.name)) for output in outputs)
     parameters = tuple(
-        replace(p, sum_over=() if p.frozen else _sums(p, connector.sums.get(p.name, set()), connector.meshes))
+        replace(p, sum_over=() if p.frozen else sums_of(p, connector.sums.get(p.name, set()), connector.meshes))
         for p in block.parameters
     )
     return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
 
 
-def _sums(parameter: Parameter, axes: set[str], meshes: Meshes) -> tuple[str, ...]:
+def sums_of(parameter: Parameter, axes: Set[str], meshes: Meshes) -> tuple[str, ...]:
     """The axes over which a gradient is summed: those of ZeRO's reduce_scatter, and the fewest for the others."""
     scattered = {axis for axis in parameter.gathered_over if axes >= set(parts_of(axis))}
     others = axes - {part for axis in scattered for part in parts_of(axis)}

@@ -50,7 +50,7 @@ def keeps_weights(block: Block, passes: int, *, in_pipeline: bool) -> bool:
     """Whether the first pass of a step casts and gathers the weights of a layer for all its passes: gathered ones, and
     all in a pipeline."""
     kinds = {p.gathered for p in block.parameters}
-    return (passes > 1) & ("per use" not in kinds) & (in_pipeline or "per step" in kinds)
+    return (passes > 1) & ("per use" not in kinds) & (in_pipeline | ("per step" in kinds))
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:

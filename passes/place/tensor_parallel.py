@@ -58,6 +58,12 @@ def _attention_of(block: Block) -> o.Attention | None:
     return next((op for op in block.ops if isinstance(op, o.Attention)), None)
 
 
+def kv_heads_of(block: Block) -> int | None:
+    """The number of heads of keys and values in a block; None without attention."""
+    attention = _attention_of(block)
+    return _num_kv_heads(block, attention) if attention is not None else None
+
+
 def _num_kv_heads(block: Block, attention: o.Attention) -> int:
     heads = block.scope[attention.keys_and_values[0]].shape[2]
     assert isinstance(heads, int)

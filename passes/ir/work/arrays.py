@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, float)
 
 def larger(a: Number, b: Number) -> Number:
     """The larger one, of each plan."""
-    if _is_number(a) and _is_number(b):
+    if is_number(a) and is_number(b):
         return max(a, b)
     import numpy as np
 
@@ -28,23 +28,24 @@ def smaller(a: Number, b: Number) -> Number:
 
 def whole(a: Any) -> int:
     """The number without its fraction."""
-    return int(a) if _is_number(a) else a // 1
+    return int(a) if is_number(a) else a // 1
 
 
 def rounded(a: Any) -> int:
     """The nearest whole number."""
-    result: int = round(a) if _is_number(a) else a.round()
+    result: int = round(a) if is_number(a) else a.round()
     return result
 
 
 def of_each(a: Any, of: Callable[[int], float]) -> float:
     """A function of the number, of each plan."""
-    if _is_number(a):
+    if is_number(a):
         return of(a)
     import numpy as np
 
     return np.reshape([of(int(n)) for n in a.flat], a.shape)  # type: ignore[return-value]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number of one plan, not an array."""
     return isinstance(value, int | float)

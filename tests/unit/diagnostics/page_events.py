@@ -61,6 +61,13 @@ def no_step() -> Sequence[Diagnostic]:
     return raised(lambda: run(Path("model.moe"), {}, "full"))
 
 
+def choice_that_changes_results() -> Sequence[Diagnostic]:
+    from moec.passes.search.choose import choose
+
+    spec = moe_spec(beside="group = batch")
+    return raised(lambda: choose(spec.replace(parallel=spec.parallel.replace(tp="auto"))))
+
+
 def output_that_is_no_plan() -> Sequence[Diagnostic]:
     Path("notes").mkdir()
     Path("notes", "today.txt").write_text("buy bread")
@@ -466,6 +473,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0016": starter_from_an_unknown_model,
     "MOE0017": misspelt_command,
     "MOE0502": no_step,
+    "MOE0503": choice_that_changes_results,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

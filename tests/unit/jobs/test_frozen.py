@@ -104,7 +104,7 @@ def test_a_frozen_parameter_costs_its_weight_alone(zero: int):
     """Per rank: 2 bytes of bf16 an element, cut by tp and by ZeRO 3; no gradient is sent, and ZeRO 3 gathers."""
     frozen, trained = (plan_of(words, ranks=4, tp=2, ep=2, zero=zero, dtype="bf16") for words in (BASE, ""))
     cost = costs_of(frozen.program, Workload.of(frozen.spec, frozen.program))["layers[1..2]"]
-    frozen_bytes = weight_bytes(cost, frozen.spec, 1)["@moe.shared.up.weight"]
+    frozen_bytes = weight_bytes(cost, frozen.spec, 1, in_pipeline=False)["@moe.shared.up.weight"]
     elements = 2 * 12 * 16 / 2
     assert frozen_bytes.masters == 2 * elements / (2 if zero == 3 else 1)
     assert frozen_bytes.compute_copies == frozen_bytes.regathered == (2 * elements if zero == 3 else 0)

@@ -1,0 +1,1 @@
+"""Searches for the degrees with the shortest predicted step that fit."""

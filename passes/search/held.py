@@ -1,0 +1,162 @@
+"""What ranks hold and do for parameters, at each stage of ZeRO, in all plans of a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moec.grammar.spec import Spec
+from moec.grammar.spec.optimizers import Adafactor
+from moec.passes.cost.parameter_time import CARRIED, ParameterWork, parameter_work
+from moec.passes.cost.rates import Rates
+from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.weights import WeightBytes, weight_bytes
+from moec.passes.ir import Layout, Mesh, Meshes, Parameter, Shard
+from moec.passes.ir.mesh import parts_of
+from moec.passes.ir.work.arrays import larger
+from moec.passes.place.communicate import sums_of
+from moec.passes.place.shard_zero import cut_by_zero
+from moec.passes.search.tables import Shares, Table
+
+Array = Any
+"""A number for each plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters in each plan at one stage of ZeRO, on the rank with most layers.
+
+    Bytes: `always` throughout a step, with gradients of earlier micro-batches (`before` a backward pass) and of all
+    (`after` it); `in_flight` of each micro-batch under way; of each block, `copies` while its backward runs and
+    `in_turn` when its gradients are summed. `cuts`: whether ZeRO cuts any parameter.
+    """
+
+    before: Array
+    after: Array
+    in_flight: Array
+    copies: Mapping[str, Array]
+    in_turn: Mapping[str, Array]
+    work: ParameterWork
+    cuts: Array
+
+
+Parts = list[tuple[Array, Shares]]
+"""The numbers of rows in which ZeRO cuts the same parameters, with their blocks, cut as ZeRO 3 does."""
+
+
+def parts(table: Table, shares: Shares) -> Parts:
+    """The parts of a table."""
+    return [
+        (rows, [(_cut(table, _at(cost, rows)), share[rows]) for cost, share in shares]) for rows in table.alike_for_zero
+    ]
+
+
+def held(table: Table, shares: Shares, of_table: Parts, stage: int, rates: Rates) -> Held:
+    """What ranks hold at this stage of ZeRO."""
+    plans = len(table.sizes)
+    before, after, in_flight, casts, optimizer = (_zeros(plans) for _ in range(5))
+    copies, in_turn = ({cost.block.name: _zeros(plans) for cost, _ in shares} for _ in range(2))
+    sent = {what: {of_all: _zeros(plans) for of_all in (False, True)} for what in CARRIED}
+    cuts = np.zeros(plans, bool)
+    in_pipeline: Array = table.sizes[:, 0] > 1
+    microbatches: Array = table.sizes[:, 5]
+    for rows, cut in of_table:
+        runs = [(_at_stage(cost, stage), share) for cost, share in cut]
+        for cost, share in runs:
+            every = weight_bytes(cost, table.spec, microbatches[rows], in_pipeline=in_pipeline[rows]).values()
+            each = sum(every, WeightBytes())
+            always = each.masters + each.optimizer_states + each.step_copies
+            before[rows] += share * (always + each.collected_gradients * (microbatches[rows] > 1))
+            after[rows] += share * (always + _gradients_after(each, microbatches[rows]))
+            in_flight[rows] += share * each.saved_copies
+            sends = each.reduce_scatter_buffers * each.scatters_per_pass
+            copies[cost.block.name][rows] = each.regathered + each.gather_buffers * np.sign(each.regathered) + sends
+            in_turn[cost.block.name][rows] = each.narrow_gradients + each.wide_gradients + sends
+        work = parameter_work(runs, microbatches[rows], table.spec, rates, in_pipeline=in_pipeline[rows])
+        casts[rows], optimizer[rows] = work.casts, work.optimizer
+        for what, of in work.sent.items():
+            for of_all, seconds in of.items():
+                sent[what][of_all][rows] = seconds
+        cuts[rows] = any(p.gathered != "never" for cost, _ in runs for p in cost.block.parameters)
+    return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), cuts)
+
+
+def _zeros(plans: int) -> Array:
+    return np.zeros(plans)
+
+
+def _gradients_after(weights: WeightBytes, parts: Array) -> Array:
+    """Bytes of gradients after a backward pass: those of ZeRO 2 and 3 are added to the earlier ones later."""
+    collected = weights.collected_gradients + weights.pass_gradients * weights.scatters_per_pass
+    return larger(collected * (parts > 1), larger(weights.pass_gradients, weights.final_gradients))
+
+
+def _at(cost: BlockCost, rows: Array) -> BlockCost:
+    """The cost of a block with the meshes of some plans; those of its ops stay what they are."""
+    return replace(cost, workload=replace(cost.workload, meshes=_meshes_at(cost, rows)))
+
+
+def _meshes_at(cost: BlockCost, rows: Array) -> Meshes:
+    """The meshes of some plans, or of one."""
+    meshes = cost.workload.meshes
+    experts = None if meshes.experts is None else _mesh_at(meshes.experts, rows)
+    return replace(meshes, dense=_mesh_at(meshes.dense, rows), experts=experts)
+
+
+def _mesh_at(mesh: Mesh, rows: Array) -> Mesh:
+    axes: Sequence[tuple[str, Array]] = mesh.axes
+    sizes = ((axis, of_axis[rows]) for axis, of_axis in axes)
+    return replace(mesh, axes=tuple((axis, size if np.ndim(size) else int(size)) for axis, size in sizes))
+
+
+def _cut(table: Table, cost: BlockCost) -> BlockCost:
+    """The block with its parameters as ZeRO 3 lays them out in its first plan, those that lie alike as one."""
+    meshes, cut = _meshes_at(cost, 0), list[Parameter]()
+    for p in cost.block.parameters:
+        axes = frozenset(part for axis in p.sum_over or () for part in parts_of(axis) if meshes.size(part) > 1)
+        p = cut_by_zero(p, meshes, 3, axes, table.hidden_dims.get((cost.block.name, p.name)))
+        cut.append(replace(p, sum_over=() if p.frozen else sums_of(p, axes, meshes)))
+    return replace(cost, block=replace(cost.block, parameters=tuple(_together(cost, table.spec, cut))))
+
+
+def _at_stage(cost: BlockCost, stage: int) -> BlockCost:
+    """The block, cut by ZeRO 3, as a stage of ZeRO cuts it."""
+    meshes, parameters = _meshes_at(cost, 0), list[Parameter]()
+    for p in cost.block.parameters:
+        axes = {part for axis in p.sum_over or () for part in parts_of(axis) if meshes.size(part) > 1}
+        p = replace(
+            p,
+            weight=p.weight if stage > 2 else p.layout,
+            gradient=p.gradient if stage > 1 else p.layout,
+            optimizer_state=p.optimizer_state if stage > 0 else p.layout,
+        )
+        parameters.append(replace(p, sum_over=sums_of(p, axes, meshes)))
+    return replace(cost, block=replace(cost.block, parameters=tuple(parameters)))
+
+
+def _together(cost: BlockCost, spec: Spec, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """Parameters that lie alike, as one of one dim; each by itself where an optimizer's states depend on shapes."""
+    saved, alike = cost.saved_parameters(), dict[object, list[Parameter]]()
+    adds = not isinstance(spec.update.optimizer, Adafactor)
+    for p in parameters:
+        axes = tuple(frozenset(layout.axes) if layout else None for layout in _layouts(p))
+        key = (p.dtype, p.frozen, p.matrices.hidden, f"@{p.name}" in saved, p.sum_over, axes)
+        alike.setdefault(key if adds else p.name, []).append(p)
+    yield from (_as_one(together) if len(together) > 1 else together[0] for together in alike.values())
+
+
+def _as_one(parameters: Sequence[Parameter]) -> Parameter:
+    """A parameter with the elements of all, which the same axes cut."""
+    first = parameters[0]
+    elements = sum(math.prod(dim for dim in p.shape if isinstance(dim, int)) for p in parameters)
+    flat = [layout and Layout.of(dict.fromkeys(layout.axes, Shard(0))) for layout in _layouts(first)]
+    layout, weight, gradient, state = flat
+    return replace(first, shape=(elements,), layout=layout, weight=weight, gradient=gradient, optimizer_state=state)
+
+
+def _layouts(p: Parameter) -> tuple[Layout | None, ...]:
+    return p.layout, p.weight, p.gradient, p.optimizer_state

@@ -1,0 +1,179 @@
+"""What a search may choose: for each word of `parallel`, the values that the file leaves open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from moec.grammar.spec import Spec
+from moec.grammar.stated import STAGES_OF_RANK, SharingDegrees
+from moec.passes.degrees.expert_slices import sliced_experts
+from moec.passes.degrees.fitting_degrees import divides
+from moec.passes.degrees.schedules import Pipeline, takes
+from moec.passes.degrees.stated_degrees import divisors
+from moec.passes.ir import Recompute
+
+SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
+"""The schedules among which a search chooses: the others take as long or longer, with as much memory or more."""
+
+RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
+STAGES = (0, 1, 2, 3)
+
+
+class Sizes(NamedTuple):
+    """The sizes of the axes of one plan, and its micro-batches."""
+
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+    microbatches: int
+
+
+class Pipelined(NamedTuple):
+    """How the ranks of a pipeline take turns."""
+
+    schedule: str
+    virtual: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values of each word, of a file of a model with `train`. A word that is not free has one."""
+
+    spec: Spec
+
+    def values(self, word: str, every: Sequence[Any], default: Any) -> Sequence[Any]:
+        """The values of a word, of `every` that it may have."""
+        stated = getattr(self.spec.parallel, word)
+        if stated == "auto":
+            return every
+        if isinstance(stated, tuple):
+            return [value for value in every if value in stated]
+        return [value for value in every if value == (default if stated is None else stated)]
+
+    def sizes(self) -> Iterator[Sizes]:
+        """The sizes that break no rule of ranks, widths, experts and the batch."""
+        for pp in self.values("pp", self._divisors, 1):
+            if pp <= self.spec.subject.depth:
+                of_stage = divisors(self._ranks // pp)
+                pairs = list(self._of_experts(of_stage))
+                for sharing, sequences in self._shared(of_stage):
+                    for parts in self._microbatches(pp, sequences):
+                        yield from (Sizes(pp, *sharing, ep, etp, parts) for ep, etp in pairs)
+
+    def plans(self) -> Iterator[tuple[Sizes, Pipelined]]:
+        """Every plan but for `zero` and `recompute`, which no rule refuses."""
+        for sizes in self.sizes():
+            for pipelined in self.pipelined(sizes.pp, self.sequences(sizes), sizes.microbatches):
+                yield sizes, pipelined
+
+    def sequences(self, sizes: Sizes) -> int:
+        """The sequences of a data-parallel rank in a step."""
+        assert self.spec.train is not None
+        return self.spec.train.batch * sizes.pp * sizes.cp * sizes.tp // self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return self.spec.cluster.ranks
+
+    @cached_property
+    def _divisors(self) -> list[int]:
+        return divisors(self._ranks)
+
+    @cached_property
+    def _dividing(self) -> set[SharingDegrees]:
+        """The degrees that divide the sizes of layers and the sequences."""
+        pairs = (SharingDegrees(cp, tp) for cp in self._divisors for tp in self._divisors)
+        return {sharing for sharing in pairs if self._ranks % sharing.sharers == 0 and divides(self.spec, sharing)}
+
+    def _shared(self, of_stage: Sequence[int]) -> Iterator[tuple[SharingDegrees, int]]:
+        """`cp` and `tp` of a stage's ranks, and the sequences of each data-parallel rank."""
+        assert self.spec.train is not None
+        for cp in self.values("cp", of_stage, 1):
+            for tp in self.values("tp", of_stage, 1):
+                dp, left = divmod(of_stage[-1], cp * tp)
+                if left or (cp, tp) not in self._dividing or not self.values("dp", [dp], dp):
+                    continue
+                sequences, left = divmod(self.spec.train.batch, dp)
+                if not left:
+                    yield SharingDegrees(cp, tp), sequences
+
+    def _microbatches(self, pp: int, sequences: int) -> Iterator[int]:
+        """The micro-batches of a rank's sequences; by default those of which schedules take the first that they can."""
+        every = divisors(sequences)
+        if self.spec.parallel.microbatches is not None:
+            yield from self.values("microbatches", every, 1)
+        elif pp == 1:
+            yield 1
+        else:
+            yield from sorted({self._default(pp, sequences, each) for each in self._schedules(pp)} - {0})
+
+    def _default(self, pp: int, sequences: int, pipelined: Pipelined) -> int:
+        """The smallest number of micro-batches from `pp` on that a schedule takes; 0 for none."""
+        numbers = (number for number in divisors(sequences) if number >= pp)
+        pipelines = (Pipeline(pp, pipelined.virtual, number) for number in numbers)
+        return next((each.microbatches for each in pipelines if takes(pipelined.schedule, each)), 0)
+
+    def _of_experts(self, of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """`ep` and `etp` of a stage's ranks."""
+        counts, widths = self._experts
+        for etp in self.values("etp", of_stage, 1):
+            if any(width % etp for width in widths):
+                continue
+            experts = math.gcd(of_stage[-1] // etp, *counts) if counts else 1
+            for ep in self.values("ep", of_stage, experts):
+                if of_stage[-1] % (ep * etp) == 0 and experts % ep == 0:
+                    yield ep, etp
+
+    @cached_property
+    def _experts(self) -> tuple[set[int], set[int]]:
+        """The numbers of experts that `ep` divides, and the widths that `etp` divides."""
+        mixtures = {id(moe): moe for moe in self.spec.subject.mixtures if moe is not None}.values()
+        widths = {body.hidden for moe in mixtures for body in sliced_experts(self.spec, moe)}
+        return {count for moe in mixtures for count in moe.counts}, widths
+
+    def pipelined(self, pp: int, sequences: int, microbatches: int) -> Iterator[Pipelined]:
+        """The schedules, and stages of a rank, that take so many micro-batches of a rank's sequences."""
+        if pp == 1:
+            yield Pipelined("one_f_one_b", 1)
+            return
+        is_default = self.spec.parallel.microbatches is None
+        for each in self._schedules(pp):
+            if is_default:
+                is_taken = microbatches == self._default(pp, sequences, each)
+            else:
+                is_taken = takes(each.schedule, Pipeline(pp, each.virtual, microbatches))
+            if is_taken:
+                yield each
+
+    def _schedules(self, pp: int) -> Iterator[Pipelined]:
+        """Every schedule with each number of stages of a rank that makes the longest rank no longer than fewer do."""
+        depth, parallel = self.spec.subject.depth, self.spec.parallel
+        every = SCHEDULES if parallel.schedule == "auto" else tuple(STAGES_OF_RANK)
+        for schedule in self.values("schedule", every, "one_f_one_b"):
+            least = depth + 1
+            for virtual in range(1, depth // pp + 1):
+                longest = -(-depth // (pp * virtual)) * virtual
+                is_new = longest < least
+                least = min(least, longest)
+                if self._takes_virtual(schedule, virtual, is_new) and self._has_stages(pp * virtual):
+                    yield Pipelined(schedule, virtual)
+
+    def _takes_virtual(self, schedule: str, virtual: int, is_new: bool) -> bool:
+        kind, parallel = STAGES_OF_RANK[schedule], self.spec.parallel
+        if kind.fitting(virtual) != virtual:
+            return False
+        if parallel.virtual is not None:
+            return virtual == parallel.virtual
+        if parallel.schedule == "auto" and not kind.only:
+            return is_new and not (schedule == "interleaved" and virtual == 1)  # that is `one_f_one_b`
+        return virtual == kind.default
+
+    def _has_stages(self, number: int) -> bool:
+        stages = self.spec.parallel.stages
+        return stages is None or len(stages) == number

@@ -1,0 +1,107 @@
+"""A search of open words: every plan that keeps the rules is a candidate, and the fastest that fits is chosen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support.plans import FOUR, moe_text
+from support.tables import each_row
+
+from moec.driver import to_spec
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.spec import Parallel, Spec
+from moec.passes.cost.prediction import Prediction, predict
+from moec.passes.degrees.degrees import choose_degrees
+from moec.passes.pipeline import compile_program
+from moec.passes.search.choose import choose
+from moec.passes.search.space import Space
+
+WORDS = ("pp", "cp", "tp", "ep", "etp", "microbatches")
+
+
+def open_spec(text: str, **words: object) -> Spec:
+    """The file with these words of `parallel`, and no other."""
+    return to_spec(text).replace(parallel=Parallel(**words))
+
+
+def keeps_rules(spec: Spec) -> bool:
+    try:
+        choose_degrees(spec)
+    except DiagnosticError:
+        return False
+    return True
+
+
+def predicted(spec: Spec) -> Prediction:
+    return predict(compile_program(spec, "schedule").program, spec)
+
+
+def test_candidates_are_the_plans_that_keep_the_rules() -> None:
+    """Six ranks of a model whose kv heads, widths and experts divide differently."""
+    schedule, microbatches = "zero_bubble", (2,)
+    text = moe_text(ranks=6, experts=6, expert="swiglu(12)", ffn="gelu(24)", batch=12, sequence=12, dim=24)
+    spec = open_spec(text, **dict.fromkeys(WORDS, "auto") | {"microbatches": microbatches}, schedule=schedule)
+    found = {tuple(sizes) for sizes, _ in Space(spec).plans()}
+    divisors = (1, 2, 3, 6)
+    every = itertools.product((1, 2, 3), divisors, divisors, divisors, divisors, microbatches)
+    right = {
+        sizes
+        for sizes in every
+        if keeps_rules(open_spec(text, **dict(zip(WORDS, sizes, strict=True)), schedule=schedule))
+    }
+    assert found == right
+    assert len(right) > 20
+
+
+def test_the_chosen_plan_is_the_fastest_of_all() -> None:
+    text = moe_text(levels=FOUR, batch=16, memory="1GB")
+    values = {"pp": (1, 2), "tp": (1, 2), "ep": (1, 2), "zero": (0, 1, 2, 3), "microbatches": (2,)}
+    every = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+    steps = [predicted(spec).step.total for words in every if keeps_rules(spec := open_spec(text, **words))]
+    choice = choose(open_spec(text, **values | {"zero": "auto"}))
+    assert choice.chosen.prediction.step.total <= min(steps) * (1 + 1e-9)
+    assert choice.chosen.prediction.fits
+    assert predicted(choice.chosen.spec).step == choice.chosen.prediction.step
+    assert choose(open_spec(text, **values | {"zero": "auto"})) == choice
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    words = {"tp": "auto", "ep": "auto", "recompute": "auto", "zero": "auto", "microbatches": "auto"}
+    fastest = choose(open_spec(moe_text(memory="1GB"), **words))
+    peak = int(fastest.chosen.prediction.memory.peak.bytes.total)
+    smaller = choose(open_spec(moe_text(memory=f"{peak - 1000}B"), **words))
+    assert smaller.chosen.prediction.fits
+    assert smaller.chosen.words != fastest.chosen.words
+    assert smaller.fitting < fastest.fitting
+    none = choose(open_spec(moe_text(memory="1KB"), **words))
+    assert (none.fitting, none.chosen.prediction.fits) == (0, False)
+
+
+def test_a_stated_word_is_kept_and_a_list_limits() -> None:
+    choice = choose(open_spec(moe_text(memory="1GB"), tp=2, ep=(1, 4), zero="auto"))
+    assert choice.chosen.spec.parallel.tp == 2
+    assert choice.chosen.words.keys() <= {"ep", "zero"}
+    assert choice.chosen.words["ep"] in (1, 4)
+    assert {candidate.words["ep"] for candidate in (choice.chosen, *choice.runners_up)} <= {1, 4}
+
+
+@each_row(
+    ("beside", "words", "code"),
+    [
+        ("group = batch", {"tp": "auto"}, "MOE0503"),
+        ("group = rank", {"microbatches": "auto", "dp": 4}, "MOE0503"),
+        ("balance = [device_loss(0.01)]", {"ep": "auto"}, "MOE0503"),
+        ("", {"ep": (3, 5)}, "MOE0311"),
+        ("", {"pp": (8,)}, "MOE0378"),
+    ],
+)
+def test_a_word_that_changes_results_or_breaks_a_rule_is_refused(
+    beside: str, words: dict[str, object], code: str
+) -> None:
+    text = moe_text(beside=beside, balance="[]" if "device" in beside else "[switch_loss(0.1)]")
+    if "device" in beside:
+        text = text.replace("balance = []; ", "").replace("balance = []", "")
+    with pytest.raises(DiagnosticError) as refused:
+        choose(open_spec(text, **words))
+    assert code in {problem.code for problem in refused.value.diagnostics}
