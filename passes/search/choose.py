@@ -20,7 +20,7 @@ from moec.passes.search.rules import require_choosable
 
 ERROR = 0.1
 """The error of estimated seconds, relative: candidates are placed until all others are slower by more. Those without a
-pipeline have none, those of large models at most 0.07 (benchmarks/planning)."""
+pipeline have none, those of large models at most 0.07 (decision 52)."""
 
 MOST_THAT_FIT = 6
 MOST_PLACED = 24

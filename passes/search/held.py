@@ -30,9 +30,9 @@ Array = Any
 class Held:
     """Parameters in each plan at one stage of ZeRO, on the rank with most layers.
 
-    Bytes: `always` throughout a step, with gradients of earlier micro-batches (`before` a backward pass) and of all
-    (`after` it); `in_flight` of each micro-batch under way; of each block, `copies` while its backward runs and
-    `in_turn` when its gradients are summed. `cuts`: whether ZeRO cuts any parameter.
+    Bytes of what stays throughout a step: `before` a backward pass with the gradients of earlier micro-batches, `after`
+    it with those of all. `in_flight`: bytes of each micro-batch under way. Of each block, `copies` while its backward
+    runs and `in_turn` when its gradients are summed. `cuts`: whether ZeRO cuts any parameter.
     """
 
     before: Array

@@ -43,7 +43,7 @@ class Pipelined(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """The values of each word, of a file of a model with `train`. A word that is not free has one."""
+    """The values of each word, of a file of a model with `train`. A word that is not open has one."""
 
     spec: Spec
 
