@@ -11,6 +11,7 @@ from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canon
 from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
+from moec.grammar.stated import open_words
 from moec.passes.ir import IrError, Program
 from moec.passes.ir.interface import forwards, result_role
 from moec.passes.ir.ops import Capacity
@@ -85,6 +86,8 @@ def _require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(root / SPEC, f"it does not compile: {error.diagnostics[0].message}") from error
     if to_text(spec) != plan.spec_text:
         raise refuse(root / SPEC, "it is not the canonical text of a Spec")
+    if words := open_words(spec):
+        raise refuse(root / SPEC, f"it leaves `{words[0]}` open")
     if spec.subject.name != plan.name:
         raise refuse(root / SPEC, "it is of another model than the Program")
     if result_role(plan.program) != ("logits" if spec.has_model else "residual"):

@@ -85,7 +85,7 @@ STAGES_OF_RANK: Mapping[str, StagesOfRank] = {
     "dual_pipe_v": StagesOfRank(2, only=True),
     "auto": StagesOfRank(1),
 }
-"""The stages of each rank by the word of `schedule`. `auto` is refused later (MOE0202)."""
+"""The stages of each rank by the word of `schedule`; of `auto` until a search has chosen."""
 
 
 def stage_ranks(spec: Spec) -> int:

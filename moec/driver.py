@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
-from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec, Train
 from moec.runtime import other_names
@@ -49,12 +48,13 @@ Source = str | Path | Spec
 
 @called("moec.compile")
 def compile(source: Source, *, world_size: int | None = None, **lets: float | str) -> Plan:
-    """The plan of a model or a layer; `lets` override the file's `let` constants.
+    """The plan of a model or a layer; `lets` override the file's `let` constants. A search chooses its open words.
 
     `world_size` compiles for so many of the cluster's devices instead of all. Raises `DiagnosticError` with every error
     in the file, MOE0750 for a `world_size` below 1, and MOE0751 for a plan.
     """
     from moec.codegen.plan import make_plan
+    from moec.open_words import stated
     from moec.passes.pipeline import compile_program
     from moec.passes.place.ranks import for_ranks
 
@@ -64,6 +64,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     spec = _overridden(source, lets) if lets else to_spec(source)
     if world_size is not None:
         spec = for_ranks(spec, world_size)
+    spec = stated(spec)
     return make_plan(spec, compile_program(spec).program, __version__)
 
 
@@ -140,12 +141,13 @@ def reference(source: Source | Plan, *, seed: int = 0, dtype: torch.dtype | None
     Uses no process group. `source` may also be a plan or its folder: the result is the model that the plan shards.
     `dtype` replaces the file's; with `torch.float64`, parameters and all that is computed are float64.
     """
+    from moec.open_words import without_open_words
     from moec.runtime.host.reference import layer_reference, require_dtype
     from moec.runtime.host.reference import reference as build
 
     require_dtype(dtype)
     plan = _plan_or_none(source)
-    spec = plan.spec if plan is not None else to_spec(require_source(source, "moec.reference"))
+    spec = plan.spec if plan is not None else without_open_words(to_spec(require_source(source, "moec.reference")))
     make = build if spec.has_model else layer_reference
     return make(spec, seed=seed, dtype=dtype)
 
@@ -284,24 +286,17 @@ def check_text(data: bytes | str, name: str, folder: Path, lets: Mapping[str, fl
 
 def check_loaded(loaded: Loaded) -> tuple[Diagnostic, ...]:
     """Every error in a loaded file, including those of its degrees. Needs no torch."""
-    from moec.passes.degrees.degrees import choose_degrees
+    from moec.open_words import problems
 
-    if loaded.spec is None:
-        return loaded.diagnostics
-    refused = unsupported(loaded.spec)
-    try:
-        if not refused:
-            choose_degrees(loaded.spec)
-    except DiagnosticError as error:
-        refused = list(error.diagnostics)
-    return (*loaded.diagnostics, *refused)
+    return loaded.diagnostics if loaded.spec is None else (*loaded.diagnostics, *problems(loaded.spec))
 
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
-    """The passes on `spec`, with the record of each."""
+    """The passes on `spec`, or on what a search chooses for it, with the record of each."""
+    from moec.open_words import stated
     from moec.passes.pipeline import compile_program
 
-    return compile_program(spec, stop_after)
+    return compile_program(stated(spec), stop_after)
 
 
 def _plan_or_none(source: object) -> Plan | None:

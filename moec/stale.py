@@ -23,6 +23,7 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
     """
     from moec.grammar.diagnostics.codes import diagnose
     from moec.grammar.load import load_file
+    from moec.open_words import allows
 
     if path.suffix != ".plan":
         return None
@@ -32,7 +33,8 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
         is_newer = any(_is_newer(used.stat(), compiled) for used in _with_used(file, set()))
     except OSError:
         return None
-    if not is_newer or load_file(file).spec == plan.spec:
+    spec = load_file(file).spec if is_newer else plan.spec
+    if spec is not None and allows(spec, plan.spec):
         return None
     message = f"`{file}` has changed since `{path}` was compiled"
     command = f"`moec compile {quote(str(file))}` compiles it again"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moec.grammar.checking.supported import require_supported
+from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.spec import Spec
+from moec.grammar.stated import open_words
 from moec.passes.budget import Budget, OverBudgetError
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
@@ -99,6 +101,8 @@ def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees 
     """
     if degrees is None:
         require_supported(spec)
+        if words := open_words(spec):
+            raise InternalError(f"a search has not chosen {', '.join(words)}")
         degrees = choose_degrees(spec)
     try:
         return _run_passes(spec, degrees, stop_after)

@@ -47,18 +47,15 @@ class ParallelLayers(Node):
 
 
 class Parallel(Node):
-    """`parallel { … }`: degrees. What is left out takes its default, until a planner chooses."""
+    """`parallel { … }`: degrees. What is left out takes its default; a search chooses what is `auto` or a list."""
 
     word = "parallel"
     form = "block"
-    dp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("data parallel; equals ranks / (pp * tp * cp)")] = None
-    ep: Annotated[
-        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides ranks / pp and every layer's experts")
-    ] = None
-    tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of all but experts; default 1")] = None
+    dp: Annotated[Degree, Doc("data parallel; equals ranks / (pp * tp * cp)")] = None
+    ep: Annotated[Degree, Doc("expert parallel; divides ranks / pp and every layer's experts")] = None
+    tp: Annotated[Degree, Doc("tensor parallel, of all but experts; default 1")] = None
     pp: Annotated[
         Degree,
-        NotYet(("auto",), lists=True),
         Doc("pipeline parallel: number of ranks over which the layers are cut; divides the ranks; default 1"),
     ] = None
     virtual: Annotated[
@@ -74,7 +71,6 @@ class Parallel(Node):
     ] = None
     etp: Annotated[
         Degree,
-        NotYet(("auto",), lists=True),
         Doc(
             "tensor parallel inside an expert (expert slicing, Rajbhandari et al. 2022, arXiv 2201.05596, section 5); "
             "divides the hidden widths of experts, and ep * etp the ranks; default 1"
@@ -82,7 +78,6 @@ class Parallel(Node):
     ] = None
     cp: Annotated[
         Degree,
-        NotYet(("auto",), lists=True),
         Doc(
             "context parallel: cuts each sequence, and in attention its heads instead (Jacobs et al. 2023, arXiv "
             "2309.14509, section 3.1); cp * tp divides the heads, cp the sequence; default 1"
@@ -90,7 +85,6 @@ class Parallel(Node):
     ] = None
     zero: Annotated[
         Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
-        NotYet(("auto",)),
         Doc(
             "what ranks of `dp` and `cp` (of experts: `edp`) cut: 1 masters and optimizer states, 2 gradients too, "
             "3 weights too"
@@ -99,10 +93,9 @@ class Parallel(Node):
     offload: Annotated[
         Offload, NotYet(("auto",)), Doc("what is kept in the host's memory; changes nothing where devices are CPUs")
     ] = "none"
-    recompute: Annotated[Recompute, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = "none"
+    recompute: Annotated[Recompute, Doc("what is computed again in the backward pass")] = "none"
     microbatches: Annotated[
         Microbatches | tuple[Microbatches, ...] | Literal["auto"] | None,
-        NotYet(("auto",), lists=True),
         Doc(
             "number of micro-batches of a step; divides a rank's sequences; default 1, with `pp` the smallest number "
             "from `pp` on that the schedule takes"
@@ -110,7 +103,6 @@ class Parallel(Node):
     ] = None
     schedule: Annotated[
         Schedule | None,
-        NotYet(("auto",)),
         Doc("with `pp`, the order of its micro-batches; default `one_f_one_b`"),
     ] = None
     sequence_parallel: Annotated[

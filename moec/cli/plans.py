@@ -98,15 +98,17 @@ def compile_(
     cls=Command,
     examples={
         "moec plan first.moe": "the step's time by what takes it, tokens per second, MFU, and memory",
+        "moec plan first.moe --why-not 'ep = 2'": "what the best plan with these words would take, and why",
         "moec plan first.moe --json": "the same as numbers",
     },
     fails="the step does not fit the devices (the prediction is on stdout), or the file has errors",
     documents=("plan",),
 )
 @argument("source", "A `.moe` file or a plan folder.", type=FileOrPlan(files=True, plans=True))
+@click.option("--why-not", metavar="WORDS", help="Compare the best plan with these words of `parallel`.")
 @lets
 @output_format
-def plan(source: Path, lets: dict[str, str], style: str) -> None:
+def plan(source: Path, why_not: str | None, lets: dict[str, str], style: str) -> None:
     """Predict a step's time and memory, and say what takes them. Needs no torch."""
     from moec.commands.console.output import show
     from moec.commands.planning.plan import run
@@ -114,7 +116,7 @@ def plan(source: Path, lets: dict[str, str], style: str) -> None:
 
     if lets and is_plan(source):
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
-    fits, warnings = run(source, lets, style)
+    fits, warnings = run(source, lets, style, why_not)
     show(warnings, style)
     if not fits:
         raise SystemExit(1)

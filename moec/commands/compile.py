@@ -13,9 +13,11 @@ from moec.commands.console.output import emit as show_result
 from moec.commands.console.output import print_json
 from moec.commands.console.terminal import success
 from moec.commands.inspecting.summary import summary
+from moec.commands.planning.choices import chosen_lines
 from moec.driver import read, run_passes
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.open_words import choice_of
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
 
@@ -45,7 +47,9 @@ def run(
         return loaded.diagnostics
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
-    compilation = run_passes(loaded.spec, stop_after)
+    choice = choice_of(loaded.spec)
+    spec = loaded.spec if choice is None else choice.chosen.spec
+    compilation = run_passes(spec, stop_after)
     for record in compilation.records:
         if print_ir_after in ("all", record.name) or (print_ir_after == "changed" and _changed(record)):
             print(f"// after {record.name}{_op_change(record)}\n{print_program(record.after)}", file=sys.stderr)
@@ -54,7 +58,7 @@ def run(
     if emit == "ir" or emit == "placed":
         _emit_stage(emit, print_program(compilation.program), style)
         return loaded.diagnostics
-    plan = make_plan(loaded.spec, compilation.program, __version__)
+    plan = make_plan(spec, compilation.program, __version__)
     if emit == "fx":
         from moec.commands.inspecting.inspect_fx import fx_of
 
@@ -71,8 +75,8 @@ def run(
     program = compilation.program
     show_result(
         style,
-        lambda: [success(summary(plan, program, folder, seconds))],
-        lambda: compiled(plan, program, folder, seconds),
+        lambda: [success(summary(plan, program, folder, seconds, chosen_lines(choice)))],
+        lambda: compiled(plan, program, folder, seconds, choice),
     )
     return loaded.diagnostics
 

@@ -8,6 +8,7 @@ from typing import Literal
 from moec.codegen.plan import Plan
 from moec.commands.console.output import document
 from moec.commands.inspecting.summary import recomputing_layers
+from moec.commands.planning.plan_document import OtherPlan, PlannedCandidates, candidates_of, runners_up_of
 from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.totals import tally
@@ -15,6 +16,7 @@ from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
 from moec.passes.degrees.stated_degrees import mixtures_of
 from moec.passes.ir import Program
+from moec.passes.search.candidate import Choice
 
 Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
 """The forms that `--emit` prints."""
@@ -116,6 +118,10 @@ class CompiledPlan:
     """Rows of the busiest rank of experts over the mean, by the file's `train.routing`."""
     per_rank: PerRank
     sends: list[Send]
+    candidates: PlannedCandidates | None
+    """The plans among which a search chose; null where the file leaves no word open."""
+    runners_up: list[OtherPlan]
+    """The next plans, the fastest first."""
     seconds: float
     """How long compiling took."""
     next: list[str]
@@ -130,8 +136,8 @@ class EmittedStage:
     text: str
 
 
-def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> CompiledPlan:
-    """The document of `plan`, which is in `path`."""
+def compiled(plan: Plan, program: Program, path: Path, seconds: float, choice: Choice | None) -> CompiledPlan:
+    """The document of `plan`, which is in `path`. `choice`: the search that chose it."""
     spec = plan.spec
     counts, degrees, memory = tally(program, spec), choose_degrees(spec), memory_of(program, spec)
 
@@ -189,6 +195,8 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
             Send(bytes=round(flow.bytes), group=str(flow.group), ranks=flow.ranks, purpose=flow.purpose)
             for flow in counts.traffic
         ],
+        candidates=candidates_of(choice),
+        runners_up=runners_up_of(choice),
         seconds=seconds,
         next=[f"moec verify {path}"],
     )

@@ -5,16 +5,10 @@ Estimates rank all candidates; the first ones are placed, and their own predicti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from moec.grammar.spec import Spec
 from moec.grammar.stated import open_words
-from moec.passes.cost.prediction import Prediction, predict
 from moec.passes.cost.rates import ClusterRates, Rates
-from moec.passes.degrees.degrees import choose_degrees
-from moec.passes.lower.lower_model import lower
-from moec.passes.pipeline import unverified
+from moec.passes.search.candidate import Candidate, Choice, candidate_of
 from moec.passes.search.ranking import Ranked, Ranking, rank
 from moec.passes.search.rules import require_choosable
 
@@ -25,28 +19,6 @@ pipeline have none, those of large models at most 0.07 (decision 52)."""
 MOST_THAT_FIT = 6
 MOST_PLACED = 24
 """The most candidates that are placed, and the most of these that fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan: the file with a value for each of `words`, which it leaves open, and the prediction of its step."""
-
-    spec: Spec
-    words: Mapping[str, int | str]
-    prediction: Prediction
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen plan, the next ones from the fastest on, and the numbers of candidates and of those that fit.
-
-    Where none fits, `chosen` is the one with the least memory.
-    """
-
-    chosen: Candidate
-    runners_up: tuple[Candidate, ...]
-    candidates: int
-    fitting: int
 
 
 def choose(spec: Spec, rates: Rates | None = None) -> Choice:
@@ -65,6 +37,13 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     return Choice(first, tuple(others), ranking.candidates, ranking.fitting)
 
 
+def best(spec: Spec, rates: Rates | None = None) -> Candidate:
+    """The plan of a file, chosen if it leaves words open. Raises `DiagnosticError` as a compilation would."""
+    if open_words(spec):
+        return choose(spec, rates).chosen
+    return candidate_of(spec, rates=rates)
+
+
 def _placed(spec: Spec, ranking: Ranking, rates: Rates) -> list[Candidate]:
     """The candidates that fit, of those whose estimate comes near the best's time."""
     found, best = list[Candidate](), float("inf")
@@ -81,6 +60,4 @@ def _placed(spec: Spec, ranking: Ranking, rates: Rates) -> list[Candidate]:
 def _candidate(spec: Spec, ranked: Ranked, rates: Rates) -> Candidate:
     words = {word: value for word, value in ranked.words.items() if word in (*open_words(spec), "virtual")}
     chosen = spec.replace(parallel=spec.parallel.replace(**words))
-    degrees = choose_degrees(chosen)
-    program = unverified(chosen, degrees, lower(chosen, degrees), "budget")
-    return Candidate(chosen, {word: value for word, value in words.items() if value}, predict(program, chosen, rates))
+    return candidate_of(chosen, {word: value for word, value in words.items() if value is not None}, rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -26,8 +27,8 @@ LARGEST_PARTS = 4
 """The number of parts of the peak that the summary names."""
 
 
-def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
-    """The summary as text, from the plan alone."""
+def summary(plan: Plan, program: Program, path: Path, seconds: float, chosen: Sequence[str] = ()) -> str:
+    """The summary as text. `chosen`: what a search says of its choice."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
     unit = "image" if spec.has_model and spec.model.length is not None else "sequence"
@@ -41,6 +42,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float) -> str:
         f"  {subject_line(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {program.num_ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(degrees_lines(degrees)),
+        *(["  chosen    " + "\n            ".join(chosen)] if chosen else []),
         *_whole(spec),
         *_frozen(plan),
         *_zero(spec),

@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moec.codegen.plan_in_words import degrees_lines
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
+from moec.commands.planning.choices import runner_up_lines, why_not_lines
 from moec.commands.planning.plan_document import (
+    GIGABYTE,
     PlannedDegrees,
     PlannedExperts,
     PlannedLoad,
     StepPrediction,
     Tenant,
+    candidates_of,
+    other_plan,
+    runners_up_of,
 )
 from moec.commands.planning.terms import term_lines
-from moec.driver import read, run_passes, valid_plan
+from moec.driver import read, valid_plan
 from moec.grammar.amounts import amount_of_bytes, si
+from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
+from moec.grammar.resolve.given_words import given_words
 from moec.grammar.spec import Spec, Zipf
+from moec.open_words import choice_of
 from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import ranks_in_words
-from moec.passes.cost.prediction import Prediction, predict, step_of, workload_of_skew
+from moec.passes.cost.prediction import Prediction, step_of, workload_of_skew
 from moec.passes.cost.rates import NETWORK_SHARE, peak
 from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
+from moec.passes.search.candidate import Candidate, Choice, candidate_of
 from moec.subject import is_plan
 
-GIGABYTE = 1e9
+if TYPE_CHECKING:
+    from moec.passes.search.why_not import WhyNot
+
 TWICE = 2.0
 """The load whose step is shown beside that of the file: rows of the busiest rank over the mean."""
 
 
-def run(source: Path, lets: Mapping[str, str], style: str) -> tuple[bool, tuple[Diagnostic, ...]]:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, its loads, and what a search says of other plans: None where the file leaves no word open."""
+
+    plan: Candidate
+    load: PlannedLoad
+    choice: Choice | None
+    why_not: WhyNot | None
+
+
+def run(
+    source: Path, lets: Mapping[str, str], style: str, other: str | None = None
+) -> tuple[bool, tuple[Diagnostic, ...]]:
     """Prints the prediction of a file or a plan; returns whether the step fits its devices, and the file's warnings.
 
-    Raises MOE0502 where there is no step, and the diagnostics of a file that does not compile.
+    `other`: words of `parallel`, to say why the plan has not these. Raises MOE0502 where there is no step, and the
+    diagnostics of a file that does not compile.
     """
+    given = None if other is None else given_words("--why-not", other)
     spec, warnings = _spec_of(source, lets)
     if spec.train is None or not spec.has_model:
         what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
@@ -49,15 +76,17 @@ def run(source: Path, lets: Mapping[str, str], style: str) -> tuple[bool, tuple[
             else "give a `model` whose layers are like it"
         )
         raise DiagnosticError([diagnose("MOE0502", None, what, help=help)])
-    program = run_passes(spec, "schedule").program
-    prediction = predict(program, spec)
-    load = _load(program, spec, prediction)
-    emit(
-        style,
-        lambda: _lines(program, spec, prediction, load),
-        lambda: _document(program, spec, prediction, load),
-    )
-    return prediction.fits, warnings
+    require_supported(spec)
+    choice = choice_of(spec)
+    plan = candidate_of(spec) if choice is None else choice.chosen
+    against = None
+    if given is not None:
+        from moec.passes.search.why_not import why_not
+
+        against = why_not(spec, plan, given)
+    planned = Planned(plan, _load(plan), choice, against)
+    emit(style, lambda: _lines(planned), lambda: _document(planned))
+    return plan.prediction.fits, warnings
 
 
 def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnostic, ...]]:
@@ -67,7 +96,8 @@ def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnos
     return loaded.unwrap(), loaded.diagnostics
 
 
-def _load(program: Program, spec: Spec, prediction: Prediction) -> PlannedLoad:
+def _load(plan: Candidate) -> PlannedLoad:
+    program, spec, prediction = plan.program, plan.spec, plan.prediction
     uneven = workload_of_skew(program, spec, TWICE)
     return PlannedLoad(
         busiest=float(prediction.skew),
@@ -76,7 +106,9 @@ def _load(program: Program, spec: Spec, prediction: Prediction) -> PlannedLoad:
     )
 
 
-def _lines(program: Program, spec: Spec, prediction: Prediction, load: PlannedLoad) -> Iterator[str]:
+def _lines(planned: Planned) -> Iterator[str]:
+    plan, load = planned.plan, planned.load
+    program, spec, prediction = plan.program, plan.spec, plan.prediction
     train, cluster, step = spec.train, spec.cluster, prediction.step
     assert train is not None
     unit = "GPU" if cluster.device.kind != "cpu" else "rank"
@@ -107,6 +139,11 @@ def _lines(program: Program, spec: Spec, prediction: Prediction, load: PlannedLo
     if load.step_time_at_2_s is not None:
         yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
     yield from (f"           {line}" for line in _fitting(load))
+    if planned.choice is not None:
+        yield from runner_up_lines(planned.choice)
+    if planned.why_not is not None:
+        yield ""
+        yield from why_not_lines(planned.why_not, plan)
 
 
 def _guesses(spec: Spec) -> Iterator[str]:
@@ -140,7 +177,8 @@ def _tenants(prediction: Prediction) -> list[Tenant]:
     return [Tenant(kind=str(kind), gb=float(size) / GIGABYTE) for kind, size in sizes if size]
 
 
-def _document(program: Program, spec: Spec, prediction: Prediction, load: PlannedLoad) -> StepPrediction:
+def _document(planned: Planned) -> StepPrediction:
+    program, spec, prediction = planned.plan.program, planned.plan.spec, planned.plan.prediction
     degrees, step, memory = choose_degrees(spec), prediction.step, prediction.memory
     return StepPrediction(
         parallel=PlannedDegrees(
@@ -167,6 +205,9 @@ def _document(program: Program, spec: Spec, prediction: Prediction, load: Planne
         fits=prediction.fits,
         largest_tenants=_tenants(prediction),
         exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
-        loads=load,
+        loads=planned.load,
         calibrated=spec.cluster.is_calibrated,
+        candidates=candidates_of(planned.choice),
+        runners_up=runners_up_of(planned.choice),
+        why_not=None if planned.why_not is None else other_plan(planned.why_not.best),
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from moec.commands.console.output import document
+from moec.passes.search.candidate import Candidate, Choice
+
+GIGABYTE = 1e9
 
 
 @document
@@ -54,6 +57,27 @@ class PlannedLoad:
 
 
 @document
+class PlannedCandidates:
+    """The plans among which a search chose."""
+
+    number: int
+    fit: int
+    """Of these, those whose estimated memory fits."""
+
+
+@document
+class OtherPlan:
+    """A plan that was not chosen."""
+
+    words: dict[str, int | str]
+    """The words that the file leaves open."""
+    step_time_s: float
+    terms: dict[str, float]
+    memory_gb: float
+    fits: bool
+
+
+@document
 class StepPrediction:
     """The predicted step of a plan. Seconds are of a step, memory is that of the rank with the highest peak."""
 
@@ -80,3 +104,31 @@ class StepPrediction:
     loads: PlannedLoad
     calibrated: bool
     """Whether the cluster states what is achieved of its peaks and bandwidths."""
+    candidates: PlannedCandidates | None
+    """Null where the file leaves no word open."""
+    runners_up: list[OtherPlan]
+    """The next plans, the fastest first."""
+    why_not: OtherPlan | None
+    """The best plan with the words of `--why-not`."""
+
+
+def other_plan(plan: Candidate) -> OtherPlan:
+    """The document of a plan."""
+    step = plan.prediction.step
+    return OtherPlan(
+        words=dict(plan.words),
+        step_time_s=float(step.total),
+        terms={str(term): float(seconds) for term, seconds in step.of.items()},
+        memory_gb=float(plan.prediction.memory.peak.bytes.total) / GIGABYTE,
+        fits=plan.prediction.fits,
+    )
+
+
+def candidates_of(choice: Choice | None) -> PlannedCandidates | None:
+    """The numbers of a search; None for none."""
+    return None if choice is None else PlannedCandidates(number=choice.candidates, fit=choice.fitting)
+
+
+def runners_up_of(choice: Choice | None) -> list[OtherPlan]:
+    """The next plans of a search."""
+    return [] if choice is None else [other_plan(other) for other in choice.runners_up]

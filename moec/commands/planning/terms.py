@@ -48,12 +48,28 @@ AXES: Mapping[str, str] = {
 
 def term_lines(step: Seconds, program: Program, spec: Spec) -> Iterator[str]:
     """`15.7  compute              experts 6.3, other products 4.6`, the largest first."""
-    sums = {name: sum(float(step.of.get(term, 0.0)) for term in terms) for name, terms in HEADINGS.items()}
+    sums = by_heading(step)
     shown = [name for name in sums if abs(sums[name]) >= SMALLEST * step.total]
     for name in sorted(shown, key=lambda name: -sums[name]):
-        yield f"{amount(sums[name], step.total):>8}  {name:<17} {_detail(name, step, program, spec)}".rstrip()
+        yield f"{amount(sums[name], step.total):>8}  {name:<17} {detail(name, step, program, spec)}".rstrip()
     if rest := sum(sums[name] for name in sums if name not in shown):
         yield f"{amount(rest, step.total):>8}  others"
+
+
+def by_heading(step: Seconds) -> dict[str, float]:
+    """The seconds of each line."""
+    return {name: sum(float(step.of.get(term, 0.0)) for term in terms) for name, terms in HEADINGS.items()}
+
+
+def differences(step: Seconds, other: Seconds) -> dict[str, float]:
+    """How much more each line of `other` takes than that of `step`, the largest difference first; they add up."""
+    before, after = by_heading(step), by_heading(other)
+    return dict(sorted(((name, after[name] - before[name]) for name in HEADINGS), key=lambda item: -abs(item[1])))
+
+
+def signed(seconds: float, of: float) -> str:
+    """`+ 1.1`, `- 0.4`, with digits as `amount` has them."""
+    return f"{'-' if seconds < 0 else '+'} {amount(abs(seconds), of)}"
 
 
 def amount(seconds: float, of: float) -> str:
@@ -62,7 +78,8 @@ def amount(seconds: float, of: float) -> str:
     return f"{seconds:.{digits}f}"
 
 
-def _detail(name: str, step: Seconds, program: Program, spec: Spec) -> str:
+def detail(name: str, step: Seconds, program: Program, spec: Spec) -> str:
+    """What a line is made of, or the group that it crosses."""
     terms = HEADINGS[name]
     if len(terms) > 1:
         parts = sorted(((float(step.of.get(term, 0.0)), term) for term in terms), reverse=True)

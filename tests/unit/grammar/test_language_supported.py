@@ -30,16 +30,10 @@ def refused(**given: str) -> list[Diagnostic]:
 @each_row(
     ("given", "what", "today"),
     [
-        ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
-        ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
-        ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),
         ({"tail": "parallel { layers 1..2 { ep = auto } }"}, "`ep = auto`", ""),
         ({"tail": "parallel { layers 1..2 { ep = [2, 4] } }"}, "a list for `ep`", ""),
         ({"tail": "parallel { layers 1..2 { ep = 2; etp = [1, 2] } }"}, "a list for `etp`", ""),
-        ({"tail": "parallel { cp = auto }"}, "`cp = auto`", ""),
         ({"tail": "parallel { layers 1..2 { recompute = auto } }"}, "`recompute = auto`", "experts, layer, none"),
-        ({"tail": "parallel { microbatches = auto }"}, "`microbatches = auto`", ""),
-        ({"tail": "parallel { microbatches = [2, 4] }"}, "a list for `microbatches`", ""),
         ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
         ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "a `layer` beside a `model`", ""),
         ({"tail": 'train { batch = 1; sequence = 8; routing = trace("a.npz") }'}, "`trace`", "uniform, zipf"),

@@ -10,7 +10,6 @@ from support.tables import each_row
 from moec.driver import check_text
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
-from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.printer import to_text
 from moec.passes.degrees.degree_rules import problems_of
@@ -178,11 +177,6 @@ def test_dual_pipe_v_takes_two_micro_batches_for_each_rank() -> None:
     spec = load_text(text(f"{words}; microbatches = 2")).unwrap()
     (problem,) = problems_of(spec, mixtures_of(spec))
     assert (problem.code, problem.help) == ("MOE0380", "set `microbatches = 4`")
-
-
-def test_the_word_for_the_best_schedule_is_refused() -> None:
-    (found,) = unsupported(load_text(text("pp = 2; schedule = auto")).unwrap())
-    assert (found.code, "`schedule = auto`" in found.message) == ("MOE0202", True)
 
 
 # ---- the gate `topology` -------------------------------------------------------------------------------

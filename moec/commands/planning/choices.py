@@ -1,0 +1,120 @@
+"""What a search has chosen, and the next plans with what they would gain and lose, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from moec.commands.planning.terms import AXES, detail, differences, signed
+from moec.grammar.amounts import amount_of_bytes
+from moec.grammar.printer import written_value
+from moec.grammar.schema import fields
+from moec.grammar.spec import Parallel
+from moec.passes.search.candidate import Candidate, Choice
+
+if TYPE_CHECKING:
+    from moec.passes.search.why_not import WhyNot
+
+SHOWN = 3
+"""The next plans that are shown."""
+
+SMALL = 0.1
+"""The part of all differences below which one is not named."""
+
+
+NOTHING: Mapping[str, object] = {"zero": 0, "recompute": "none"}
+"""The values by which words do nothing; for others it is 1."""
+
+
+def in_words(words: Mapping[str, object]) -> str:
+    """`ep = 8, pp = 4`."""
+    known = fields(Parallel)
+    return ", ".join(f"{word} = {written_value(known[word], value)}" for word, value in words.items())
+
+
+def chosen_lines(choice: Choice | None) -> list[str]:
+    """Two lines: what was chosen of how many plans, and the next one; none where nothing was open."""
+    if choice is None:
+        return []
+    chosen = in_words(_effective(choice.chosen.words)) or in_words(choice.chosen.words)
+    lines = [f"{chosen}: the fastest of {_numbers(choice)}"]
+    if choice.runners_up:
+        other = choice.runners_up[0]
+        slower = other.prediction.step.total / choice.chosen.prediction.step.total - 1
+        lines.append(f"next {_changed(choice.chosen, other)}{f' ({slower:.1%} slower)' if slower >= 0.0005 else ''}")
+    return lines
+
+
+def runner_up_lines(choice: Choice) -> Iterator[str]:
+    """A table of the next plans: seconds, memory, and what differs."""
+    others = choice.runners_up[:SHOWN]
+    if others:
+        yield f"  next     {'step':<10} {'memory':<9} against the plan"
+    for number, other in enumerate(others, 1):
+        seconds, memory = f"{other.prediction.step.total:.3g} s", amount_of_bytes(_peak(other))
+        yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(choice.chosen, other)}"
+    yield f"  {_numbers(choice)}"
+
+
+def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
+    """What the best plan with the given words takes, and what they would gain and lose."""
+    best, total = found.best, chosen.prediction.step.total
+    times = best.prediction.step.total / total
+    others = _effective({word: value for word, value in best.words.items() if word not in found.given})
+    end = f": {in_words(others)}" if others else ""
+    yield f"`{in_words(found.given)}` takes {best.prediction.step.total:.3g} s at best, {times:.3g} times the plan{end}"
+    if not best.prediction.fits:
+        yield f"  it does not fit: {_memory(best)}"
+    elif not isinstance(found.alone, Candidate):
+        yield f"  with all else as in the plan, {found.alone.code}: {found.alone.message}"
+    elif not found.alone.prediction.fits:
+        yield f"  with all else as in the plan it does not fit: {_memory(found.alone)}"
+    for name, seconds in differences(chosen.prediction.step, best.prediction.step).items():
+        if abs(seconds) >= total * 5e-4:
+            yield f"  {signed(seconds, total):>9} s  {name}{_groups(name, best if seconds > 0 else chosen)}"
+    for word, near in found.nearest.items():
+        rest = {w: value for w, value in near.words.items() if found.best.words.get(w) != value and w != word}
+        fits = "" if near.prediction.fits else ", which does not fit"
+        alone = in_words({word: found.given[word]})
+        yield f"  with {alone} only: {near.prediction.step.total:.3g} s{fits}{', ' if rest else ''}{in_words(rest)}"
+
+
+def _effective(words: Mapping[str, object]) -> dict[str, object]:
+    """Without the words that do nothing."""
+    return {word: value for word, value in words.items() if value != NOTHING.get(word, 1)}
+
+
+def _numbers(choice: Choice) -> str:
+    """`1,204 plans, of which 301 fit`."""
+    plans = f"{choice.candidates:,} plan{'s' * (choice.candidates != 1)}"
+    return f"{plans}, of which {choice.fitting:,} fit" if choice.fitting < choice.candidates else plans
+
+
+def _changed(chosen: Candidate, other: Candidate) -> str:
+    """`tp = 2, zero = 2: tensor parallel + 0.7, bubble - 0.6`."""
+    total = chosen.prediction.step.total
+    found = differences(chosen.prediction.step, other.prediction.step)
+    every = sum(map(abs, found.values()))
+    terms = [f"{name} {signed(of, total)}" for name, of in found.items() if of and abs(of) >= SMALL * every]
+    return f"{in_words(_differing(chosen, other))}: {', '.join(terms) or 'as long'}"
+
+
+def _differing(chosen: Candidate, other: Candidate) -> dict[str, int | str]:
+    """The words of `other` that differ from those of `chosen`; `dp` follows from others, and counts only by itself."""
+    found = {word: value for word, value in other.words.items() if chosen.words.get(word) != value}
+    return {word: value for word, value in found.items() if word != "dp" or len(found) == 1}
+
+
+def _groups(name: str, of: Candidate) -> str:
+    text = detail(name, of.prediction.step, of.program, of.spec) if name in AXES else ""
+    return f": {text}" if text else ""
+
+
+def _memory(of: Candidate) -> str:
+    parts = sorted(of.prediction.memory.peak.bytes.of.items(), key=lambda part: -part[1])[:3]
+    tenants = ", ".join(f"{kind} {amount_of_bytes(size)}" for kind, size in parts)
+    return f"{amount_of_bytes(_peak(of))} of {amount_of_bytes(of.prediction.capacity)}, {tenants}"
+
+
+def _peak(of: Candidate) -> float:
+    return of.prediction.memory.peak.bytes.total

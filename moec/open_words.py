@@ -1,0 +1,70 @@
+"""Files that leave words of `parallel` open, to `auto` or to a list: a search chooses. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moec.grammar.checking.supported import unsupported
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.spec import Spec
+from moec.grammar.stated import open_words
+
+if TYPE_CHECKING:
+    from moec.passes.search.candidate import Choice
+
+
+def problems(spec: Spec) -> list[Diagnostic]:
+    """What is not supported yet, else what breaks a rule of degrees, or may not be left open."""
+    if refused := unsupported(spec):
+        return refused
+    try:
+        if open_words(spec):
+            from moec.passes.search.rules import require_choosable
+
+            require_choosable(spec)
+        else:
+            from moec.passes.degrees.degrees import choose_degrees
+
+            choose_degrees(spec)
+    except DiagnosticError as error:
+        return list(error.diagnostics)
+    return []
+
+
+def choice_of(spec: Spec) -> Choice | None:
+    """What a search chooses for the open words of `spec`; None where it has none.
+
+    Raises `DiagnosticError` where a word may not be open, and where no values keep the rules of degrees.
+    """
+    if not open_words(spec):
+        return None
+    from moec.passes.search.choose import choose
+
+    return choose(spec)
+
+
+def stated(spec: Spec) -> Spec:
+    """`spec` with the chosen values for its open words. Raises what `choice_of` does."""
+    choice = choice_of(spec)
+    return spec if choice is None else choice.chosen.spec
+
+
+def without_open_words(spec: Spec) -> Spec:
+    """`spec` with any values for its open words. Raises `DiagnosticError` where results depend on one."""
+    if not open_words(spec):
+        return spec
+    from moec.passes.search.rules import require_choosable, with_first_values
+
+    if spec.train is not None:
+        require_choosable(spec)
+    return with_first_values(spec)
+
+
+def allows(file: Spec, plan: Spec) -> bool:
+    """Whether `plan` is `file`, or has a value that it allows for each word that it leaves open."""
+    words = open_words(file)
+    chosen = {word: getattr(plan.parallel, word) for word in (*words, *(["virtual"] if "schedule" in words else []))}
+    lists = {word: getattr(file.parallel, word) for word in words}
+    if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
+        return False
+    return file.replace(parallel=file.parallel.replace(**chosen)) == plan

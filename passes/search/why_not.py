@@ -1,0 +1,51 @@
+"""Why a plan has not other values for some words: the best plan with them, and what is near."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.spec import Spec
+from moec.passes.search.candidate import Candidate
+from moec.passes.search.choose import best
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """The best plan with the words `given`.
+
+    `alone`: the plan with these, and all else as in the chosen plan; or the rule that it breaks. `nearest`: for each of
+    several words the best plan with it and without the other ones.
+    """
+
+    given: Mapping[str, object]
+    best: Candidate
+    alone: Candidate | Diagnostic
+    nearest: Mapping[str, Candidate]
+
+
+def why_not(spec: Spec, chosen: Candidate, given: Mapping[str, object]) -> WhyNot:
+    """What speaks against the words `given`, which replace those of the file `spec`, whose plan is `chosen`.
+
+    Raises `DiagnosticError` where no plan has them.
+    """
+    nearest = dict[str, Candidate]()
+    for word, value in given.items() if len(given) > 1 else ():
+        try:
+            nearest[word] = best(_with(spec, {word: value}))
+        except DiagnosticError:
+            continue
+    return WhyNot(given, best(_with(spec, given)), _alone(chosen, given), nearest)
+
+
+def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:
+    follows = {"dp": None} if "dp" in chosen.words else {}  # from the other degrees
+    try:
+        return best(_with(chosen.spec, {**follows, **given}))
+    except DiagnosticError as error:
+        return error.diagnostics[0]
+
+
+def _with(spec: Spec, words: Mapping[str, object]) -> Spec:
+    return spec.replace(parallel=spec.parallel.replace(**words))

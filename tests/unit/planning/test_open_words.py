@@ -1,0 +1,127 @@
+"""Words that a file leaves open: a plan has values for all of them, and commands say what was chosen and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.plans import moe_text
+from support.tables import each_row
+
+from moec.commands.planning.plan import run
+from moec.driver import check, compile, load, reference, to_spec
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.stated import open_words
+from moec.open_words import allows
+from moec.passes.search.candidate import candidate_of
+
+WORDS = "tp = [1, 2]; zero = auto; microbatches = [2, 4]"
+
+
+def text(words: str = WORDS, **options: object) -> str:
+    """A file with these words of `parallel` and no `ep`."""
+    return moe_text(ep=None, memory="1GB", **options).replace("parallel {\n", f"parallel {{\n  {words}\n")  # type: ignore[arg-type]
+
+
+def file_of(folder: Path, words: str = WORDS) -> Path:
+    file = folder / "open.moe"
+    file.write_text(text(words))
+    return file
+
+
+def test_a_plan_states_every_word_and_is_the_same_each_time(tmp_path: Path) -> None:
+    plan = compile(text())
+    assert open_words(plan.spec) == ()
+    assert plan.spec.parallel.tp in (1, 2)
+    assert plan.spec.parallel.microbatches in (2, 4)
+    plan.save(tmp_path / "a.plan")
+    assert load(tmp_path / "a.plan", trust_nothing=True).spec_text == compile(text()).spec_text
+
+
+def test_a_search_is_of_the_ranks_that_a_plan_is_for() -> None:
+    assert compile(text("ep = auto"), world_size=2).spec.parallel.ep in (1, 2)
+
+
+def test_a_file_that_allows_a_plan_has_not_changed() -> None:
+    plan = compile(text()).spec
+    assert allows(to_spec(text()), plan)
+    assert not allows(to_spec(text("tp = [4]; zero = auto; microbatches = [2, 4]")), plan)
+    assert not allows(to_spec(text(batch=16)), plan)
+    assert not allows(to_spec(text("tp = 4; zero = auto; microbatches = [2, 4]")), plan)
+    free = to_spec(text("pp = [2]; schedule = auto"))
+    assert allows(free, compile(free).spec)
+
+
+def test_no_result_depends_on_open_words() -> None:
+    model, stated = reference(text()), reference(text("tp = 2"))
+    assert model.state_dict().keys() == stated.state_dict().keys()
+    with pytest.raises(DiagnosticError, match="MOE0503"):
+        reference(text("tp = auto", beside="group = batch"))
+
+
+@each_row(
+    ("words", "codes"),
+    [
+        (WORDS, []),
+        ("tp = [3, 5]", ["MOE0312"]),
+        ("offload = auto", ["MOE0202"]),
+        ("layers 1 { ep = auto }", ["MOE0202"]),
+    ],
+)
+def test_check_finds_what_keeps_a_search_from_its_plan(words: str, codes: list[str], tmp_path: Path) -> None:
+    assert [found.code for found in check(file_of(tmp_path, words))][:1] == codes
+
+
+def test_why_not_adds_up_to_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(file_of(tmp_path), {}, "full", "tp = 4, zero = 3")[0]
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("`tp = 4, zero = 3` takes "))
+    signed = [re.match(r" +([+-]) ([\d.]+) s  ", line) for line in lines[start:]]
+    added = sum(float(f"{found[1]}{found[2]}") for found in signed if found)
+    run(file_of(tmp_path), {}, "json", "tp = 4, zero = 3")
+    found = json.loads(capsys.readouterr().out)
+    difference = found["why_not"]["step_time_s"] - found["step_time_s"]
+    assert added == pytest.approx(difference, abs=2e-3 * found["step_time_s"])
+    assert sum(found["why_not"]["terms"].values()) == pytest.approx(found["why_not"]["step_time_s"])
+    assert [line.split(":")[0] for line in lines if " only" in line] == ["  with tp = 4 only", "  with zero = 3 only"]
+
+
+def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(file_of(tmp_path), {}, "json")
+    found = json.loads(capsys.readouterr().out)
+    times = [found["step_time_s"], *(other["step_time_s"] for other in found["runners_up"])]
+    assert times == sorted(times)
+    assert found["candidates"]["number"] >= found["candidates"]["fit"] >= len(found["runners_up"]) > 1
+    assert all(set(other["words"]) == {"tp", "zero", "microbatches"} for other in found["runners_up"])
+
+
+@each_row(
+    ("other", "code"),
+    [("epp = 2", "MOE0201"), ("ep = 3", "MOE0311"), ("layers 1 { ep = 2 }", "MOE0101"), ("ep = 2, ep = 4", "MOE0204")],
+)
+def test_words_that_no_plan_has_are_refused(other: str, code: str, tmp_path: Path) -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        run(file_of(tmp_path), {}, "full", other)
+    assert code in {problem.code for problem in refused.value.diagnostics}
+
+
+def test_words_of_a_stated_file_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(file_of(tmp_path, "tp = 2"), {}, "full", "zero = 1")
+    out = capsys.readouterr().out
+    assert "`zero = 1` takes " in out
+    assert "plans" not in out
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, file = "recompute = auto; microbatches = [1, 8]", tmp_path / "open.moe"
+    peak = int(candidate_of(to_spec(text("ep = 4"))).prediction.memory.peak.bytes.total)
+    file.write_text(text(words).replace("1GB", f"{peak - 1000}B"))
+    run(file, {}, "full", "recompute = none, microbatches = 1")
+    assert "\n  it does not fit: " in capsys.readouterr().out
+    file.write_text(text(words).replace("1GB", "1KB"))
+    assert not run(file, {}, "full")[0]
+    assert re.search(r": it does not fit\n.*, of which 0 fit\n$", capsys.readouterr().out, re.DOTALL)
+    with pytest.raises(DiagnosticError, match="MOE0501"):
+        compile(file)
