@@ -152,9 +152,9 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     with open_step.backward(is_last=is_last_backward(order, action)):
                         passes.take(action)
                 case "sum":
-                    look_at(StepEnds(passes.depends_on_logits, seen=model.seen))
                     open_step.finish()
                     loss = passes.end()
+                    look_at(StepEnds(passes.depends_on_logits, seen=model.seen))
                     stops = job.finite.skips_loss(model, loss)
                 case "states" if not stops:
                     model.update_states()
