@@ -46,20 +46,22 @@ class CustomLoss:
         if self.step.count_takes_logits:
             total = custom_count(self.job, self.step, self.job.whole_logits(output).detach(), inputs)
         summed, complaint, error = self._summed(output, labels, inputs)
-        counts = (int(isinstance(summed, Tensor) and summed.requires_grad),)
+        counts = (int(_depends_on_logits(summed)),)
         (depending_ranks,) = require_with_cause(self.job.checks, "a custom loss", complaint, error, counts=counts)
         return self._divided(output, summed, total), depending_ranks > 0
 
     def of_last_stage(
         self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Complaint | None, Exception | None]:
-        """The loss on the ranks of the last pipeline stage. With a complaint, which is raised on every rank at the
-        end of the step, it is 0, and adds nothing to gradients. Also returns the error of the script's function."""
+    ) -> tuple[Tensor, bool, Complaint | None, Exception | None]:
+        """The loss on the ranks of the last pipeline stage, and whether this rank's depends on the logits. With a
+        complaint, which is raised on every rank at the end of the step, it is 0, and adds nothing to gradients. Also
+        returns the error of the script's function."""
         summed, complaint, error = self._summed(output, labels, inputs, every_error=True)
+        depends = _depends_on_logits(summed)
         if complaint is not None:
             output = ModelOutput(output.logits)  # without balance terms
             summed = output.logits.sum() * 0.0
-        return self._divided(output, summed, self.total), complaint, error
+        return self._divided(output, summed, self.total), depends, complaint, error
 
     def _summed(
         self, output: ModelOutput, labels: Tensor, inputs: Mapping[str, Tensor], *, every_error: bool = False
@@ -106,6 +108,10 @@ class CustomLoss:
 
 def _negative_sum(logprobs: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
     return -logprobs.sum()
+
+
+def _depends_on_logits(summed: object) -> bool:
+    return isinstance(summed, Tensor) and summed.requires_grad
 
 
 def _scalar_complaint(summed: object) -> Complaint | None:

@@ -237,7 +237,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         """
         self._require_own(model)
         require_max_norm(max_norm)
-        groups.require_no_exchange(self.number)
+        groups.require_no_messages(self.number)
         note_action("clip")
         named = parameters_by_name(model, self.plan)
         self._take_back(model)

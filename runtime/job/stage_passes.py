@@ -37,19 +37,16 @@ if TYPE_CHECKING:
 
 CHANGED = "a hook changed a parameter of pipeline stage {} while micro-batches were between their passes"
 WITHOUT_HOOKS = "step after `job.step`, or take one micro-batch; some have stepped: go on from the last checkpoint"
+CHANGED_TIED = "a hook changed {}, of which several pipeline stages have a copy, before they summed its gradients"
+AFTER_STEP = "change it after `job.step`; some have changed it: go on from the last checkpoint"
 
 
 class StagePasses:
     """The passes of one step. No collective of all ranks runs between its agreement and its end."""
 
-    depends_on_logits = True
-
     def __init__(
         self, job: Job, model: PlanModule, step: Step, agreement: StepAgreement, total: Tensor, order: Order
     ) -> None:
-        if step.count_takes_logits:
-            message = "a count that takes logits, which only the last pipeline stage has"
-            raise JobError("MOE0700", message, "count by labels and inputs")
         self._job, self._model, self._step, self._total = job, model, step, total
         self._reads_values = agreement.reads_values
         parts = [*step.parts()]
@@ -66,6 +63,8 @@ class StagePasses:
         self._queues = {(a.stage, a.microbatch): WeightQueue() for a in order if a.kind == "weights"}
         """The products that wait, for each pass whose backward is in two parts."""
         self._sum_of_losses = torch.zeros((), dtype=torch.float32, device=step.tokens.device)
+        self.depends_on_logits = False
+        """Whether the loss depends on the model's logits: on this rank, and after `end` on any."""
         self._routers: Complaint | None = None
         """The first complaint about router logits, which a job may skip."""
         self._complaint: Complaint | None = None
@@ -74,13 +73,12 @@ class StagePasses:
         self._tied, _ = by_plan_names(model, model.named_parameters(), job.plan.owners_of_tied)
         self._earlier = {name: local_part(p.grad).clone() for name, p in self._tied.items() if p.grad is not None}
         """The gradients of tied parameters before the step."""
-        weights = {stage: [*model.weights_of(top, wrapped=True)] for stage, top in model.tops.items()}
-        self._hooked = {
-            stage: Snapshot([p for of_layer in of_stage for p in of_layer.registered().values() if p is not None])
-            for stage, of_stage in weights.items()
-            if any(of_layer.sums_every_pass for of_layer in of_stage)
+        self._tied_before = {name: Snapshot([parameter]) for name, parameter in self._tied.items()}
+        several = step.microbatches > 1  # with one, a hook may step as soon as a gradient is there
+        self._before = {
+            stage: Snapshot([*model.parameters_of_stage(top)]) for stage, top in model.tops.items() if several
         }
-        """The parameters before the step, of stages where hooks may change them."""
+        """The parameters of each stage before the step."""
 
     def take(self, action: Action) -> None:
         """Takes an action of a micro-batch."""
@@ -100,14 +98,8 @@ class StagePasses:
                 self._loss(action.microbatch, batch)
             case "receive_gradients":
                 self._messages.receive(place, batch.tokens, gradients=True)
-            case "backward" | "inputs" | "weights" if (before := self._hooked.get(place[0])) and before.has_changed:
-                self._complaint = self._complaint or Complaint("MOE0722", CHANGED.format(place[0]), WITHOUT_HOOKS)
-            case "backward":
-                self._backward(place)
-            case "inputs":
-                self._backward(place, self._queues[place].to_inputs)
-            case "weights":
-                self._queues[place].to_weights()
+            case "backward" | "inputs" | "weights":
+                self._take_backward(action.kind, place)
             case "send_gradients":
                 received = self._received.pop(place)
                 gradients = {
@@ -144,15 +136,36 @@ class StagePasses:
         output = ModelOutput(outputs["logits"], aux_loss=balance)
         if step.has_custom_loss:
             custom = CustomLoss(self._job, model, step, self._total)
-            loss, complaint, error = custom.of_last_stage(output, batch.labels, self._inputs[microbatch])
+            loss, depends, complaint, error = custom.of_last_stage(output, batch.labels, self._inputs[microbatch])
+            self.depends_on_logits = self.depends_on_logits or depends
             if self._complaint is None:
                 self._complaint, self._cause = complaint, error
         else:
-            loss = model.loss(output.logits, batch.labels)
+            loss, self.depends_on_logits = model.loss(output.logits, batch.labels), True
             loss = loss if balance is None or not model.training else loss + balance
         self._losses[microbatch] = loss
 
-    def _backward(self, place: StageBatch, run: Callable[..., None] = torch.autograd.backward) -> None:
+    def _take_backward(self, kind: str, place: StageBatch) -> None:
+        """A backward pass, or one of its two parts. If a hook has changed parameters of the stage, its gradients are
+        worthless, and no error ends it: other ranks wait for its messages and sums until all hear the complaint."""
+        self._is_changed(place[0])
+        try:
+            if kind == "weights":
+                self._queues[place].to_weights()
+            else:
+                self._backward(place, torch.autograd.backward if kind == "backward" else self._queues[place].to_inputs)
+        except (RuntimeError, JobError) as error:
+            if type(error) not in (RuntimeError, JobError) or not self._is_changed(place[0]):
+                raise
+
+    def _is_changed(self, stage: int) -> bool:
+        """Whether a parameter of this stage has changed since the step began; notes the complaint."""
+        changed = stage in self._before and self._before[stage].has_changed
+        if changed:
+            self._complaint = self._complaint or Complaint("MOE0722", CHANGED.format(stage), WITHOUT_HOOKS)
+        return changed
+
+    def _backward(self, place: StageBatch, run: Callable[..., None]) -> None:
         stage, microbatch = place
         if stage == self._last:
             loss = self._losses.pop(microbatch)
@@ -176,14 +189,16 @@ class StagePasses:
         self._messages.finish()
         self._sum_tied()
         routers = None if self._job.finite.skips else self._routers
-        require_with_cause(self._job.checks, "end of a step", self._complaint or routers, self._cause)
         trains = any(parameter.requires_grad for parameter in self._model.parameters())
-        sums = torch.stack([self._sum_of_losses, torch.full_like(self._sum_of_losses, float(trains))])
-        with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
-            dist.all_reduce(sums, group=peers)
-        if not trains and not sums[1]:
+        complaint, counts = self._complaint or routers, (int(trains), int(self.depends_on_logits))
+        training, depending = require_with_cause(self._job.checks, "end of a step", complaint, self._cause, counts)
+        if not training:
             raise JobError("MOE0713", ALL_FROZEN)
-        return sums[0]
+        self.depends_on_logits = depending > 0
+        loss = self._sum_of_losses
+        with collective("all_reduce", self._job.number + PIPELINE, "the loss of a step") as peers:
+            dist.all_reduce(loss, group=peers)
+        return loss
 
     def _sum_tied(self) -> None:
         """Sums the gradients of parameters that stages on several ranks have, each a copy."""
@@ -200,6 +215,8 @@ class StagePasses:
                 help = "call `requires_grad_` on every rank or on none"
                 self._complaint = self._complaint or Complaint("MOE0702", words, help, True)
             elif parameter.requires_grad:
+                if self._tied_before[name].has_changed:
+                    self._complaint = self._complaint or Complaint("MOE0722", CHANGED_TIED.format(name), AFTER_STEP)
                 earlier = self._earlier.get(name)
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

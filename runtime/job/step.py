@@ -25,7 +25,7 @@ from moec.runtime.job.stage_passes import StagePasses
 from moec.runtime.job.step_agreement import StepAgreement, agree
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import MustMatch
-from moec.runtime.ranks.groups import require_no_exchange
+from moec.runtime.ranks.groups import require_no_messages
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -130,7 +130,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
 
     The script itself runs the last two: `job.clip_grad_norm_` and the optimizer.
     """
-    require_no_exchange(job.number)
+    require_no_messages(job.number)
     taken = takes_microbatches(model.program, step.microbatches)  # if not, `agree` raises
     order = order_of_step(
         model.program, step.microbatches if taken else model.program.microbatches, model._home.stages[0]
@@ -152,9 +152,9 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                     with open_step.backward(is_last=is_last_backward(order, action)):
                         passes.take(action)
                 case "sum":
-                    look_at(StepEnds(passes.depends_on_logits, seen=model.seen))
                     open_step.finish()
                     loss = passes.end()
+                    look_at(StepEnds(passes.depends_on_logits, seen=model.seen))
                     stops = job.finite.skips_loss(model, loss)
                 case "states" if not stops:
                     model.update_states()

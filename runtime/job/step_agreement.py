@@ -60,6 +60,9 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
     device = device_of(step.tokens)
     reads_values = job.checks.reads_values(model.seen, ("step", model.training, step.has_custom_loss), device)
     complaint, matching = claims(model, step.tokens, step.labels, step.extra, reads_values=reads_values)
+    if complaint is None and job.plan.pipeline > 1 and step.count_takes_logits:
+        help = "count by labels and inputs"
+        complaint = Complaint("MOE0700", "a count that takes logits, which only the last pipeline stage has", help)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and job.plan.pipeline > 1:

@@ -14,7 +14,7 @@ from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.model.model_output import ModelOutput, OutputWithoutLogits
 from moec.runtime.model.stage_messages import StageMessages, Values
 from moec.runtime.model.stage_pass import MicroBatch, require_whole, stage_in_words, stage_pass
-from moec.runtime.ranks.groups import PIPELINE, require_no_exchange
+from moec.runtime.ranks.groups import PIPELINE, require_no_messages
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.rank import RankHome
 
@@ -36,7 +36,7 @@ def require_evaluation(model: PlanModule, labels: Tensor | None) -> None:
     }
     if (reason := next((reason for reason, is_so in refused.items() if is_so), None)) is not None:
         require_whole(model.program, f"a forward pass {reason}", EVALUATE)
-    require_no_exchange(model._home.groups)
+    require_no_messages(model._home.groups)
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Role, Value
 from moec.passes.ir.interface import HANDED_ON, forwards
 from moec.passes.ir.limits import MAX_STAGES
-from moec.runtime.ranks.groups import PIPELINE, begin_exchange, end_exchange
+from moec.runtime.ranks.groups import PIPELINE, begin_messages, end_messages
 from moec.runtime.ranks.verdict import MESSAGE
 from moec.runtime.ranks.watch import collective
 
@@ -51,7 +51,7 @@ class StageMessages:
     """The messages of `rank` in one step or evaluation. `job` is the prefix of its groups' names."""
 
     def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
-        begin_exchange(job)
+        begin_messages(job)
         self._plan, self._rank, self._job, self._device = plan, rank, job, device
         self._rank_of = {stage: rank for rank, stages in enumerate(plan.program.stages_by_rank) for stage in stages}
         self._inputs = [
@@ -117,7 +117,7 @@ class StageMessages:
         """Waits until everything is sent."""
         while self._sent:
             self._wait_for_oldest()
-        end_exchange(self._job)
+        end_messages(self._job)
 
     def _wait_for_oldest(self) -> None:
         sent = self._sent.popleft()

@@ -148,3 +148,9 @@ class StepModule(nn.Module):
                 yield layer._weights
             elif wrapped and (inner := layer_inside(layer)) is not None:
                 yield inner._weights
+
+    def parameters_of_stage(self, top: TopLevel) -> Iterator[nn.Parameter]:
+        """All parameters of a stage, also a wrapper's own, and those from which parametrizations compute others."""
+        paths = dict.fromkeys(spec.name.rpartition(".")[0] for weights in top.weights for spec in weights.specs)
+        for module in (*map(self.get_submodule, paths), *(self.layers[number] for number in top.layers)):
+            yield from module.parameters()

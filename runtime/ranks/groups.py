@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _groups: dict[str, ProcessGroup] = {}
 _watches: dict[str, Watch] = {}
 _open: set[str] = set()
-_exchanging: set[str] = set()
+_with_messages: set[str] = set()
 _numbers = count()
 
 STAGE, HOST, PIPELINE, TIED = "", "host", "pp", "tied"
@@ -61,7 +61,7 @@ def opened(job: str, groups: Mapping[str, ProcessGroup], watch: Watch | None) ->
         for name in names:
             _groups.pop(name, None)
         _open.discard(job)
-        _exchanging.discard(job)
+        _with_messages.discard(job)
         _watches.pop(job, None)
 
 
@@ -70,19 +70,19 @@ def is_open(job: str) -> bool:
     return job in _open
 
 
-def begin_exchange(job: str) -> None:
-    """Notes that this rank exchanges messages with other pipeline stages, until `end_exchange`."""
-    _exchanging.add(job)
+def begin_messages(job: str) -> None:
+    """Notes that messages between pipeline stages are on the way, until `end_messages`."""
+    _with_messages.add(job)
 
 
-def end_exchange(job: str) -> None:
+def end_messages(job: str) -> None:
     """Notes that every message is sent and received."""
-    _exchanging.discard(job)
+    _with_messages.discard(job)
 
 
-def require_no_exchange(job: str) -> None:
+def require_no_messages(job: str) -> None:
     """Raises `JobError` if an exception has ended a pass of a pipeline before all messages were sent and received."""
-    if job in _exchanging:
+    if job in _with_messages:
         message = "an exception ended a step or an evaluation of this pipeline, whose messages may still be on the way"
         raise JobError("MOE0752", message, "let it end the job, and go on from the last checkpoint")
 

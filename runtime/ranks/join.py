@@ -215,7 +215,8 @@ def process_groups(
 ) -> dict[str, ProcessGroup]:
     """A job's process groups by the plan's names, and `STAGE`, `HOST` and, of several stages, `PIPELINE`.
 
-    The dense mesh of `plan` has joint axes, which no DeviceMesh has.
+    Ranks with a parameter of several stages also have `TIED`. The dense mesh of `plan` has joint axes, which no
+    DeviceMesh has.
     """
     by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
@@ -230,7 +231,8 @@ def process_groups(
             lists[PIPELINE] = [[first + place for first in firsts] for place in places]
             for owners in plan.owners_of_tied.values():
                 lists[TIED] = [[firsts[owner] + place for owner in owners] for place in places]
-        by_name |= {name: _group_of(of_ranks) for name, of_ranks in lists.items()}
+        groups = {name: _group_of(of_ranks) for name, of_ranks in lists.items()}
+        by_name |= {name: group for name, group in groups.items() if group is not None}
         takes_cpu_tensors = device_type == "cpu" or "cpu:" in str(dist.get_backend_config())
         by_name[HOST] = _world() if takes_cpu_tensors else dist.new_group(backend="gloo")
     for group in by_name.values():
@@ -240,11 +242,11 @@ def process_groups(
     return by_name
 
 
-def _group_of(lists: list[list[int]]) -> ProcessGroup:
-    """The group of this rank in lists that have each rank once, or the group of all ranks."""
+def _group_of(lists: list[list[int]]) -> ProcessGroup | None:
+    """The group of this rank in lists that have each rank at most once, or the group of all ranks; None in no list."""
     if len(lists) == 1 and len(lists[0]) == dist.get_world_size():
         return _world()
-    group: ProcessGroup = dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
+    group: ProcessGroup | None = dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
     return group
 
 

@@ -1,10 +1,8 @@
-"""Pipelines on gloo ranks: training, checkpoints and errors are those of the model without stages."""
+"""Pipelines on gloo ranks: training, checkpoints and evaluations are those of the model without stages."""
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +15,10 @@ from support.ranks.gloo_pool import GlooPool
 from support.ranks.training import batches_of, gradients_of, own_part, parts_of_rank, unsharded
 from support.staged_plans import staged_plan
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 import moec
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.errors import RankError
 from moec.runtime.job.job import Job
 from moec.runtime.model.module import PlanModule
 
@@ -180,6 +176,18 @@ def test_a_checkpoint_loads_with_other_stages_and_without_any(gloo: GlooPool, tm
     assert all(found == pytest.approx(expected, abs=LOSSES) for ranks in losses for found in ranks)
 
 
+def keeps_timeout(plan: Plan) -> bool:
+    """Whether the script's own process group has its timeout inside of a job."""
+    backend = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before = backend.options._timeout
+    with moec.launch(plan, device="cpu", timeout=61):
+        return bool(backend.options._timeout == before)
+
+
+def test_ranks_without_a_tied_parameter_leave_the_group_of_all_ranks_alone(gloo: GlooPool):
+    assert gloo.run(3, keeps_timeout, pipeline({"ranks": 1, "ep": 1}, {"pp": 3})) == [True] * 3
+
+
 def odd_steps(plan: Plan) -> tuple[list[float], dict[int, float], list[str]]:
     """Losses and norms of steps with a frozen part and unequal micro-batches, the second of which is skipped; rates of
     dropped choices; the names of layer 2's parameters that have a gradient."""
@@ -295,203 +303,3 @@ def test_a_pipeline_evaluates_and_replays_as_the_unsharded_model(gloo: GlooPool)
         assert result[3] == loads
         assert bool(result[4]) == (rank > 1)
     assert "stage 3, on ranks 0 to 1" in results[3][4]
-
-
-def step_in_hook(parameter: Tensor) -> None:
-    """An optimizer in a hook."""
-    assert parameter.grad is not None
-    with torch.no_grad():
-        parameter -= 0.1 * parameter.grad
-
-
-def refusals(plan: Plan) -> dict[str, str]:
-    """What calls that need the whole model say, and steps that cannot be taken."""
-    with moec.launch(plan, device="cpu") as job:
-        model = job.build(seed=1)
-        tokens, labels = own_part(job, *batches_of(plan.spec, 1)[0])
-
-        def mean(logits: Tensor, labels: Tensor) -> Tensor:
-            return logits.mean(-1)
-
-        other = next(number for number, layer in enumerate(model.layers) if not [*layer.parameters()])
-        calls: dict[str, Callable[[], object]] = {
-            "forward": lambda: model(tokens),
-            "logits": lambda: torch.no_grad()(model.eval())(tokens),
-            "eval with gradients": lambda: model.eval()(tokens, labels),
-            "eval of another batch": lambda: torch.no_grad()(model.eval())(tokens + (job.rank % 2), labels),
-            "five": lambda: job.step(model, tokens, labels, microbatches=5),
-            "generate": lambda: model.generate(tokens[:1], max_new_tokens=1),
-            "accumulate": lambda: job.accumulate(model, labels).__enter__(),
-            "own loss": lambda: job.step(model, tokens, labels, loss=mean),
-            "count": lambda: job.step(model, tokens, labels, loss=mean, count=lambda logits, labels: 1, microbatches=1),
-            "other layer": lambda: model.layers[other](tokens),
-            "other batch": lambda: job.step(model, tokens + (job.rank % 2), labels),
-            "save_hf": lambda: moec.save_hf(model, "nowhere"),
-            "compile": model.compile,
-        }
-        said = {}
-        for name, call in calls.items():
-            with pytest.raises(DiagnosticError) as refused:
-                call()
-            said[name] = str(refused.value)
-            model.train()
-        assert not any(gradient.any() for gradient in gradients_of(model).values())  # the refused own loss adds nothing
-        with pytest.raises(AttributeError, match=f"layer {other} is in stage"):
-            model.layers[other].attention  # noqa: B018
-        if job.rank == 0:
-            with pytest.raises(AttributeError, match="'norm': it is in stage 1, on rank 1"):
-                model.norm  # noqa: B018
-        job.step(model, tokens, labels)
-        with pytest.raises(DiagnosticError) as refused:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        said["torch's clipping"] = str(refused.value)
-        hook = model.register_forward_hook(lambda *_: None)
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        said["hook"] = str(refused.value)
-        hook.remove()
-        embedding = model.get_parameter("embedding.weight")
-        hooks = [embedding.register_hook(lambda gradient: gradient.clamp(-1, 1))] if job.rank == 0 else []
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        said["hook of a tied weight"] = str(refused.value)
-        for hook in hooks:
-            hook.remove()
-        number = next(number for number, layer in enumerate(model.layers) if [*layer.parameters()])
-        hook = model.layers[number].get_parameter("attention.q.weight").register_post_accumulate_grad_hook(step_in_hook)
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        said["step in a hook"] = str(refused.value)
-        job.step(model, tokens, labels, microbatches=1)
-        hook.remove()
-        if job.rank == 1:
-            part = model.layers[number].get_submodule("attention.q")
-            parametrize.register_parametrization(part, "weight", torch.nn.Identity())
-        job.step(model, tokens, labels)  # no other stage waits for a parametrized one
-        if job.rank == 1:
-            parametrize.remove_parametrizations(part, "weight")
-        with torch.no_grad():
-            embedding[0, 0] += job.rank
-        with pytest.raises(DiagnosticError) as refused:
-            job.check_replicas(model)
-        said["drifted copies"] = str(refused.value)
-        embedding.requires_grad_(job.rank == 0)
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        said["half of a tied weight"] = str(refused.value)
-        embedding.requires_grad_()
-        model.requires_grad_(False)
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        said["all frozen"] = str(refused.value)
-        model.requires_grad_()
-        with torch.no_grad():
-            for layer in model.layers:
-                for gate in (p for n, p in layer.named_parameters() if n == "moe.gate.weight"):
-                    gate.fill_(float("nan"))
-                    break
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, tokens, labels)
-        with pytest.raises(DiagnosticError) as refused_evaluation, torch.no_grad():
-            model.eval()(tokens, torch.full_like(labels, -100))
-        return {**said, "nan": str(refused.value), "nan in an evaluation": str(refused_evaluation.value)}
-
-
-def test_what_needs_the_whole_model_is_refused_on_every_rank(gloo: GlooPool):
-    plan = pipeline({"ranks": 1, "ep": 1}, {"schedule": "zero_bubble"})
-    words = {
-        "forward": "in training mode", "logits": "without labels", "eval with gradients": "with gradients",
-        "eval of another batch": "MOE0702", "five": "takes no 5 micro-batches",
-        "generate": "MOE0711", "accumulate": "microbatches=n", "own loss": "must give a scalar",
-        "count": "MOE0700",
-        "other layer": "is in stage", "other batch": "MOE0702", "save_hf": "weights export", "nan": "MOE0708",
-        "nan in an evaluation": "MOE0708",
-        "hook": "MOE0711", "compile": "schedule = one_f_one_b", "torch's clipping": "job.clip_grad_norm_",
-        "hook of a tied weight": "embedding.weight has a hook", "step in a hook": "MOE0722",
-        "drifted copies": "embedding.weight: rank 0 and rank 1 differ from each other",
-        "half of a tied weight": "1 of 2 train it", "all frozen": "all are frozen",
-    }  # fmt: skip
-    for said in gloo.run(2, refusals, plan):
-        assert said.keys() == words.keys()
-        for name, text in said.items():
-            assert words[name] in text, name
-
-
-def warned(plan: Plan) -> list[str]:
-    """What a rank warns of in two steps of a mean, where the first stage is frozen and nothing zeroes gradients."""
-    with moec.launch(plan, device="cpu") as job, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = job.build(seed=1)
-        model.requires_grad_(job.is_last_stage)
-        for _ in range(2):
-            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]), loss=lambda logits, labels: logits.mean())
-        return [str(warning.message) for warning in caught]
-
-
-def test_what_only_one_stage_sees_its_first_rank_warns_of(gloo: GlooPool):
-    plan = staged_plan(moe_spec(ranks=2, ep=2, batch=8, microbatches=2))
-    *others, said, last = gloo.run(4, warned, plan)
-    assert ["gives a mean" in said[0], "gradients of an earlier job.step" in said[1]] == [True, True]
-    assert [*others, last] == [[], [], []]
-
-
-def stalled(plan: Plan) -> str:
-    """What a rank says when rank 1 raises in its third forward pass."""
-    try:
-        with moec.launch(plan, device="cpu") as job:
-            model = job.build(seed=1)
-            passes = list[int]()
-
-            def hook(*_: object) -> None:
-                passes.append(0)
-                if job.rank == 1 and len(passes) == 3:
-                    raise LookupError("no more data")
-
-            for layer in model.layers:
-                if any(True for _ in layer.parameters()):
-                    layer.register_forward_pre_hook(hook)
-                    break
-            job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]))
-    except (RankError, LookupError) as error:
-        return str(error)
-    return ""
-
-
-def went_on(plan: Plan) -> list[str]:
-    """What the next step, clipping and evaluation say after a step in whose middle every rank caught an exception."""
-    said = list[str]()
-    with moec.launch(plan, device="cpu") as job:
-        model = job.build(seed=1)
-        batch, passes = own_part(job, *batches_of(plan.spec, 1)[0]), list[int]()
-
-        def hook(*_: object) -> None:
-            passes.append(0)
-            if len(passes) > 2 - job.rank:
-                raise LookupError("a bad layer")
-
-        layer = next(layer for layer in model.layers if [*layer.parameters()])
-        handle = layer.register_forward_pre_hook(hook)
-        with pytest.raises(LookupError):
-            job.step(model, *batch)
-        handle.remove()
-        with pytest.raises(DiagnosticError) as refused:
-            job.step(model, *batch)
-        said.append(str(refused.value))
-        with pytest.raises(DiagnosticError) as refused:
-            job.clip_grad_norm_(model, 1.0)
-        said.append(str(refused.value))
-        with pytest.raises(DiagnosticError) as refused, torch.no_grad():
-            model.eval()(*batch)
-        return [*said, str(refused.value)]
-
-
-def test_a_step_that_an_exception_ended_in_the_middle_cannot_be_followed_by_another(gloo: GlooPool):
-    for said in gloo.run(2, went_on, pipeline({"ranks": 1, "ep": 1}, {"schedule": "gpipe"}), initialize=False):
-        assert all("MOE0752" in text for text in said)
-
-
-def test_a_rank_that_raises_in_its_stage_is_named_by_those_that_wait(gloo: GlooPool):
-    said = gloo.run(3, stalled, pipeline({"ranks": 1, "ep": 1}, {"pp": 3}), initialize=False)
-    assert said[1] == "no more data"
-    assert all("rank 1 ended with LookupError" in said[rank] for rank in (0, 2))
-    assert any("micro-batch" in text for text in said)
