@@ -13,7 +13,7 @@ from moec.passes.ir.interface import forwards
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.model.model_output import ModelOutput, OutputWithoutLogits
 from moec.runtime.model.stage_messages import StageMessages, Values
-from moec.runtime.model.stage_pass import MicroBatch, require_whole, stage_in_words, stage_pass
+from moec.runtime.model.stage_pass import MicroBatch, needs_all_stages, stage_in_words, stage_pass
 from moec.runtime.ranks.groups import PIPELINE, require_no_exchange
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.rank import RankHome
@@ -35,7 +35,7 @@ def require_evaluation(model: PlanModule, labels: Tensor | None) -> None:
         "without labels": labels is None,
     }
     if (reason := next((reason for reason, is_so in refused.items() if is_so), None)) is not None:
-        require_whole(model.program, f"a forward pass {reason}", EVALUATE)
+        raise needs_all_stages(model.program, f"a forward pass {reason}", EVALUATE)
     require_no_exchange(model._home.groups)
 
 

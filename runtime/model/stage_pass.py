@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from moec.runtime.refused_derivatives import unwrapped
 
 if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LayerElsewhere(nn.Module):
@@ -46,10 +50,28 @@ class LayerElsewhere(nn.Module):
 
 
 def require_whole(program: Program, call: str, help: str = "`job.step` trains it") -> None:
-    """Raises `JobError` if each rank has only the layers of its pipeline stages, which `call` cannot run alone."""
+    """Raises `JobError` in a pipeline: `call` needs the layers of all stages."""
     if len(program.stages) > 1:
-        message = f"{call} of a model with {len(program.stages)} pipeline stages, of which no rank has all"
-        raise JobError("MOE0711", message, f"{help}; a plan without `pp` loads its checkpoints, and has no stages")
+        raise needs_all_stages(program, call, help)
+
+
+def of_whole_model(
+    method: Callable[Concatenate[PlanModule, P], R],
+) -> Callable[Concatenate[PlanModule, P], R]:
+    """Decorates a method that no model in pipeline stages has, whatever its arguments."""
+
+    @functools.wraps(method)
+    def call(model: PlanModule, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        require_whole(model.program, f"model.{method.__name__}")
+        return method(model, *args, **kwargs)
+
+    return call
+
+
+def needs_all_stages(program: Program, call: str, help: str) -> JobError:
+    """The error of a `call` that needs the layers of all stages, of which each rank has only some."""
+    message = f"{call} of a model with {len(program.stages)} pipeline stages, of which no rank has all"
+    return JobError("MOE0711", message, f"{help}; a plan without `pp` loads its checkpoints, and has no stages")
 
 
 class MicroBatch(NamedTuple):
