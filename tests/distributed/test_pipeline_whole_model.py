@@ -1,4 +1,4 @@
-"""Hooks of a model in pipeline stages: those of the whole model are refused, those of all modules run for layers."""
+"""What needs the whole model, of a model in pipeline stages: its hooks and `generate`. Hooks of all modules run."""
 
 from __future__ import annotations
 
