@@ -42,9 +42,10 @@ def require_evaluation(model: PlanModule, labels: Tensor | None) -> None:
 def evaluate(
     model: PlanModule, tokens: Tensor, labels: Tensor, extra: ExtraInputs, *, reads_values: bool
 ) -> ModelOutput:
-    """The losses of a batch that `require_batch` has checked, on every rank; logits on ranks of the last stage.
+    """Evaluates a batch that `require_batch` has checked.
 
-    Raises `JobError` on every rank for router logits that are not finite.
+    Every rank gets the losses and the routes, ranks of the last stage the logits too. Raises `JobError` on every rank
+    for router logits that are not finite.
     """
     home, stages = model._home, model.program.stages
     assert isinstance(home, RankHome)

@@ -75,7 +75,7 @@ def needs_all_stages(program: Program, call: str, help: str) -> JobError:
 
 
 class MicroBatch(NamedTuple):
-    """This rank's sequences of a micro-batch, in an evaluation all of them.
+    """This rank's sequences of a micro-batch. An evaluation has one micro-batch.
 
     `sequences`: their numbers in the global batch, int64 `[batch]`; None for a model that draws nothing.
     """
@@ -87,8 +87,11 @@ class MicroBatch(NamedTuple):
 
 
 class StageResult(NamedTuple):
-    """What a stage hands on, by role; of the last stage its logits and balance terms. `routes`: those of its mixtures,
-    of a model that takes them. `complaint`: about its router logits."""
+    """The result of a stage's forward pass.
+
+    `outputs`: what it hands on, by role; the last stage gives logits and the sum of balance terms. `routes`: those of
+    its mixtures; None in a model without `replay`. `complaint`: about its router logits.
+    """
 
     outputs: Mapping[Role, Tensor]
     routes: Tensor | None
@@ -98,10 +101,10 @@ class StageResult(NamedTuple):
 def stage_pass(
     model: PlanModule, stage: int, batch: MicroBatch, received: Mapping[Role, Tensor], *, reads_values: bool
 ) -> StageResult:
-    """Runs a stage; `received` is what the stage before it has handed on.
+    """Runs a stage. `received`: what the stage before it has handed on.
 
-    Router logits that are not finite make the float outputs NaN; the complaint is raised at the end of the step or the
-    evaluation.
+    Router logits that are not finite make all floating-point outputs NaN. The caller raises the complaint at the end of
+    the step or evaluation.
     """
     tokens, extra = batch.tokens, batch.extra
     inputs: dict[Role, Tensor] = {**model.takes.inputs(extra, tokens), **received}
