@@ -26,14 +26,14 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def warn_first(message: str, rank: str = "RANK", *, each: int = 0) -> None:
+def warn_first(message: str, rank: str = "RANK", *, stage_size: int = 0) -> None:
     """`warn` if the variable `rank` is 0: `RANK` for warnings about the model, `LOCAL_RANK` for those about a machine.
 
-    Other ranks would warn of the same. Without torchrun every process warns. What only some pipeline stages may see,
-    the first of `each` stage's ranks warns of.
+    Other ranks would warn of the same. Without torchrun every process warns. With `stage_size`, the ranks of a pipeline
+    stage, the first rank of each stage warns: other stages may not see the same.
     """
     number = int(os.environ.get(rank, "0"))
-    if number == 0 or (each and number % each == 0):
+    if number == 0 or (stage_size and number % stage_size == 0):
         warn(message)
 
 

@@ -28,9 +28,9 @@ Term = Literal[
 ]
 """What a step's seconds go to: `products` are those of dense layers, routers and the head; `launches` what the host
 needs beyond the device; `again` the computations that `recompute` repeats; `all_to_all`, `etp`, `tp` and `cp` the
-collectives of activations by their group, repeated ones too; `uneven` what the busiest pipeline rank computes more than
-the mean, `bubble` its waits; `weights` and `gradients` the gathers and sums of parameters that do not run beside
-computations, `casts` the kernels that cast weights, and widen and add gradients."""
+collectives of activations by their group, repeated ones too; `uneven` what the pipeline rank that ends last
+computes more than the mean, `bubble` its waits; `weights` and `gradients` the gathers and sums of parameters that do
+not run beside computations, `casts` the kernels that cast weights, and widen and add gradients."""
 
 EXPOSED: frozenset[Term] = frozenset({"all_to_all", "etp", "tp", "cp", "other_sends", "weights", "gradients"})
 """The terms of collectives."""

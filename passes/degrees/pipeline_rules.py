@@ -93,7 +93,9 @@ def _stages_problems(spec: Spec) -> Iterator[Diagnostic]:
     if fault := _first_fault(stages, depth):
         labels = _depth_label(spec, f"the layers are 0..{depth - 1}")
     elif len(stages) != fitting * virtual:
-        fault = f"{count(len(stages), 'range')} for {_product(spec)} stages"
+        fitted = f" for {count(fitting * virtual, 'stage')}, with the `pp = {fitting}` that fits"
+        wanted = f" for {_product(spec)} stages" if fitting == pp else fitted if fitting else ", and no `pp` fits"
+        fault = f"{count(len(stages), 'range')}{wanted}"
         labels = labelled(spec.parallel.span("pp"), f"pp = {pp}")
     else:
         return

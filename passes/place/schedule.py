@@ -47,8 +47,10 @@ def gathers_again(p: Parameter) -> bool:
 
 
 def keeps_weights(block: Block, passes: int, *, in_pipeline: bool) -> bool:
-    """Whether the first pass of a step casts and gathers the weights of a layer for all its passes: gathered ones, and
-    all in a pipeline."""
+    """Whether the first pass of a step casts and gathers a layer's weights for all passes of the step.
+
+    It does where it gathers them once per step. In a pipeline it also does for weights that are only cast.
+    """
     kinds = {p.gathered for p in block.parameters}
     return (passes > 1) & ("per use" not in kinds) & (in_pipeline | ("per step" in kinds))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moec.passes.ir import Block, Op, Output, Role, Value
 from moec.passes.ir.interface import FORWARD, HANDED_ON
-from moec.passes.ir.ops import Add, Call, StackRoutes
+from moec.passes.ir.ops import Add, Call, Conversion, StackRoutes, SwitchLoss
 
 
 class UncuttableError(ValueError):
@@ -33,6 +33,7 @@ def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
     gives the routes of its own mixtures. Raises `UncuttableError`.
     """
     integers, balance, routes = _integers_of_batch(forward), _BalanceTerms(forward), _Routes(forward)
+    roles = _sums_over_layers(forward)
     separate = {op.results[0].name for op in (*integers, *balance.ops, *routes.ops)}
     segments = _segments((op for op in forward.ops if op.results[0].name not in separate), lasts)
     last_users = {name: (number, op) for number, ops in enumerate(segments) for op in ops for name in op.operands}
@@ -49,7 +50,7 @@ def cut_forward(forward: Block, lasts: Sequence[int]) -> list[Block]:
         if number < len(segments) - 1:
             stream = segments[number + 1][0].operands[0]  # the next segment begins with the call of a layer
             users = {name: op for name, (last, op) in last_users.items() if name in values and last > number}
-            given = _crossing(values, stream, users)
+            given = _crossing(stream, users, roles)
         if so_far is not None:
             given["balance"], values[balance.name] = balance.name, so_far
         outputs = [
@@ -96,17 +97,28 @@ def _segments(ops: Iterable[Op], lasts: Sequence[int]) -> list[list[Op]]:
     return segments
 
 
-def _crossing(values: Mapping[str, Value], stream: str, users: Mapping[str, Op]) -> dict[Role, str]:
-    """The values that later stages (`users`) need at a cut, by role: the residual stream `stream`, and the sums of a
-    balance term over all layers (`lower_pooled`)."""
+def _crossing(stream: str, users: Mapping[str, Op], roles: Mapping[str, Role]) -> dict[Role, str]:
+    """The values that later stages (`users`) need at a cut, by role: the residual stream `stream`, and those that have
+    `roles`."""
     found: dict[Role, str] = {"residual": stream}
     for name, op in users.items():
         if name != stream:
-            role: Role = "choice_counts" if values[name].dtype == "int64" else "probabilities"
-            if role in found:
+            if name not in roles or roles[name] in found:
                 raise UncuttableError(name, op)
-            found[role] = name
+            found[roles[name]] = name
     return found
+
+
+def _sums_over_layers(forward: Block) -> dict[str, Role]:
+    """The roles of the sums so far that a balance term over all layers reads (`lower_pooled`), by name."""
+    roles = dict[str, Role]()
+    for op in reversed(forward.ops):
+        if isinstance(op, SwitchLoss):
+            read = op.named(op.operands)
+            roles[read["probabilities"]], roles[read["choices"]] = "probabilities", "choice_counts"
+        elif isinstance(op, Add | Conversion) and op.results[0].name in roles:
+            roles |= dict.fromkeys(op.operands, roles[op.results[0].name])
+    return roles
 
 
 class _BalanceTerms:

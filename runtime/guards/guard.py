@@ -149,11 +149,11 @@ class BatchAgreed(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossComputed(Event):
-    """The event after a custom loss of a micro-batch, which then gets the ranks' agreement.
+    """The event after a custom loss of a micro-batch, before the ranks agree on it.
 
-    `summed`: the result of the function `name`, None if that is refused already. `by_labels` as in `BatchAgreed`.
-    `group`: the name of the group of the `group_size` ranks that compute the same loss. Only the ranks of the last
-    pipeline stage compute one, `stage_size` many.
+    `summed`: the result of the function `name`; None if it is refused already. `by_labels` as in `BatchAgreed`.
+    `group`, `group_size`: the name and size of the group whose ranks compute the same loss. `stage_size`: the number of
+    ranks of the last pipeline stage, which alone compute losses.
     """
 
     name: str

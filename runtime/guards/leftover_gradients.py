@@ -21,7 +21,7 @@ def warn_after_error(step: StepBegins) -> None:
         warn_first(
             "the last step raised an error; gradients, possibly incomplete, are still there, and those of this one are "
             "added to them: call `optimizer.zero_grad()` when a step has failed",
-            each=step.model.program.stages[0].num_ranks,
+            stage_size=step.model.program.stages[0].num_ranks,
         )
 
 
@@ -36,7 +36,7 @@ def warn_of_leftover(step: BatchAgreed) -> None:
             "the gradients of an earlier job.step are still there, and those of this one are added to them: call "
             "`optimizer.zero_grad()` after each `optimizer.step()`; micro-batches of one step are "
             "`job.step(…, microbatches=…)`, which divides the loss",
-            each=step.model.program.stages[0].num_ranks,
+            stage_size=step.model.program.stages[0].num_ranks,
         )
 
 

@@ -34,7 +34,7 @@ def warn_of_mean(loss: LossComputed) -> None:
             f"the function `{loss.name}` of job.step gives a mean, and moec divides it by the number of valid labels "
             "once more: give a sum (`reduction='sum'`), or pass `count=`, a function that gives the number to divide "
             "by",
-            each=loss.stage_size,
+            stage_size=loss.stage_size,
         )
 
 

@@ -219,7 +219,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
     def check_replicas(self, model: PlanModule) -> None:
         """Raises `JobError` on every rank unless ranks with the same part of a parameter have the same bits.
 
-        States must have the same bits on every rank. A collective: every rank must call it, or none.
+        Ranks with the same state must have the same bits of it. A collective: every rank must call it, or none.
         """
         self._require_own(model)
         parts = {name: local_part(parameter) for name, parameter in parameters_by_name(model, self.plan).items()}

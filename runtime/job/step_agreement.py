@@ -111,9 +111,13 @@ def agree(job: Job, model: PlanModule, step: Step) -> StepAgreement:
 
 
 def _hook_complaint(job: Job, model: PlanModule) -> Complaint | None:
-    """The complaint about hooks that would see a part of the forward pass, or of a gradient."""
-    if model.is_hooked or model._forward_hooks:
-        words = "the model has a hook of its forward pass, and a pipeline runs stages, never the whole model"
+    """The complaint about hooks that would not run, or see a part of a gradient.
+
+    Torch's hooks of all modules run for layers: tools such as `FlopCounterMode` work by them.
+    """
+    hooks = model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks
+    if any(hooks) or "forward" in vars(model):
+        words = "the model has a hook or a `forward` of the script, and a pipeline runs stages, never the whole model"
         return Complaint("MOE0711", words, "register hooks on layers, on the ranks that have them")
     parts = [weights.registered() for top in model.tops.values() for weights in top.weights]
     hooked = [name for part in parts for name, p in part.items() if name in job.plan.tied and needs_gradient_at_once(p)]

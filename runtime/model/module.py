@@ -36,7 +36,7 @@ from moec.runtime.model.plan_layer import Layer
 from moec.runtime.model.run import Run
 from moec.runtime.model.split_products import split_products
 from moec.runtime.model.stage_evaluation import evaluate, require_evaluation
-from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, place_of_part, require_whole, stage_in_words
+from moec.runtime.model.stage_pass import LayerElsewhere, counts_by_layer, of_whole_model, place_of_part, stage_in_words
 from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts, is_step_pass
 from moec.runtime.model.step_module import StepModule
@@ -186,6 +186,7 @@ class PlanModule(StepModule):
         total_loss = loss + aux_loss if self.training and aux_loss is not None else loss
         return ModelOutput(logits, total_loss, aux_loss, chosen)
 
+    @of_whole_model
     @called("model.generate", max_length="`max_new_tokens` counts new tokens alone, without those of the prompt")
     def generate(
         self,
@@ -219,7 +220,6 @@ class PlanModule(StepModule):
         context, MOE0702, MOE0728 and MOE0740 for invalid prompts and options, MOE0708 and MOE0743 for logits that are
         not finite.
         """
-        require_whole(self.program, "model.generate")
         sampling = Sampling(temperature, top_k, top_p, seed)
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 

@@ -13,7 +13,7 @@ from moec.passes.ir.interface import forwards
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.model.model_output import ModelOutput, OutputWithoutLogits
 from moec.runtime.model.stage_messages import StageMessages, Values
-from moec.runtime.model.stage_pass import MicroBatch, require_whole, stage_in_words, stage_pass
+from moec.runtime.model.stage_pass import MicroBatch, needs_all_stages, stage_in_words, stage_pass
 from moec.runtime.ranks.groups import PIPELINE, require_no_messages
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.rank import RankHome
@@ -35,16 +35,17 @@ def require_evaluation(model: PlanModule, labels: Tensor | None) -> None:
         "without labels": labels is None,
     }
     if (reason := next((reason for reason, is_so in refused.items() if is_so), None)) is not None:
-        require_whole(model.program, f"a forward pass {reason}", EVALUATE)
+        raise needs_all_stages(model.program, f"a forward pass {reason}", EVALUATE)
     require_no_messages(model._home.groups)
 
 
 def evaluate(
     model: PlanModule, tokens: Tensor, labels: Tensor, extra: ExtraInputs, *, reads_values: bool
 ) -> ModelOutput:
-    """The losses of a batch that `require_batch` has checked, on every rank; logits on ranks of the last stage.
+    """Evaluates a batch that `require_batch` has checked.
 
-    Raises `JobError` on every rank for router logits that are not finite.
+    Every rank gets the losses and the routes, ranks of the last stage the logits too. Raises `JobError` on every rank
+    for router logits that are not finite.
     """
     home, stages = model._home, model.program.stages
     assert isinstance(home, RankHome)

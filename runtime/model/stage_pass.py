@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from moec.runtime.refused_derivatives import unwrapped
 
 if TYPE_CHECKING:
     from moec.runtime.model.module import PlanModule
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LayerElsewhere(nn.Module):
@@ -46,14 +50,32 @@ class LayerElsewhere(nn.Module):
 
 
 def require_whole(program: Program, call: str, help: str = "`job.step` trains it") -> None:
-    """Raises `JobError` if each rank has only the layers of its pipeline stages, which `call` cannot run alone."""
+    """Raises `JobError` in a pipeline: `call` needs the layers of all stages."""
     if len(program.stages) > 1:
-        message = f"{call} of a model with {len(program.stages)} pipeline stages, of which no rank has all"
-        raise JobError("MOE0711", message, f"{help}; a plan without `pp` loads its checkpoints, and has no stages")
+        raise needs_all_stages(program, call, help)
+
+
+def of_whole_model(
+    method: Callable[Concatenate[PlanModule, P], R],
+) -> Callable[Concatenate[PlanModule, P], R]:
+    """Decorates a method that no model in pipeline stages has, whatever its arguments."""
+
+    @functools.wraps(method)
+    def call(model: PlanModule, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        require_whole(model.program, f"model.{method.__name__}")
+        return method(model, *args, **kwargs)
+
+    return call
+
+
+def needs_all_stages(program: Program, call: str, help: str) -> JobError:
+    """The error of a `call` that needs the layers of all stages, of which each rank has only some."""
+    message = f"{call} of a model with {len(program.stages)} pipeline stages, of which no rank has all"
+    return JobError("MOE0711", message, f"{help}; a plan without `pp` loads its checkpoints, and has no stages")
 
 
 class MicroBatch(NamedTuple):
-    """This rank's sequences of a micro-batch, in an evaluation all of them.
+    """This rank's sequences of a micro-batch. An evaluation has one micro-batch.
 
     `sequences`: their numbers in the global batch, int64 `[batch]`; None for a model that draws nothing.
     """
@@ -65,8 +87,11 @@ class MicroBatch(NamedTuple):
 
 
 class StageResult(NamedTuple):
-    """What a stage hands on, by role; of the last stage its logits and balance terms. `routes`: those of its mixtures,
-    of a model that takes them. `complaint`: about its router logits."""
+    """The result of a stage's forward pass.
+
+    `outputs`: what it hands on, by role; the last stage gives logits and the sum of balance terms. `routes`: those of
+    its mixtures; None in a model without `replay`. `complaint`: about its router logits.
+    """
 
     outputs: Mapping[Role, Tensor]
     routes: Tensor | None
@@ -76,10 +101,10 @@ class StageResult(NamedTuple):
 def stage_pass(
     model: PlanModule, stage: int, batch: MicroBatch, received: Mapping[Role, Tensor], *, reads_values: bool
 ) -> StageResult:
-    """Runs a stage; `received` is what the stage before it has handed on.
+    """Runs a stage. `received`: what the stage before it has handed on.
 
-    Router logits that are not finite make the float outputs NaN; the complaint is raised at the end of the step or the
-    evaluation.
+    Router logits that are not finite make all floating-point outputs NaN. The caller raises the complaint at the end of
+    the step or evaluation.
     """
     tokens, extra = batch.tokens, batch.extra
     inputs: dict[Role, Tensor] = {**model.takes.inputs(extra, tokens), **received}

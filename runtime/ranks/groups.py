@@ -127,9 +127,8 @@ def watch_of(name: str) -> Watch | None:
 
 
 def plain_name(name: str) -> str:
-    """The plan's name of a group; empty for the groups of all ranks."""
-    plain = name.partition(SEPARATOR)[2] if SEPARATOR in name else name
-    return "" if plain == HOST else plain
+    """The name of a group without its job's number."""
+    return name.partition(SEPARATOR)[2] if SEPARATOR in name else name
 
 
 def not_begun_error(name: str) -> JobError:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from moec.grammar.diagnostics import render
 from moec.runtime.errors import RankError
-from moec.runtime.ranks.groups import plain_name, resolve, watch_of
+from moec.runtime.ranks.groups import HOST, STAGE, plain_name, resolve, watch_of
 from moec.runtime.ranks.verdict import Departed, Place, Position, RankState, Verdict, from_json, judge, to_json
 from moec.runtime.ranks.wakeup import Wakeup, woken_by_sigterm
 
@@ -35,6 +35,9 @@ EXIT_SECONDS = 10.0
 """The time in which a rank may end by itself after a verdict."""
 BEATS = 8
 """The number of signs of life of a rank, in the time after which others ask for its position."""
+
+A_STAGE = "the ranks of a stage"
+"""The group of a stage, in messages."""
 
 Layer = torch.Tensor | None
 """The number of a layer, 0-d int64 on CPU; None outside of layers."""
@@ -151,7 +154,8 @@ class Watch:
         place = self._places.get((name, group, site))
         if place is None:
             ranks = peers if isinstance(peers, tuple) else tuple(dist.get_process_group_ranks(peers))
-            place = self._places[name, group, site] = Place(name, group, ranks, site)
+            shown = group if group not in (HOST, STAGE) else "" if len(ranks) == self.world_size else A_STAGE
+            place = self._places[name, group, site] = Place(name, shown, ranks, site)
         if begins:
             key = place.key()
             self._counts[key] = self._counts.get(key, 0) + 1

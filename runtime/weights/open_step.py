@@ -31,7 +31,7 @@ class OpenStep:
         self.has_several_passes = False
         """Whether the step has several forward passes."""
         self.keeps_weights = False
-        """Whether the weights of a forward pass may serve all until the end of the step (`keeps`)."""
+        """Whether later forward passes of the step may use the weights that the first one has gathered or cast."""
         self.pending: dict[Weights, None] = {}
         """The layers with collected gradients, in the order of backward."""
         self.scattering: Sequence[Bucket] = ()
@@ -43,8 +43,10 @@ class OpenStep:
         return OpenStep(in_pipeline=self._in_pipeline)  # a copy of a model belongs to no open step
 
     def keeps(self, *, gathers: bool) -> bool:
-        """Whether the weights of this pass serve all until the end of the step: gathered ones, and in a pipeline, where
-        many micro-batches are under way, those that are only cast."""
+        """Whether the weights of this pass are kept until the end of the step, for its later passes.
+
+        Gathered weights are. Weights that are only cast are kept in a pipeline: it has several micro-batches in flight.
+        """
         is_plain = not (torch.is_inference_mode_enabled() or in_transform())
         return self.keeps_weights and (gathers or self._in_pipeline) and is_plain
 

@@ -16,6 +16,8 @@ from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
+from moec.passes.ir import Program
+from moec.passes.ir.interface import HANDED_ON
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.work.workload import Workload
 
@@ -44,6 +46,7 @@ def plan_document(plan: Plan) -> PlanDocument:
     for block in program.blocks:
         cost = BlockCost.of(program, block, workload)
         collectives = [*_conversions(cost, program.microbatches), *_parameter_collectives(cost, program.microbatches)]
+        collectives += _messages(cost, program)
         blocks.append(
             PlanBlock(
                 name=block.name,
@@ -98,6 +101,31 @@ def _parameter_collectives(cost: BlockCost, microbatches: int) -> Iterator[Block
             backward_bytes=backward,
             line=None,
         )
+
+
+def _messages(cost: BlockCost, program: Program) -> Iterator[BlockCollective]:
+    """What the block of a pipeline stage receives from the stage before and sends to the next one, on other ranks."""
+    number = next((stage.index for stage in program.stages if stage.forward == cost.block.name), None)
+    if number is None:
+        return
+    received = [(value, "receive", "send") for value in cost.block.inputs if value.role in HANDED_ON]
+    outputs = [cost.block.output(role) for role in HANDED_ON] if number < len(program.stages) - 1 else []
+    sent = [(value, "send", "receive") for value in outputs if value is not None]
+    for other, values in ((number - 1, received), (number + 1, sent)):
+        if not values or program.stages[other].first_rank == program.stages[number].first_rank:
+            continue
+        for value, forward, backward in values:
+            size, has_gradient = program.microbatches * cost.workload.bytes(value), value.dtype != "int64"
+            yield BlockCollective(
+                of=f"%{value.name}",
+                group="pp",
+                ranks=len(program.stages_by_rank),
+                forward=forward,
+                forward_bytes=size if forward == "send" else 0.0,
+                backward=backward if has_gradient else None,
+                backward_bytes=size if backward == "send" and has_gradient else 0.0,
+                line=None,
+            )
 
 
 def plan_lines(document: PlanDocument) -> Iterator[str]:

@@ -16,7 +16,7 @@ class PlanMesh:
 
 @document
 class BlockCollective:
-    """A collective of one run of a block. Bytes are those that a rank sends in a step."""
+    """A collective of a block, or a message of a pipeline stage. Bytes are those that a rank sends in a step."""
 
     of: str
     """The value that it makes, `%rows.1`; or weights, gradients."""
@@ -24,10 +24,10 @@ class BlockCollective:
     ranks: int
     """How many ranks a communicator of the group has."""
     forward: str | None
-    """The collective in forward; null where only backward communicates."""
+    """The collective in forward, or `send` or `receive`; null where only backward communicates."""
     forward_bytes: float
     backward: str | None
-    """The collective in backward; null where only forward communicates."""
+    """The collective in backward, or `send` or `receive`; null where only forward communicates."""
     backward_bytes: float
     line: str | None
     """Its line in the `.moe` file."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.inspected_text import inspected
-from support.plans import moe_plan
+from support.plans import moe_plan, moe_spec
+from support.staged_plans import staged_plan
 
 from moec.commands.inspecting.inspect_picture import picture_of
 from moec.commands.inspecting.inspect_plan import plan_document
@@ -87,6 +88,22 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
 def test_one_rank_cannot_send(tmp_path):
     text = inspected(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"))
     assert text.count("no communication") == 7
+
+
+def test_stages_send_and_receive_messages_where_they_are_on_different_ranks() -> None:
+    spec = moe_spec(ranks=1, ep=1, batch=8, sequence=8, microbatches=2, depth=4)
+    document = plan_document(staged_plan(spec, virtual=2, schedule="zero_bubble_v"))
+    rows = {
+        block.name: [(row.group, row.forward, row.forward_bytes, row.backward, row.backward_bytes) for row in found]
+        for block in document.blocks
+        if (found := [row for row in block.collectives if row.forward in ("send", "receive")])
+    }
+    # 64 tokens in 2 micro-batches, 16 wide in fp32, and the sum of balance terms. Stages 1 and 2 are on one rank.
+    sends, receives = (
+        [("pp", "send", n, "receive", 0) for n in (4096, 8)],
+        [("pp", "receive", 0, "send", n) for n in (4096, 8)],
+    )
+    assert rows == {"forward": sends[:1], "forward[1]": receives[:1], "forward[2]": sends, "forward[3]": receives}
 
 
 def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):

@@ -171,6 +171,17 @@ def test_numbers_of_layers_are_offered_as_the_ranges_that_they_mean() -> None:
     assert "set `stages = [0..2, 3..4, 5..6, 7..8]`" in str(problem.help)
 
 
+@each_row(
+    ("words", "message"),
+    [
+        ("pp = 3; stages = [0..2, 3..5, 6..8]", "3 ranges for 4 stages, with the `pp = 4` that fits"),
+        ("pp = 2; virtual = 20; schedule = looped_bfs; stages = [0..3, 4..8]", "2 ranges, and no `pp` fits"),
+    ],
+)
+def test_ranges_are_counted_against_a_pp_that_fits(words: str, message: str) -> None:
+    assert [e.message for e in errors(text(words)) if e.code == "MOE0379"] == [message]
+
+
 def test_dual_pipe_v_takes_two_micro_batches_for_each_rank() -> None:
     words = "pp = 2; schedule = dual_pipe_v"
     assert degrees(words).microbatches == 4
