@@ -59,8 +59,9 @@ def print_near(model: str, nodes: int) -> None:
     for what, is_it in (("pp 1", True), ("pipelines", False)):
         of = [each for each in found if (each.words["pp"] == 1) == is_it]
         if of:
-            print(f"{model} on {8 * nodes} ranks, {len(of)} plans, {what}, estimated over exact (least, median, most): ")
-            print(f"  seconds {_spread([each.seconds for each in of])}; memory {_spread([each.memory for each in of])}")
+            seconds, memory = _spread([each.seconds for each in of]), _spread([each.memory for each in of])
+            print(f"{model} on {8 * nodes} ranks, {len(of)} plans, {what}: estimated over exact, least, median, most")
+            print(f"  seconds {seconds}; memory {memory}")
 
 
 def print_layouts(folder: Path) -> None:

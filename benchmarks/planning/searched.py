@@ -72,8 +72,10 @@ def near(spec: Spec, number: int, seed: int) -> Iterator[Near]:
 
 
 def layouts(row: Published) -> list[Candidate]:
-    """The plans in Megatron's space for the model, batch and cluster of a row, the fastest first: no context parallelism
-    or recomputation, ZeRO 1, sequences one by one, 1F1B or interleaved."""
+    """The plans in Megatron's space for the model, batch and cluster of a row, the fastest first.
+
+    They have no context parallelism or recomputation, ZeRO 1, sequences one by one, and 1F1B or interleaved.
+    """
     stated = load_text(row.text, name="published.moe").unwrap()
     ranks, found = stated.cluster.ranks, list[Candidate]()
     rates = AsRun(stated.cluster)

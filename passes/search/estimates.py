@@ -21,12 +21,14 @@ from moec.passes.cost.pass_time import BlockWork
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.seconds import EXPOSED
 from moec.passes.cost.totals import runs_of
+from moec.passes.degrees.schedules import Pipeline
 from moec.passes.ir import Recompute
 from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.arrays import larger
 from moec.passes.search.held import Held, held, parts
 from moec.passes.search.space import RECOMPUTED, STAGES, Pipelined, Sizes, Space
 from moec.passes.search.tables import Shares, Table
+from moec.passes.search.waiting import Waiting, worst_of
 
 Array = Any
 Steps = Mapping[str, Sequence[Step]]
@@ -60,24 +62,40 @@ class _Turns:
     pipelined: Sequence[Pipelined]
     virtual: Array
     bubble: Array
-    is_queue: Array
+    backward: Sequence[tuple[Array, Array]]
+    loss: Sequence[tuple[Array, Array]]
+    """The micro-batches that are kept and that are queued at the worst moments."""
 
     @classmethod
     def of(cls, space: Space, sizes: Array) -> _Turns:
         sequences = space.sequences(Sizes(*sizes.T))
         kinds, where = np.unique(np.stack([sizes[:, 0], sequences, sizes[:, 5]], 1), axis=0, return_inverse=True)
-        taken = [list(space.pipelined(*map(int, kind))) for kind in kinds]
-        rows, pipelined = list[int](), list[Pipelined]()
-        for row, kind in enumerate(where.reshape(-1)):
-            rows += [row] * len(taken[kind])
-            pipelined += taken[kind]
+        of_kinds = [
+            [(each, Pipeline(pp, each.virtual, parts)) for each in space.pipelined(pp, of_rank, parts)]
+            for pp, of_rank, parts in kinds.tolist()
+        ]
+        every = [pair for of_kind in of_kinds for pair in of_kind]
+        firsts = np.cumsum([0, *map(len, of_kinds)])
+        where = where.reshape(-1)
+        number = np.diff(firsts)[where]
+        rows = np.repeat(np.arange(len(where)), number)
+        taken = np.arange(len(rows)) - np.repeat(np.cumsum(number) - number, number) + firsts[where[rows]]
+        worst = [worst_of(each.schedule, pipeline) for each, pipeline in every]
         return cls(
-            np.array(rows, int),
-            pipelined,
-            np.array([each.virtual for each in pipelined]),
-            np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each in pipelined]),
-            np.array([each.schedule in QUEUES for each in pipelined], bool),
+            rows,
+            [every[index][0] for index in taken.tolist()],
+            np.array([each.virtual for each, _ in every])[taken],
+            np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each, _ in every])[taken],
+            _in_arrays([of.backward for of in worst], taken),
+            _in_arrays([of.loss for of in worst], taken),
         )
+
+
+def _in_arrays(worst: Sequence[Sequence[Waiting]], taken: Array) -> list[tuple[Array, Array]]:
+    """What is kept and queued at each of the worst moments; who has fewer of them has the first one again."""
+    longest = max(map(len, worst), default=0)
+    filled = np.array([(*moments, *[moments[0]] * (longest - len(moments))) for moments in worst])
+    return [(filled[taken, moment, 0], filled[taken, moment, 1]) for moment in range(longest)]
 
 
 def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
@@ -89,16 +107,17 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
     of_table = parts(table, shares)
     of_stages = {stage: held(table, shares, of_table, stage, rates) for stage in stages}
     message = _message(space, table, rates)
+    splits = any(each.schedule in QUEUES for each in turns.pipelined)
     ends, device = _Ends.of(table, shares), DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
     steps = {cost.block.name: steps_of(cost) for cost, _ in shares if cost.block.name in table.program.layer_blocks}
     for word in space.values("recompute", RECOMPUTED, "none"):
         passes = _passes(works, table, word)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
-        activations = _Activations.of(table, shares, word, steps, splits=bool(turns.is_queue.any()))
+        activations = _Activations.of(table, shares, word, steps, splits=splits)
         computed = passes.computing * _spread(busy, turns.rows, len(table.sizes))
         for stage, of in of_stages.items():
             after: Array = of.work.seconds(computed, table.sizes[:, 5]).total
-            memory = device + _memory(of, activations, ends, turns, table.sizes)
+            memory = device + _memory(of, activations, ends, turns)
             memory = np.where(of.cuts[turns.rows] | (stage == stages[0]), memory, np.inf)  # else it is an earlier stage
             yield Estimates(table, stage, word, turns.rows, turns.pipelined, seconds + after[turns.rows], memory)
 
@@ -214,17 +233,18 @@ class _Ends:
         return cls(kept, loss)
 
 
-def _memory(of: Held, activations: _Activations, ends: _Ends, turns: _Turns, sizes: Array) -> Array:
+def _memory(of: Held, activations: _Activations, ends: _Ends, turns: _Turns) -> Array:
     """Bytes at the worst moment: of the first rank, in the backward of a layer or when its gradients are summed, and of
     the last rank, in the loss."""
-    at, pp, parts = turns.rows, sizes[turns.rows, 0], sizes[turns.rows, 5]
-    flying = under_way(pp, turns.virtual, parts)
-    of_each = (activations.kept + of.in_flight)[at]
+    at = turns.rows
+    of_each, of_stage = (activations.kept + of.in_flight)[at], 1 / turns.virtual
+    backward, loss = (
+        np.max([kept * of_each + queued * activations.queued[at] for kept, queued in moments], axis=0)
+        for moments in (turns.backward, turns.loss)
+    )
     worst = 0.0
     for name, (kept, most) in activations.turns.items():
         in_turn = larger(most + of.copies[name], of.in_turn[name]) - kept
         worst = larger(worst, in_turn[at])
-    waiting = np.where(turns.is_queue, activations.queued[at] * np.maximum(flying - 1, 0), of_each * (flying - 1))
-    at_layer = larger(of.before[at] + of_each, of.after[at]) + waiting + ends.kept[at] + worst
-    at_loss = of.before[at] + of_each + ends.loss[at]
-    return larger(at_layer, at_loss)
+    at_layer = larger(of.before[at], of.after[at] - of_stage * of_each) + backward + ends.kept[at] + worst
+    return larger(at_layer, of.before[at] + loss + ends.loss[at])

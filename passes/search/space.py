@@ -159,19 +159,18 @@ class Space:
             least = depth + 1
             for virtual in range(1, depth // pp + 1):
                 longest = -(-depth // (pp * virtual)) * virtual
-                is_new = longest < least
-                least = min(least, longest)
-                if self._takes_virtual(schedule, virtual, is_new) and self._has_stages(pp * virtual):
+                is_no_longer, least = longest <= least, min(least, longest)
+                if self._takes_virtual(schedule, virtual, is_no_longer) and self._has_stages(pp * virtual):
                     yield Pipelined(schedule, virtual)
 
-    def _takes_virtual(self, schedule: str, virtual: int, is_new: bool) -> bool:
+    def _takes_virtual(self, schedule: str, virtual: int, is_no_longer: bool) -> bool:
         kind, parallel = STAGES_OF_RANK[schedule], self.spec.parallel
         if kind.fitting(virtual) != virtual:
             return False
         if parallel.virtual is not None:
             return virtual == parallel.virtual
         if parallel.schedule == "auto" and not kind.only:
-            return is_new and not (schedule == "interleaved" and virtual == 1)  # that is `one_f_one_b`
+            return is_no_longer and not (schedule == "interleaved" and virtual == 1)  # that is `one_f_one_b`
         return virtual == kind.default
 
     def _has_stages(self, number: int) -> bool:

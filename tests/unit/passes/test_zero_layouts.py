@@ -219,11 +219,6 @@ def test_offload_changes_nothing_on_cpus_and_is_refused_on_accelerators():
         moec.compile(on_cuda)
 
 
-def test_auto_is_not_compiled_yet():
-    with pytest.raises(DiagnosticError, match=r"MOE0202.*`zero = auto`"):
-        moec.compile(moe_text(zero=1).replace("zero = 1", "zero = auto"))
-
-
 def test_the_file_of_a_layer_has_no_zero():
     with pytest.raises(DiagnosticError, match="MOE0326"):
         moec.compile(layer_text(tail="parallel { ep = 2; zero = 2 }\n"))
