@@ -156,7 +156,7 @@ def _pipeline(spec: Spec, turns: _Turns, sizes: Array, passes: _Passes, message:
     """Seconds in which the slowest rank computes in a step, and of all passes with the bubble.
 
     A micro-batch takes the longer of the slowest rank's work, and of its way through all stages over the number of
-    micro-batches that are under way.
+    micro-batches that are under way. No more of them than ranks follow each other, a stage apart.
     """
     at, depth = turns.rows, spec.subject.depth
     pp, parts, head = sizes[at, 0], sizes[at, 5], passes.head[at]
@@ -168,7 +168,9 @@ def _pipeline(spec: Spec, turns: _Turns, sizes: Array, passes: _Passes, message:
         slow = np.maximum(turns.virtual * rest, (turns.virtual - 1) * rest + of_last * layer + head)
         slowest = np.where(pp > 1, np.minimum(slowest, slow), slowest)
     each = np.maximum(slowest, (total + way) / under_way(pp, turns.virtual, parts))
-    return parts * slowest, parts * each + turns.bubble * np.maximum(total - each, 0) + way
+    in_rounds = parts * each + turns.bubble * np.maximum(total - each, 0)
+    one_by_one = total + (parts - 1) * slowest / turns.virtual
+    return parts * slowest, np.where(parts > pp, in_rounds, one_by_one) + way
 
 
 def under_way(pp: Array, virtual: Array, parts: Array) -> Array:

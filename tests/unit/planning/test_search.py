@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 import pytest
+from planning.searched import near, open_file
 from support.plans import FOUR, moe_text
 from support.tables import each_row
 
@@ -84,6 +86,18 @@ def test_a_stated_word_is_kept_and_a_list_limits() -> None:
     assert choice.chosen.words.keys() <= {"ep", "zero"}
     assert choice.chosen.words["ep"] in (1, 4)
     assert {candidate.words["ep"] for candidate in (choice.chosen, *choice.runners_up)} <= {1, 4}
+
+
+def test_estimates_of_pipelines_are_near() -> None:
+    """Of Mixtral 8x22B on 128 ranks; benchmarks/bench_search.py has more."""
+    spec = open_file("mixtral_8x22b", nodes=16, batch=1024)
+    spec = spec.replace(parallel=spec.parallel.replace(pp=(4, 8, 14, 16), tp=2, cp=1, ep=4, etp=1, dp="auto"))
+    spec = spec.replace(parallel=spec.parallel.replace(microbatches=(16, 32, 64, 128)))
+    found = list(near(spec, number=12, seed=0))
+    assert {each.words["schedule"] for each in found} > {"one_f_one_b", "interleaved"}
+    assert all(0.9 < each.seconds < 1.1 and 0.85 < each.memory < 1.35 for each in found), found
+    assert statistics.median(each.seconds for each in found) == pytest.approx(1, abs=0.02)
+    assert statistics.median(each.memory for each in found) == pytest.approx(1, abs=0.05)
 
 
 @each_row(
