@@ -138,6 +138,7 @@ CODES: dict[str, str] = {
     "MOE0501": "a training step does not fit the device's memory",
     "MOE0502": "there is no training step to plan",
     "MOE0503": "the word cannot be left open",
+    "MOE0504": "the plan is of another model",
     "MOE0600": "there is no plan here",
     "MOE0601": "this plan cannot be trusted",
     "MOE0602": "this plan has another format",

@@ -99,6 +99,7 @@ def compile_(
     examples={
         "moec plan first.moe": "the step's time by what takes it, tokens per second, MFU, and memory",
         "moec plan first.moe --why-not 'ep = 2'": "what the best plan with these words would take, and why",
+        "moec plan first.moe --against old.plan": "what differs from an earlier plan of the model",
         "moec plan first.moe --json": "the same as numbers",
     },
     fails="the step does not fit the devices (the prediction is on stdout), or the file has errors",
@@ -106,9 +107,15 @@ def compile_(
 )
 @argument("source", "A `.moe` file or a plan folder.", type=FileOrPlan(files=True, plans=True))
 @click.option("--why-not", metavar="WORDS", help="Compare the best plan with these words of `parallel`.")
+@click.option(
+    "--against",
+    metavar="PLAN",
+    type=FileOrPlan(files=True, plans=True),
+    help="Say what differs from this plan or file of the model, and what that costs or saves.",
+)
 @lets
 @output_format
-def plan(source: Path, why_not: str | None, lets: dict[str, str], style: str) -> None:
+def plan(source: Path, why_not: str | None, against: Path | None, lets: dict[str, str], style: str) -> None:
     """Predict a step's time and memory, and say what takes them. Needs no torch."""
     from moec.commands.console.output import show
     from moec.commands.planning.plan import run
@@ -116,7 +123,7 @@ def plan(source: Path, why_not: str | None, lets: dict[str, str], style: str) ->
 
     if lets and is_plan(source):
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
-    fits, warnings = run(source, lets, style, why_not)
+    fits, warnings = run(source, lets, style, why_not, against)
     show(warnings, style)
     if not fits:
         raise SystemExit(1)

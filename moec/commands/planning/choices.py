@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from moec.commands.planning.terms import AXES, detail, differences, signed
+from moec.commands.planning.terms import AXES, detail, difference_lines, differences, signed
 from moec.grammar.amounts import amount_of_bytes
 from moec.grammar.printer import written_value
 from moec.grammar.schema import fields
@@ -69,9 +69,8 @@ def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
         yield f"  with all else as in the plan, {found.alone.code}: {found.alone.message}"
     elif not found.alone.prediction.fits:
         yield f"  with all else as in the plan it does not fit: {_memory(found.alone)}"
-    for name, seconds in differences(chosen.prediction.step, best.prediction.step).items():
-        if abs(seconds) >= total * 5e-4:
-            yield f"  {signed(seconds, total):>9} s  {name}{_groups(name, best if seconds > 0 else chosen)}"
+    for name, seconds, line in difference_lines(chosen.prediction.step, best.prediction.step):
+        yield f"{line}{_groups(name, best if seconds > 0 else chosen)}"
     for word, near in found.nearest.items():
         rest = {w: value for w, value in near.words.items() if found.best.words.get(w) != value and w != word}
         fits = "" if near.prediction.fits else ", which does not fit"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moec.codegen.plan_in_words import degrees_lines
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
+from moec.commands.planning.against import against, against_lines
 from moec.commands.planning.choices import runner_up_lines, why_not_lines
 from moec.commands.planning.plan_document import (
     GIGABYTE,
@@ -56,18 +57,33 @@ class Planned:
     load: PlannedLoad
     choice: Choice | None
     why_not: WhyNot | None
+    other: Candidate | None
 
 
 def run(
-    source: Path, lets: Mapping[str, str], style: str, other: str | None = None
+    source: Path, lets: Mapping[str, str], style: str, words: str | None = None, other: Path | None = None
 ) -> tuple[bool, tuple[Diagnostic, ...]]:
     """Prints the prediction of a file or a plan; returns whether the step fits its devices, and the file's warnings.
 
-    `other`: words of `parallel`, to say why the plan has not these. Raises MOE0502 where there is no step, and the
-    diagnostics of a file that does not compile.
+    `words`: of `parallel`, to say why the plan has not these. `other`: a plan or file, to say what the plan changes.
+    Raises MOE0502 where there is no step, MOE0504 for an `other` of another model, and the diagnostics of a file that
+    does not compile.
     """
-    given = None if other is None else given_words("--why-not", other)
+    given = None if words is None else given_words("--why-not", words)
     spec, warnings = _spec_of(source, lets)
+    choice, plan = _planned(spec)
+    found = None
+    if given is not None:
+        from moec.passes.search.why_not import why_not
+
+        found = why_not(spec, plan, given)
+    planned = Planned(plan, _load(plan), choice, found, None if other is None else _planned(_spec_of(other, {})[0])[1])
+    emit(style, lambda: _lines(planned), lambda: _document(planned))
+    return plan.prediction.fits, warnings
+
+
+def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
+    """The plan of a file, with the search that chose it if it leaves words open."""
     if spec.train is None or not spec.has_model:
         what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
         help = (
@@ -78,15 +94,7 @@ def run(
         raise DiagnosticError([diagnose("MOE0502", None, what, help=help)])
     require_supported(spec)
     choice = choice_of(spec)
-    plan = candidate_of(spec) if choice is None else choice.chosen
-    against = None
-    if given is not None:
-        from moec.passes.search.why_not import why_not
-
-        against = why_not(spec, plan, given)
-    planned = Planned(plan, _load(plan), choice, against)
-    emit(style, lambda: _lines(planned), lambda: _document(planned))
-    return plan.prediction.fits, warnings
+    return choice, candidate_of(spec) if choice is None else choice.chosen
 
 
 def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnostic, ...]]:
@@ -144,6 +152,9 @@ def _lines(planned: Planned) -> Iterator[str]:
     if planned.why_not is not None:
         yield ""
         yield from why_not_lines(planned.why_not, plan)
+    if planned.other is not None:
+        yield ""
+        yield from against_lines(plan, planned.other)
 
 
 def _guesses(spec: Spec) -> Iterator[str]:
@@ -210,4 +221,5 @@ def _document(planned: Planned) -> StepPrediction:
         candidates=candidates_of(planned.choice),
         runners_up=runners_up_of(planned.choice),
         why_not=None if planned.why_not is None else other_plan(planned.why_not.best),
+        against=None if planned.other is None else against(planned.plan, planned.other),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from moec.commands.console.output import document
 from moec.passes.search.candidate import Candidate, Choice
 
@@ -78,6 +80,28 @@ class OtherPlan:
 
 
 @document
+class Change:
+    """A word of `parallel`, with the values of the other plan and of this one; null where it has none."""
+
+    kind: Literal["+", "~", "-"]
+    word: str
+    before: str | None
+    after: str | None
+    reshards: bool
+    """Whether ranks have other parts of a checkpoint: each reads what it needs."""
+
+
+@document
+class Against:
+    """The other plan."""
+
+    ranks: int
+    step_time_s: float
+    memory_gb: float
+    changes: list[Change]
+
+
+@document
 class StepPrediction:
     """The predicted step of a plan. Seconds are of a step, memory is that of the rank with the highest peak."""
 
@@ -110,6 +134,8 @@ class StepPrediction:
     """The next plans, the fastest first."""
     why_not: OtherPlan | None
     """The best plan with the words of `--why-not`."""
+    against: Against | None
+    """What differs from the plan of `--against`."""
 
 
 def other_plan(plan: Candidate) -> OtherPlan:

@@ -67,6 +67,13 @@ def differences(step: Seconds, other: Seconds) -> dict[str, float]:
     return dict(sorted(((name, after[name] - before[name]) for name in HEADINGS), key=lambda item: -abs(item[1])))
 
 
+def difference_lines(step: Seconds, other: Seconds) -> Iterator[tuple[str, float, str]]:
+    """Name, seconds and text of each difference that its digits show: `  + 1.1 s  bubble`."""
+    for name, seconds in differences(step, other).items():
+        if float(amount(abs(seconds), step.total)):
+            yield name, seconds, f"  {signed(seconds, step.total):>9} s  {name}"
+
+
 def signed(seconds: float, of: float) -> str:
     """`+ 1.1`, `- 0.4`, with digits as `amount` has them."""
     return f"{'-' if seconds < 0 else '+'} {amount(abs(seconds), of)}"

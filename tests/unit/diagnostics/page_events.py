@@ -61,6 +61,15 @@ def no_step() -> Sequence[Diagnostic]:
     return raised(lambda: run(Path("model.moe"), {}, "full"))
 
 
+def plan_of_another_model() -> Sequence[Diagnostic]:
+    from moec.commands.planning.plan import run
+
+    files = Path("wide.moe"), Path("tiny.moe")
+    for file, dim in zip(files, (32, 16), strict=True):
+        file.write_text(moe_text(dim=dim))
+    return raised(lambda: run(files[0], {}, "full", None, files[1]))
+
+
 def choice_that_changes_results() -> Sequence[Diagnostic]:
     from moec.passes.search.choose import choose
 
@@ -474,6 +483,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0017": misspelt_command,
     "MOE0502": no_step,
     "MOE0503": choice_that_changes_results,
+    "MOE0504": plan_of_another_model,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

@@ -125,3 +125,19 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r": it does not fit\n.*, of which 0 fit\n$", capsys.readouterr().out, re.DOTALL)
     with pytest.raises(DiagnosticError, match="MOE0501"):
         compile(file)
+
+
+def test_a_plan_against_another_names_each_word_and_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = tmp_path / "before.moe", tmp_path / "after.moe"
+    before.write_text(text("tp = 2; recompute = layer"))
+    after.write_text(text("tp = 4; zero = 1"))
+    run(after, {}, "json", None, before)
+    found = json.loads(capsys.readouterr().out)
+    changes = {(c["kind"], c["word"]): c["reshards"] for c in found["against"]["changes"]}
+    assert changes == {("-", "dp"): True, ("~", "tp"): True, ("+", "zero"): True, ("-", "recompute"): False}
+    run(after, {}, "full", None, before)
+    added = [
+        float(x.replace(" ", "")) for x in re.findall(r"^ +([+-] [\d.]+) s  ", capsys.readouterr().out, re.MULTILINE)
+    ]
+    difference = found["step_time_s"] - found["against"]["step_time_s"]
+    assert sum(added) == pytest.approx(difference, abs=3e-3 * found["step_time_s"])
