@@ -38,6 +38,11 @@ def open_words(spec: Spec) -> tuple[str, ...]:
     return tuple(word for word, value in stated if value == "auto" or isinstance(value, tuple))
 
 
+def with_words(spec: Spec, words: Mapping[str, object]) -> Spec:
+    """The file with these values for words of `parallel`."""
+    return spec.replace(parallel=spec.parallel.replace(**words))
+
+
 def number_of(degree: object) -> int | None:
     """A degree that the file states; None for none, and for a list or `auto`, which a search replaces."""
     return degree if isinstance(degree, int) else None

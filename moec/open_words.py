@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import open_words
+from moec.grammar.stated import open_words, with_words
 
 if TYPE_CHECKING:
     from moec.passes.search.candidate import Choice
@@ -67,4 +67,4 @@ def allows(file: Spec, plan: Spec) -> bool:
     lists = {word: getattr(file.parallel, word) for word in words}
     if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
         return False
-    return file.replace(parallel=file.parallel.replace(**chosen)) == plan
+    return with_words(file, chosen) == plan

@@ -6,7 +6,7 @@ Estimates rank all candidates; the first ones are placed, and their own predicti
 from __future__ import annotations
 
 from moec.grammar.spec import Spec
-from moec.grammar.stated import open_words
+from moec.grammar.stated import open_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.search.candidate import Candidate, Choice, candidate_of
 from moec.passes.search.ranking import Ranked, Ranking, rank
@@ -59,5 +59,6 @@ def _placed(spec: Spec, ranking: Ranking, rates: Rates) -> list[Candidate]:
 
 def _candidate(spec: Spec, ranked: Ranked, rates: Rates) -> Candidate:
     words = {word: value for word, value in ranked.words.items() if word in (*open_words(spec), "virtual")}
-    chosen = spec.replace(parallel=spec.parallel.replace(**words))
-    return candidate_of(chosen, {word: value for word, value in words.items() if value is not None}, rates)
+    return candidate_of(
+        with_words(spec, words), {word: value for word, value in words.items() if value is not None}, rates
+    )

@@ -8,7 +8,7 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.spec import DeviceLoss, Moa, Parallel, Spec, Topology
 from moec.grammar.spec.base import Node
-from moec.grammar.stated import number_of, open_words
+from moec.grammar.stated import number_of, open_words, with_words
 from moec.passes.degrees.degrees import choose_degrees
 
 
@@ -28,7 +28,7 @@ def with_first_values(spec: Spec) -> Spec:
     refuses all others."""
     defaults, stated = Parallel(), {word: getattr(spec.parallel, word) for word in open_words(spec)}
     words = {word: value[0] if isinstance(value, tuple) else getattr(defaults, word) for word, value in stated.items()}
-    return spec.replace(parallel=spec.parallel.replace(**words))
+    return with_words(spec, words)
 
 
 def _problems(spec: Spec) -> Iterator[Diagnostic]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
+from moec.grammar.stated import with_words
 from moec.passes.search.candidate import Candidate
 from moec.passes.search.choose import best
 
@@ -33,19 +34,15 @@ def why_not(spec: Spec, chosen: Candidate, given: Mapping[str, object]) -> WhyNo
     nearest = dict[str, Candidate]()
     for word, value in given.items() if len(given) > 1 else ():
         try:
-            nearest[word] = best(_with(spec, {word: value}))
+            nearest[word] = best(with_words(spec, {word: value}))
         except DiagnosticError:
             continue
-    return WhyNot(given, best(_with(spec, given)), _alone(chosen, given), nearest)
+    return WhyNot(given, best(with_words(spec, given)), _alone(chosen, given), nearest)
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:
     follows = {"dp": None} if "dp" in chosen.words else {}  # from the other degrees
     try:
-        return best(_with(chosen.spec, {**follows, **given}))
+        return best(with_words(chosen.spec, {**follows, **given}))
     except DiagnosticError as error:
         return error.diagnostics[0]
-
-
-def _with(spec: Spec, words: Mapping[str, object]) -> Spec:
-    return spec.replace(parallel=spec.parallel.replace(**words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moec.commands.planning.terms import AXES, detail, difference_lines, differences, signed
@@ -13,6 +13,7 @@ from moec.grammar.spec import Parallel
 from moec.passes.search.candidate import Candidate, Choice
 
 if TYPE_CHECKING:
+    from moec.passes.search.ways_out import WayOut
     from moec.passes.search.why_not import WhyNot
 
 SHOWN = 3
@@ -54,6 +55,18 @@ def runner_up_lines(choice: Choice) -> Iterator[str]:
         seconds, memory = f"{other.prediction.step.total:.3g} s", amount_of_bytes(_peak(other))
         yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(choice.chosen, other)}"
     yield f"  {_numbers(choice)}"
+
+
+def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
+    """What would make a step fit: another value for one word, or more devices."""
+    for number, way in enumerate(ways):
+        words = in_words(_effective({w: value for w, value in way.plan.words.items() if plan.words.get(w) != value}))
+        ranks = way.plan.spec.cluster.ranks
+        devices = f"on {ranks:,} devices" if ranks != plan.spec.cluster.ranks else ""
+        yield (
+            f"  {'' if number else 'fits':<8} {', '.join(filter(None, (devices, words)))}: "
+            f"{way.plan.prediction.step.total:.3g} s, {amount_of_bytes(_peak(way.plan))}"
+        )
 
 
 def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:

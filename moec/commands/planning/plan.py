@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from moec.codegen.plan_in_words import degrees_lines
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
 from moec.commands.planning.against import against, against_lines
-from moec.commands.planning.choices import runner_up_lines, why_not_lines
+from moec.commands.planning.choices import runner_up_lines, way_out_lines, why_not_lines
 from moec.commands.planning.plan_document import (
     GIGABYTE,
     PlannedDegrees,
@@ -22,6 +22,7 @@ from moec.commands.planning.plan_document import (
     candidates_of,
     other_plan,
     runners_up_of,
+    way_out,
 )
 from moec.commands.planning.terms import term_lines
 from moec.driver import read, valid_plan
@@ -43,6 +44,7 @@ from moec.passes.search.candidate import Candidate, Choice, candidate_of
 from moec.subject import is_plan
 
 if TYPE_CHECKING:
+    from moec.passes.search.ways_out import WayOut
     from moec.passes.search.why_not import WhyNot
 
 TWICE = 2.0
@@ -51,13 +53,14 @@ TWICE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, its loads, and what a search says of other plans: None where the file leaves no word open."""
+    """A plan, its loads, and what a search says of other plans. `choice` is None where the file leaves no word open."""
 
     plan: Candidate
     load: PlannedLoad
     choice: Choice | None
     why_not: WhyNot | None
     other: Candidate | None
+    ways_out: Sequence[WayOut]
 
 
 def run(
@@ -72,12 +75,16 @@ def run(
     given = None if words is None else given_words("--why-not", words)
     spec, warnings = _spec_of(source, lets)
     choice, plan = _planned(spec)
-    found = None
-    if given is not None:
+    found: WhyNot | None = None
+    ways: Sequence[WayOut] = ()
+    if given is not None or not plan.prediction.fits:
+        from moec.passes.search.ways_out import ways_out
         from moec.passes.search.why_not import why_not
 
-        found = why_not(spec, plan, given)
-    planned = Planned(plan, _load(plan), choice, found, None if other is None else _planned(_spec_of(other, {})[0])[1])
+        found = why_not(spec, plan, given) if given is not None else None
+        ways = () if plan.prediction.fits else tuple(ways_out(spec))
+    before = None if other is None else _planned(_spec_of(other, {})[0])[1]
+    planned = Planned(plan, _load(plan), choice, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings
 
@@ -143,6 +150,7 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield f"  memory   {peak_line(memory, prediction.capacity)}{where}{'' if prediction.fits else ': it does not fit'}"
     tenants = ", ".join(f"{tenant.kind} {amount_of_bytes(tenant.gb * GIGABYTE)}" for tenant in _tenants(prediction))
     yield f"           {tenants}"
+    yield from way_out_lines(planned.ways_out, plan)
     yield f"  load     busiest rank over mean: {load.busiest:.2f}"
     if load.step_time_at_2_s is not None:
         yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
@@ -222,4 +230,5 @@ def _document(planned: Planned) -> StepPrediction:
         runners_up=runners_up_of(planned.choice),
         why_not=None if planned.why_not is None else other_plan(planned.why_not.best),
         against=None if planned.other is None else against(planned.plan, planned.other),
+        ways_out=[way_out(way) for way in planned.ways_out],
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moec.commands.console.output import document
 from moec.passes.search.candidate import Candidate, Choice
+
+if TYPE_CHECKING:
+    from moec.passes.search.ways_out import WayOut
 
 GIGABYTE = 1e9
 
@@ -80,6 +83,19 @@ class OtherPlan:
 
 
 @document
+class WayOutOfMemory:
+    """A plan that fits, with one other word of `parallel` or on more devices."""
+
+    word: str
+    """Empty for several words, or more devices."""
+    ranks: int
+    words: dict[str, int | str]
+    """The word's value, and those of the words that the file leaves open."""
+    step_time_s: float
+    memory_gb: float
+
+
+@document
 class Change:
     """A word of `parallel`, with the values of the other plan and of this one; null where it has none."""
 
@@ -136,6 +152,8 @@ class StepPrediction:
     """The best plan with the words of `--why-not`."""
     against: Against | None
     """What differs from the plan of `--against`."""
+    ways_out: list[WayOutOfMemory]
+    """Of a step that does not fit: what would make it fit."""
 
 
 def other_plan(plan: Candidate) -> OtherPlan:
@@ -158,3 +176,14 @@ def candidates_of(choice: Choice | None) -> PlannedCandidates | None:
 def runners_up_of(choice: Choice | None) -> list[OtherPlan]:
     """The next plans of a search."""
     return [] if choice is None else [other_plan(other) for other in choice.runners_up]
+
+
+def way_out(way: WayOut) -> WayOutOfMemory:
+    """The document of a way out."""
+    return WayOutOfMemory(
+        word=way.word,
+        ranks=way.plan.spec.cluster.ranks,
+        words=dict(way.plan.words),
+        step_time_s=float(way.plan.prediction.step.total),
+        memory_gb=float(way.plan.prediction.memory.peak.bytes.total) / GIGABYTE,
+    )

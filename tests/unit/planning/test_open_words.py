@@ -120,6 +120,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text(text(words).replace("1GB", f"{peak - 1000}B"))
     run(file, {}, "full", "recompute = none, microbatches = 1")
     assert "\n  it does not fit: " in capsys.readouterr().out
+    file.write_text(text("microbatches = 1").replace("1GB", f"{peak - 1000}B"))
+    assert not run(file, {}, "json")[0]
+    ways = json.loads(capsys.readouterr().out)["ways_out"]
+    assert {"zero", "recompute", "microbatches"} <= {way["word"] for way in ways}
+    assert all(way["memory_gb"] * 1e9 <= peak - 1000 for way in ways)
+    assert [way["ranks"] for way in ways if not way["word"]] == [8]
     file.write_text(text(words).replace("1GB", "1KB"))
     assert not run(file, {}, "full")[0]
     assert re.search(r": it does not fit\n.*, of which 0 fit\n$", capsys.readouterr().out, re.DOTALL)
