@@ -48,11 +48,17 @@ def rank(spec: Spec, rates: Rates) -> Ranking:
             fits = each.memory <= spec.cluster.device.memory
             candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
             seconds = np.where(fits, each.seconds, np.inf)
-            first += [_ranked(spec, each, row) for row in np.argsort(seconds, kind="stable")[:KEPT] if fits[row]]
+            first += [_ranked(spec, each, row) for row in _least(seconds)]
             smallest.append(_ranked(spec, each, int(np.argmin(each.memory))))
         first = sorted(first, key=_order)[:KEPT]
         smallest = [min(smallest, key=lambda ranked: ranked.memory)]
     return Ranking(tuple(first), smallest[0], candidates, fitting)
+
+
+def _least(seconds: Any) -> Any:
+    """The numbers of the `KEPT` least finite values, and of those as large as the last of them."""
+    last = min(KEPT, len(seconds)) - 1
+    return np.flatnonzero((seconds <= np.partition(seconds, last)[last]) & np.isfinite(seconds))
 
 
 def _order(ranked: Ranked) -> tuple[float, float, str]:

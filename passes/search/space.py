@@ -151,8 +151,17 @@ class Space:
             if is_taken:
                 yield each
 
-    def _schedules(self, pp: int) -> Iterator[Pipelined]:
+    def _schedules(self, pp: int) -> Sequence[Pipelined]:
         """Every schedule with each number of stages of a rank that makes the longest rank no longer than fewer do."""
+        if pp not in self._known_schedules:
+            self._known_schedules[pp] = list(self._new_schedules(pp))
+        return self._known_schedules[pp]
+
+    @cached_property
+    def _known_schedules(self) -> dict[int, Sequence[Pipelined]]:
+        return {}
+
+    def _new_schedules(self, pp: int) -> Iterator[Pipelined]:
         depth, parallel = self.spec.subject.depth, self.spec.parallel
         every = SCHEDULES if parallel.schedule == "auto" else tuple(STAGES_OF_RANK)
         for schedule in self.values("schedule", every, "one_f_one_b"):

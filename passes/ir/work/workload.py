@@ -43,6 +43,8 @@ class Workload:
     meshes: Meshes = field(default_factory=lambda: Meshes(NO_MESH))
     sizes: Mapping[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    _counts: dict[object, float] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """The numbers of elements that were asked for, by shape and layout."""
 
     @classmethod
     def of(cls, spec: Spec, program: Program) -> Workload:
@@ -92,7 +94,10 @@ class Workload:
     def count(self, value: Value) -> float:
         """Number of elements of the rank's part; of ragged rows, that of the busiest rank."""
         if value.ragged is None:
-            return math.prod(self.shape(value))
+            key = value.shape, value.layout
+            if key not in self._counts:
+                self._counts[key] = math.prod(self.shape(value))
+            return self._counts[key]
         ranks = math.prod(self.meshes.size(axis) for axis in (value.layout or REPLICATED).sharded_axes())
         return self.sizes["rows"] * self.share(value) * self.row(value) / ranks * self.skew(value)
 
