@@ -29,13 +29,20 @@ class SharingDegrees(NamedTuple):
 
 
 OPEN_WORDS = ("pp", "dp", "cp", "tp", "ep", "etp", "zero", "recompute", "microbatches", "schedule")
-"""The words of `parallel` that may be `auto` or, if they are numbers, a list. An open schedule opens `virtual`."""
+"""The words of `parallel` that may be `auto` or, if they are numbers, a list."""
 
 
 def open_words(spec: Spec) -> tuple[str, ...]:
     """The words of `parallel` that the file leaves open, for a search to choose."""
     stated = ((word, getattr(spec.parallel, word)) for word in OPEN_WORDS)
     return tuple(word for word, value in stated if value == "auto" or isinstance(value, tuple))
+
+
+def searched_words(spec: Spec) -> tuple[str, ...]:
+    """The words that a search states: those that the file leaves open, and with `schedule` a `virtual` that it does not
+    state."""
+    words = open_words(spec)
+    return (*words, "virtual") if "schedule" in words and spec.parallel.virtual is None else words
 
 
 def with_words(spec: Spec, words: Mapping[str, object]) -> Spec:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import open_words, with_words
+from moec.grammar.stated import open_words, searched_words, with_words
 
 if TYPE_CHECKING:
     from moec.passes.search.candidate import Choice
@@ -62,9 +62,8 @@ def without_open_words(spec: Spec) -> Spec:
 
 def allows(file: Spec, plan: Spec) -> bool:
     """Whether `plan` is `file`, or has a value that it allows for each word that it leaves open."""
-    words = open_words(file)
-    chosen = {word: getattr(plan.parallel, word) for word in (*words, *(["virtual"] if "schedule" in words else []))}
-    lists = {word: getattr(file.parallel, word) for word in words}
+    chosen = {word: getattr(plan.parallel, word) for word in searched_words(file)}
+    lists = {word: getattr(file.parallel, word) for word in open_words(file)}
     if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
         return False
     return with_words(file, chosen) == plan

@@ -33,7 +33,9 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
         is_newer = any(_is_newer(used.stat(), compiled) for used in _with_used(file, set()))
     except OSError:
         return None
-    spec = load_file(file).spec if is_newer else plan.spec
+    if not is_newer:
+        return None
+    spec = load_file(file).spec
     if spec is not None and allows(spec, plan.spec):
         return None
     message = f"`{file}` has changed since `{path}` was compiled"

@@ -139,6 +139,7 @@ CODES: dict[str, str] = {
     "MOE0502": "there is no training step to plan",
     "MOE0503": "the word cannot be left open",
     "MOE0504": "the plan is of another model",
+    "MOE0505": "no values of the open words keep the rules",
     "MOE0600": "there is no plan here",
     "MOE0601": "this plan cannot be trusted",
     "MOE0602": "this plan has another format",

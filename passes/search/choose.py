@@ -5,20 +5,26 @@ Estimates rank all candidates; the first ones are placed, and their own predicti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moec.grammar.spec import Spec
-from moec.grammar.stated import open_words, with_words
+from moec.grammar.stated import open_words, searched_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.search.candidate import Candidate, Choice, candidate_of
-from moec.passes.search.ranking import Ranked, Ranking, rank
+from moec.passes.search.ranking import Ranked, rank
 from moec.passes.search.rules import require_choosable
 
-ERROR = 0.1
+ERROR = 0.12
 """The error of estimated seconds, relative: candidates are placed until all others are slower by more. Those without a
 pipeline have none, those of large models 0.11 at most (decision 52)."""
 
-MOST_THAT_FIT = 8
 MOST_PLACED = 24
-"""The most candidates that are placed, and the most of these that fit."""
+MOST_NEAR = 12
+"""The most candidates that are placed: of those whose estimated memory fits, and of those that exceed it by less than
+estimates err (`ranking.NEAR`)."""
+
+MOST_THAT_FIT = 8
+"""Placing ends when so many of these fit."""
 
 
 def choose(spec: Spec, rates: Rates | None = None) -> Choice:
@@ -30,11 +36,16 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     require_choosable(spec)
     rates = rates or ClusterRates(spec.cluster)
     ranking = rank(spec, rates)
-    found = _placed(spec, ranking, rates)
+    found = _placed(spec, ranking.first, MOST_PLACED, rates)
+    found += _placed(spec, ranking.near, MOST_NEAR, rates, _seconds(found[0]) if found else float("inf"))
     if not found:
-        return Choice(_candidate(spec, ranking.smallest, rates), (), ranking.candidates, 0)
-    first, *others = sorted(found, key=lambda candidate: candidate.prediction.step.total)
-    return Choice(first, tuple(others), ranking.candidates, ranking.fitting)
+        smallest = [_candidate(spec, each, rates) for each in ranking.smallest]
+        found = [candidate for candidate in smallest if candidate.prediction.fits]
+        if not found:
+            least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
+            return Choice(least, (), ranking.candidates, 0)
+    first, *others = sorted(found, key=_seconds)
+    return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
 
 
 def best(spec: Spec, rates: Rates | None = None) -> Candidate:
@@ -44,21 +55,27 @@ def best(spec: Spec, rates: Rates | None = None) -> Candidate:
     return candidate_of(spec, rates=rates)
 
 
-def _placed(spec: Spec, ranking: Ranking, rates: Rates) -> list[Candidate]:
-    """The candidates that fit, of those whose estimate comes near the best's time."""
-    found, best = list[Candidate](), float("inf")
-    for ranked in ranking.first[:MOST_PLACED]:
-        if len(found) == MOST_THAT_FIT or ranked.seconds * (1 - ERROR) > best:
+def _placed(
+    spec: Spec, ranked: Sequence[Ranked], most: int, rates: Rates, fastest: float = float("inf")
+) -> list[Candidate]:
+    """The candidates that fit, the fastest first, of the first ones whose estimate comes near the `fastest`."""
+    found = list[Candidate]()
+    for each in ranked[:most]:
+        if len(found) == MOST_THAT_FIT or each.seconds * (1 - ERROR) > fastest:
             break
-        candidate = _candidate(spec, ranked, rates)
+        candidate = _candidate(spec, each, rates)
         if candidate.prediction.fits:
             found.append(candidate)
-            best = min(best, candidate.prediction.step.total)
-    return found
+            fastest = min(fastest, _seconds(candidate))
+    return sorted(found, key=_seconds)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step.total
 
 
 def _candidate(spec: Spec, ranked: Ranked, rates: Rates) -> Candidate:
-    words = {word: value for word, value in ranked.words.items() if word in (*open_words(spec), "virtual")}
+    words = {word: ranked.words[word] for word in searched_words(spec)}
     return candidate_of(
         with_words(spec, words), {word: value for word, value in words.items() if value is not None}, rates
     )

@@ -26,7 +26,7 @@ from moec.passes.ir import Recompute
 from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.arrays import larger
 from moec.passes.search.held import Held, held, parts
-from moec.passes.search.space import RECOMPUTED, STAGES, Pipelined, Sizes, Space
+from moec.passes.search.space import STAGES, Pipelined, Sizes, Space
 from moec.passes.search.tables import Shares, Table
 from moec.passes.search.waiting import Waiting, worst_of
 
@@ -110,7 +110,7 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
     splits = any(each.schedule in QUEUES for each in turns.pipelined)
     ends, device = _Ends.of(table, shares), DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
     steps = {cost.block.name: steps_of(cost) for cost, _ in shares if cost.block.name in table.program.layer_blocks}
-    for word in space.values("recompute", RECOMPUTED, "none"):
+    for word in space.recomputed:
         passes = _passes(works, table, word)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
         activations = _Activations.of(table, shares, word, steps, splits=splits)
@@ -118,8 +118,13 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
         for stage, of in of_stages.items():
             after: Array = of.work.seconds(computed, table.sizes[:, 5]).total
             memory = device + _memory(of, activations, ends, turns)
-            memory = np.where(of.cuts[turns.rows] | (stage == stages[0]), memory, np.inf)  # else it is an earlier stage
-            yield Estimates(table, stage, word, turns.rows, turns.pipelined, seconds + after[turns.rows], memory)
+            total = seconds + after[turns.rows]
+            is_new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
+            if len(is_new) == len(turns.rows):
+                yield Estimates(table, stage, word, turns.rows, turns.pipelined, total, memory)
+            elif len(is_new):
+                pipelined = [turns.pipelined[row] for row in is_new.tolist()]
+                yield Estimates(table, stage, word, turns.rows[is_new], pipelined, total[is_new], memory[is_new])
 
 
 def _spread(values: Array, rows: Array, number: int) -> Array:

@@ -17,7 +17,14 @@ from moec.passes.search.space import Space
 from moec.passes.search.tables import Table, structures
 
 KEPT = 64
-"""The candidates that a ranking keeps."""
+"""The candidates that a ranking keeps of those that fit, and that nearly do."""
+
+SMALLEST = 16
+"""Those that it keeps with the least memory."""
+
+NEAR = 1.3
+"""Estimated memory over a device's, up to which a plan may fit: estimates of large models are up to 1.24 times the
+exact peak (decision 52)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +38,12 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The first candidates that fit, from the fastest on; the one with the least memory; and numbers of candidates."""
+    """The first candidates that fit, from the fastest on; those that nearly do; the ones with the least memory; and
+    numbers of candidates."""
 
     first: tuple[Ranked, ...]
-    smallest: Ranked
+    near: tuple[Ranked, ...]
+    smallest: tuple[Ranked, ...]
     candidates: int
     fitting: int
 
@@ -42,23 +51,25 @@ class Ranking:
 def rank(spec: Spec, rates: Rates) -> Ranking:
     """Every candidate of a file that has some."""
     space, lowered = Space(spec), lower(with_first_values(spec))
-    first, smallest, candidates, fitting = list[Ranked](), list[Ranked](), 0, 0
+    first, near, smallest, candidates, fitting = list[Ranked](), list[Ranked](), list[Ranked](), 0, 0
+    capacity = spec.cluster.device.memory
     for rows in structures(spec, lowered, np.array(list(space.sizes()))):
         for each in estimates(space, Table.of(spec, lowered, rows), rates):
-            fits = each.memory <= spec.cluster.device.memory
+            fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
             candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
-            seconds = np.where(fits, each.seconds, np.inf)
-            first += [_ranked(spec, each, row) for row in _least(seconds)]
-            smallest.append(_ranked(spec, each, int(np.argmin(each.memory))))
-        first = sorted(first, key=_order)[:KEPT]
-        smallest = [min(smallest, key=lambda ranked: ranked.memory)]
-    return Ranking(tuple(first), smallest[0], candidates, fitting)
+            for kept, which in ((first, fits), (near, may_fit & ~fits)):
+                kept += [_ranked(spec, each, row) for row in _least(np.where(which, each.seconds, np.inf), KEPT)]
+            smallest += [_ranked(spec, each, row) for row in _least(each.memory, SMALLEST)]
+        first, near = (sorted(kept, key=_order)[:KEPT] for kept in (first, near))
+        smallest = sorted(smallest, key=lambda ranked: (ranked.memory, *_order(ranked)))[:SMALLEST]
+    return Ranking(tuple(first), tuple(near), tuple(smallest), candidates, fitting)
 
 
-def _least(seconds: Any) -> Any:
-    """The numbers of the `KEPT` least finite values, and of those as large as the last of them."""
-    last = min(KEPT, len(seconds)) - 1
-    return np.flatnonzero((seconds <= np.partition(seconds, last)[last]) & np.isfinite(seconds))
+def _least(values: Any, number: int) -> Any:
+    """The numbers of so many of the least finite values."""
+    last = min(number, len(values)) - 1
+    found = np.flatnonzero((values <= np.partition(values, last)[last]) & np.isfinite(values))
+    return found[np.argsort(values[found], kind="stable")][:number]
 
 
 def _order(ranked: Ranked) -> tuple[float, float, str]:

@@ -16,8 +16,8 @@ from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Recompute
 
-SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
-"""The schedules among which a search chooses: the others take as long or longer, with as much memory or more."""
+SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
+"""The schedules among which a search chooses: `gpipe` and `looped_bfs` take as long or longer, with more memory."""
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)
@@ -76,6 +76,13 @@ class Space:
         """The sequences of a data-parallel rank in a step."""
         assert self.spec.train is not None
         return self.spec.train.batch * sizes.pp * sizes.cp * sizes.tp // self._ranks
+
+    @property
+    def recomputed(self) -> Sequence[Recompute]:
+        """What may be computed again; a model without mixtures has no experts."""
+        found = self.values("recompute", RECOMPUTED, "none")
+        has_experts = any(moe is not None for moe in self.spec.subject.mixtures)
+        return found if has_experts or len(found) < 2 else [word for word in found if word != "experts"]
 
     @property
     def _ranks(self) -> int:
@@ -140,7 +147,8 @@ class Space:
     def pipelined(self, pp: int, sequences: int, microbatches: int) -> Iterator[Pipelined]:
         """The schedules, and stages of a rank, that take so many micro-batches of a rank's sequences."""
         if pp == 1:
-            yield Pipelined("one_f_one_b", 1)
+            if self._is_right_without_pipeline:
+                yield Pipelined("one_f_one_b", 1)
             return
         is_default = self.spec.parallel.microbatches is None
         for each in self._schedules(pp):
@@ -150,6 +158,17 @@ class Space:
                 is_taken = takes(each.schedule, Pipeline(pp, each.virtual, microbatches))
             if is_taken:
                 yield each
+
+    @cached_property
+    def _is_right_without_pipeline(self) -> bool:
+        """Whether the words of pipelines that the file states break no rule with `pp = 1`."""
+        parallel = self.spec.parallel
+        schedule = None if parallel.schedule == "auto" else parallel.schedule
+        if parallel.pp is None:
+            return schedule is None and parallel.virtual is None and parallel.stages is None
+        kind = STAGES_OF_RANK[schedule or "one_f_one_b"]
+        virtual = parallel.virtual or kind.default
+        return kind.fitting(virtual) == virtual <= self.spec.subject.depth and self._has_stages(virtual)
 
     def _schedules(self, pp: int) -> Sequence[Pipelined]:
         """Every schedule with each number of stages of a rank that makes the longest rank no longer than fewer do."""

@@ -1,4 +1,4 @@
-"""Why a plan has not other values for some words: the best plan with them, and what is near."""
+"""What speaks against other values for some words of a plan: the best plan with them, and what is near."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def why_not(spec: Spec, chosen: Candidate, given: Mapping[str, object]) -> WhyNo
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:
-    follows = {"dp": None} if "dp" in chosen.words else {}  # from the other degrees
+    """`dp` follows from the other degrees, and `virtual` from the schedule."""
+    following = {"dp": None, "virtual": None if given.keys() & {"schedule", "pp"} else chosen.spec.parallel.virtual}
+    follows = {word: value for word, value in following.items() if word in chosen.words}
     try:
         return best(with_words(chosen.spec, {**follows, **given}))
     except DiagnosticError as error:

@@ -146,19 +146,23 @@ class StagePasses:
         self._losses[microbatch] = loss
 
     def _take_backward(self, kind: str, place: StageBatch) -> None:
-        """A backward pass, or one of its two parts. If a hook has changed parameters of the stage, its gradients are
-        worthless, and no error ends it: other ranks wait for its messages and sums until all hear the complaint."""
-        self._is_changed(place[0])
+        """A backward pass, or one of its two parts.
+
+        After a hook has changed parameters of the stage its gradients are worthless, but it runs on, and errors that
+        autograd and moec raise of such a change wait: other ranks need its messages until all hear the complaint.
+        """
+        self._notes_change(place[0])
         try:
             if kind == "weights":
                 self._queues[place].to_weights()
             else:
                 self._backward(place, torch.autograd.backward if kind == "backward" else self._queues[place].to_inputs)
         except (RuntimeError, JobError) as error:
-            if type(error) not in (RuntimeError, JobError) or not self._is_changed(place[0]):
+            if type(error) not in (RuntimeError, JobError) or not self._notes_change(place[0]):
                 raise
+            self._cause = self._cause or error
 
-    def _is_changed(self, stage: int) -> bool:
+    def _notes_change(self, stage: int) -> bool:
         """Whether a parameter of this stage has changed since the step began; notes the complaint."""
         changed = stage in self._before and self._before[stage].has_changed
         if changed:

@@ -11,23 +11,30 @@ from moec.commands.planning.terms import difference_lines
 from moec.grammar.amounts import amount_of_bytes
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
+from moec.grammar.printer import set_lines
 from moec.passes.degrees.degrees import choose_degrees
+from moec.passes.ir import Program
+from moec.passes.ir.interface import layer_calls
 from moec.passes.search.candidate import Candidate
 
-PLACES = frozenset({"dp", "cp", "tp", "ep", "etp", "pp", "virtual", "zero"})
-"""The words that decide which rank has which part of a parameter or of an optimizer's state."""
+RESHARDING = frozenset({"dp", "cp", "tp", "ep", "etp", "pp", "virtual", "schedule", "stages", "zero"})
+"""The words that may decide which rank has which part of a parameter or of an optimizer's state."""
 
 
-def against(plan: Candidate, other: Candidate) -> Against:
-    """The document of `plan` against `other`. Raises MOE0504 where they are of different models."""
+def require_same_model(plan: Candidate, other: Candidate) -> None:
+    """Raises MOE0504 where two plans are of different models."""
     if plan.spec.model.replace(name="") != other.spec.model.replace(name=""):
         help = "give a plan of this model: its layers, sizes and dtype are those of the file"
         raise DiagnosticError([diagnose("MOE0504", None, f"`{other.spec.subject.name}` is another model", help=help)])
+
+
+def against(plan: Candidate, other: Candidate) -> Against:
+    """The document of `plan` against `other`, of the same model."""
     return Against(
         ranks=other.spec.cluster.ranks,
         step_time_s=float(other.prediction.step.total),
         memory_gb=float(other.prediction.memory.peak.bytes.total) / GIGABYTE,
-        changes=list(_changes(_words(other), _words(plan))),
+        changes=list(_changes(other, plan)),
     )
 
 
@@ -35,8 +42,7 @@ def against_lines(plan: Candidate, other: Candidate) -> Iterator[str]:
     """The changes, and the seconds that each line of the step takes more."""
     found, step, before = against(plan, other), plan.prediction.step, other.prediction.step
     memory = amount_of_bytes(found.memory_gb * GIGABYTE)
-    ranks = f", on {found.ranks} ranks" if found.ranks != plan.spec.cluster.ranks else ""
-    yield f"against a step of {before.total:.3g} s and {memory}{ranks}"
+    yield f"against a step of {before.total:.3g} s and {memory}"
     for change in found.changes:
         values = " -> ".join(value for value in (change.before, change.after) if value is not None)
         yield f"  {change.kind} {change.word} = {values}{', reshards a checkpoint' if change.reshards else ''}"
@@ -46,7 +52,7 @@ def against_lines(plan: Candidate, other: Candidate) -> Iterator[str]:
 
 
 def _words(of: Candidate) -> dict[str, str]:
-    """The words of `parallel` as a plan has them; what does nothing is left out."""
+    """The words of `parallel` as a plan has them, without what does nothing, and those of `train` and the cluster."""
     degrees, recomputed = choose_degrees(of.spec), recomputing_layers(of.program)
     several = len(degrees.experts) > 1
     words: dict[str, object] = {"pp": degrees.pp, "virtual": degrees.virtual, "schedule": degrees.schedule}
@@ -56,10 +62,32 @@ def _words(of: Candidate) -> dict[str, str]:
         words |= {f"ep{where}": experts.ep, f"etp{where}": experts.etp}
     words["recompute"] = ", ".join(f"{part} in {numbered(layers)}" for part, layers in recomputed.items()) or None
     words["microbatches"] = of.program.microbatches
-    return {word: str(value) for word, value in words.items() if value not in (None, NOTHING.get(word, 1))}
+    found = {word: str(value) for word, value in words.items() if value not in (None, NOTHING.get(word, 1))}
+    parallel = [line for line in set_lines(of.spec.parallel) if line.startswith(("stages", "sequence_parallel"))]
+    assert of.spec.train is not None
+    for line in (*parallel, *set_lines(of.spec.train)):
+        word, _, value = line.partition(" = ")
+        found |= {word: value} if value else {}
+    return found | {"ranks": str(of.spec.cluster.ranks), "device": of.spec.cluster.device.name}
 
 
-def _changes(before: dict[str, str], after: dict[str, str]) -> Iterator[Change]:
+def _places(program: Program) -> object:
+    """What decides which rank has which part of a parameter or of an optimizer's state."""
+    stages = tuple(tuple(call.layer for call in layer_calls(program, of_rank)) for of_rank in program.stages_by_rank)
+    parameters = []
+    for block in program.blocks:
+        meshes = program.meshes_of(block)
+        for p in block.parameters:
+            layouts = [layout for layout in (p.layout, p.weight, p.gradient, p.optimizer_state) if layout is not None]
+            axes = {axis: meshes.size(axis) for layout in layouts for axis in layout.axes}
+            parameters.append((tuple(program.layers_by_block.get(block.name, ())), p.name, tuple(layouts), axes))
+    return stages, parameters
+
+
+def _changes(other: Candidate, plan: Candidate) -> Iterator[Change]:
+    before, after = _words(other), _words(plan)
+    reshards = _places(other.program) != _places(plan.program)
+    cuts_states = "zero" in before or "zero" in after
     for word in dict.fromkeys((*after, *before)):
         old, new = before.get(word), after.get(word)
         if old != new:
@@ -68,5 +96,5 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> Iterator[Change]:
                 word=word,
                 before=old,
                 after=new,
-                reshards=word.split()[0] in PLACES,
+                reshards=reshards and word.split()[0] in RESHARDING and (cuts_states or word not in ("dp", "cp")),
             )

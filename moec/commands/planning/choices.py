@@ -72,6 +72,9 @@ def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
 def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
     """What the best plan with the given words takes, and what they would gain and lose."""
     best, total = found.best, chosen.prediction.step.total
+    if all(getattr(chosen.spec.parallel, word) == value for word, value in found.given.items()):
+        yield f"the plan has `{in_words(found.given)}`"
+        return
     times = best.prediction.step.total / total
     others = _effective({word: value for word, value in best.words.items() if word not in found.given})
     end = f": {in_words(others)}" if others else ""
@@ -85,7 +88,8 @@ def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
     for name, seconds, line in difference_lines(chosen.prediction.step, best.prediction.step):
         yield f"{line}{_groups(name, best if seconds > 0 else chosen)}"
     for word, near in found.nearest.items():
-        rest = {w: value for w, value in near.words.items() if found.best.words.get(w) != value and w != word}
+        known = {**found.best.words, **found.given}
+        rest = _effective({w: value for w, value in near.words.items() if known.get(w) != value and w != word})
         fits = "" if near.prediction.fits else ", which does not fit"
         alone = in_words({word: found.given[word]})
         yield f"  with {alone} only: {near.prediction.step.total:.3g} s{fits}{', ' if rest else ''}{in_words(rest)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moec.codegen.plan_in_words import degrees_lines
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
-from moec.commands.planning.against import against, against_lines
+from moec.commands.planning.against import against, against_lines, require_same_model
 from moec.commands.planning.choices import runner_up_lines, way_out_lines, why_not_lines
 from moec.commands.planning.plan_document import (
     GIGABYTE,
@@ -83,7 +83,10 @@ def run(
 
         found = why_not(spec, plan, given) if given is not None else None
         ways = () if plan.prediction.fits else tuple(ways_out(spec))
-    before = None if other is None else _planned(_spec_of(other, {})[0])[1]
+    before = None
+    if other is not None:
+        before = _planned(_spec_of(other, {})[0])[1]
+        require_same_model(plan, before)
     planned = Planned(plan, _load(plan), choice, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings

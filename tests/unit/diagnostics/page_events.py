@@ -61,6 +61,13 @@ def no_step() -> Sequence[Diagnostic]:
     return raised(lambda: run(Path("model.moe"), {}, "full"))
 
 
+def no_values() -> Sequence[Diagnostic]:
+    from moec.driver import check_text
+
+    text = moe_text(ep=None).replace("parallel {\n", "parallel {\n  tp = auto\n  ep = [3]\n")
+    return check_text(text, "tiny.moe", Path(), {})
+
+
 def plan_of_another_model() -> Sequence[Diagnostic]:
     from moec.commands.planning.plan import run
 
@@ -74,7 +81,7 @@ def choice_that_changes_results() -> Sequence[Diagnostic]:
     from moec.passes.search.choose import choose
 
     spec = moe_spec(beside="group = batch")
-    return raised(lambda: choose(spec.replace(parallel=spec.parallel.replace(tp="auto"))))
+    return raised(lambda: choose(spec.replace(parallel=spec.parallel.replace(pp="auto"))))
 
 
 def output_that_is_no_plan() -> Sequence[Diagnostic]:
@@ -484,6 +491,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0502": no_step,
     "MOE0503": choice_that_changes_results,
     "MOE0504": plan_of_another_model,
+    "MOE0505": no_values,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

@@ -50,15 +50,28 @@ def test_a_file_that_allows_a_plan_has_not_changed() -> None:
     assert not allows(to_spec(text("tp = [4]; zero = auto; microbatches = [2, 4]")), plan)
     assert not allows(to_spec(text(batch=16)), plan)
     assert not allows(to_spec(text("tp = 4; zero = auto; microbatches = [2, 4]")), plan)
-    free = to_spec(text("pp = [2]; schedule = auto"))
-    assert allows(free, compile(free).spec)
+    for words in (
+        "pp = [2]; schedule = auto",
+        "pp = 2; schedule = interleaved; ep = auto",
+        "pp = [1, 2]; schedule = auto",
+    ):
+        free = to_spec(text(words, depth=4))
+        assert allows(free, compile(free).spec), words
+
+
+def test_a_word_that_is_stated_is_kept() -> None:
+    plan = compile(text("pp = [1, 2]; schedule = interleaved; virtual = 1; ep = auto", depth=4)).spec.parallel
+    assert (plan.virtual, plan.schedule) == (1, "interleaved")
+    assert compile(text("pp = auto; stages = [0..1, 2..3]; ep = 1", depth=4)).spec.parallel.pp == 2
+    words = "pp = [2, 4]; schedule = interleaved; microbatches = auto"  # four ranks with two stages each are too many
+    assert compile(text(words, depth=4)).spec.parallel.pp == 2
 
 
 def test_no_result_depends_on_open_words() -> None:
     model, stated = reference(text()), reference(text("tp = 2"))
     assert model.state_dict().keys() == stated.state_dict().keys()
     with pytest.raises(DiagnosticError, match="MOE0503"):
-        reference(text("tp = auto", beside="group = batch"))
+        reference(text("microbatches = auto", beside="group = batch"))
 
 
 @each_row(
@@ -99,7 +112,7 @@ def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.Capt
 
 @each_row(
     ("other", "code"),
-    [("epp = 2", "MOE0201"), ("ep = 3", "MOE0311"), ("layers 1 { ep = 2 }", "MOE0101"), ("ep = 2, ep = 4", "MOE0204")],
+    [("epp = 2", "MOE0201"), ("ep = 3", "MOE0505"), ("layers 1 { ep = 2 }", "MOE0101"), ("ep = 2, ep = 4", "MOE0204")],
 )
 def test_words_that_no_plan_has_are_refused(other: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(DiagnosticError) as refused:
