@@ -103,7 +103,7 @@ ROWS: tuple[Row, ...] = (
     Row("train_iters:mg train_samples:mg max_steps:hf num_train_epochs:hf num_epochs:ot epochs:ot steps:tt total_steps:ot", "", "", "", "how long to train is in the training script"),
     Row("overlap_comm:ds transformer_impl:mg contiguous_gradients:ds reduce_bucket_size:ds allgather_bucket_size:ds", "", "", "", "leave it out: the plan has its own collectives, and kernels are moec's"),
     Row("overlap_p2p_communication:mg no_overlap_p2p_communication:mg overlap_p2p_communication_warmup_flush:mg", "", "", "", "leave it out: messages between stages always run beside computations"),
-    Row("delay_wgrad_compute:mg defer_embedding_wgrad_compute:mg", "", "", "", "gradients of weights wait by the schedule: `schedule = zero_bubble`, `zero_bubble_v` and `dual_pipe_v` compute them where a rank would be idle"),
+    Row("delay_wgrad_compute:mg defer_embedding_wgrad_compute:mg", "", "", "", "`schedule = zero_bubble`, `zero_bubble_v` and `dual_pipe_v` compute gradients of weights where a rank would be idle, others at once"),
     Row("moe_grouped_gemm:mg grouped_gemm:ot flash_attention:ot flash_attn:ot dispatcher:ot token_dispatcher:ot,tt use_grouped_mm:tt moe_permute_fusion:mg moe_router_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:ot moe_token_dispatcher_type:mg moe_shared_expert_overlap:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("lm_head:hf output_layer:mg", "", "", "", "every model has its head, `head.weight`; `embedding = tokens(tied = true)` ties it to the embedding"),
     Row("attention_softmax_in_fp32:mg", "", "", "", "softmax is computed in at least fp32: leave it out"),

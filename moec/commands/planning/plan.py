@@ -20,9 +20,9 @@ from moec.commands.planning.plan_document import (
     StepPrediction,
     Tenant,
     candidates_of,
-    other_plan,
     runners_up_of,
     way_out,
+    why_not_document,
 )
 from moec.commands.planning.terms import term_lines
 from moec.driver import read, valid_plan
@@ -75,6 +75,10 @@ def run(
     given = None if words is None else given_words("--why-not", words)
     spec, warnings = _spec_of(source, lets)
     choice, plan = _planned(spec)
+    before = None
+    if other is not None:
+        _, before = _planned(_spec_of(other, {})[0], f"`{other}` is ")
+        require_same_model(plan, before)
     found: WhyNot | None = None
     ways: Sequence[WayOut] = ()
     if given is not None or not plan.prediction.fits:
@@ -83,16 +87,12 @@ def run(
 
         found = why_not(spec, plan, given) if given is not None else None
         ways = () if plan.prediction.fits else tuple(ways_out(spec))
-    before = None
-    if other is not None:
-        before = _planned(_spec_of(other, {})[0])[1]
-        require_same_model(plan, before)
     planned = Planned(plan, _load(plan), choice, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings
 
 
-def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
+def _planned(spec: Spec, which: str = "") -> tuple[Choice | None, Candidate]:
     """The plan of a file, with the search that chose it if it leaves words open."""
     if spec.train is None or not spec.has_model:
         what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
@@ -101,7 +101,7 @@ def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
             if spec.has_model
             else "give a `model` whose layers are like it"
         )
-        raise DiagnosticError([diagnose("MOE0502", None, what, help=help)])
+        raise DiagnosticError([diagnose("MOE0502", None, which + what, help=help)])
     require_supported(spec)
     choice = choice_of(spec)
     return choice, candidate_of(spec) if choice is None else choice.chosen
@@ -231,7 +231,7 @@ def _document(planned: Planned) -> StepPrediction:
         calibrated=spec.cluster.is_calibrated,
         candidates=candidates_of(planned.choice),
         runners_up=runners_up_of(planned.choice),
-        why_not=None if planned.why_not is None else other_plan(planned.why_not.best),
+        why_not=None if planned.why_not is None else why_not_document(planned.why_not),
         against=None if planned.other is None else against(planned.plan, planned.other),
         ways_out=[way_out(way) for way in planned.ways_out],
     )

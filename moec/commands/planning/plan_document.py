@@ -9,6 +9,7 @@ from moec.passes.search.candidate import Candidate, Choice
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
+    from moec.passes.search.why_not import WhyNot
 
 GIGABYTE = 1e9
 
@@ -72,7 +73,7 @@ class PlannedCandidates:
 
 @document
 class OtherPlan:
-    """A plan that was not chosen."""
+    """Another plan than the one that is predicted."""
 
     words: dict[str, int | str]
     """The words that the file leaves open."""
@@ -80,6 +81,19 @@ class OtherPlan:
     terms: dict[str, float]
     memory_gb: float
     fits: bool
+
+
+@document
+class WhyNotDocument:
+    """Plans with the words of `--why-not`."""
+
+    best: OtherPlan
+    alone: OtherPlan | None
+    """With all else as in the plan; null where that breaks a rule."""
+    broken_rule: str | None
+    """The code and message of that rule."""
+    with_one_word: dict[str, OtherPlan]
+    """Of several words, the best plan with each and without the others."""
 
 
 @document
@@ -148,8 +162,8 @@ class StepPrediction:
     """Null where the file leaves no word open."""
     runners_up: list[OtherPlan]
     """The next plans, the fastest first."""
-    why_not: OtherPlan | None
-    """The best plan with the words of `--why-not`."""
+    why_not: WhyNotDocument | None
+    """What speaks against the words of `--why-not`."""
     against: Against | None
     """What differs from the plan of `--against`."""
     ways_out: list[WayOutOfMemory]
@@ -176,6 +190,17 @@ def candidates_of(choice: Choice | None) -> PlannedCandidates | None:
 def runners_up_of(choice: Choice | None) -> list[OtherPlan]:
     """The next plans of a search."""
     return [] if choice is None else [other_plan(other) for other in choice.runners_up]
+
+
+def why_not_document(found: WhyNot) -> WhyNotDocument:
+    """The document of what speaks against words."""
+    alone = found.alone
+    return WhyNotDocument(
+        best=other_plan(found.best),
+        alone=other_plan(alone) if isinstance(alone, Candidate) else None,
+        broken_rule=None if isinstance(alone, Candidate) else f"{alone.code}: {alone.message}",
+        with_one_word={word: other_plan(near) for word, near in found.nearest.items()},
+    )
 
 
 def way_out(way: WayOut) -> WayOutOfMemory:
