@@ -23,7 +23,7 @@ SMALLEST = 16
 """Those that it keeps with the least memory."""
 
 NEAR = 1.3
-"""Estimated memory over a device's, up to which a plan may fit: estimates of large models are up to 1.24 times the
+"""Estimated memory over a device's, up to which a plan may fit: estimates of large models are up to 1.26 times the
 exact peak (decision 52)."""
 
 
