@@ -50,7 +50,10 @@ def stated(spec: Spec) -> Spec:
 
 
 def without_open_words(spec: Spec) -> Spec:
-    """`spec` with any values for its open words. Raises `DiagnosticError` where results depend on one."""
+    """`spec` with any values for its open words.
+
+    Raises `DiagnosticError` for a file with `train` whose results depend on one.
+    """
     if not open_words(spec):
         return spec
     from moec.passes.search.rules import require_choosable, with_first_values

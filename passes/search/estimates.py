@@ -1,7 +1,8 @@
 """The estimated time and memory of every candidate of a table, with each ZeRO stage, recomputation and schedule.
 
 The time of a pipeline is that of its slowest rank, and the share of a bubble that its schedule leaves; memory is what
-stays, what micro-batches under way keep, and the larger of two moments of a layer. Exact ones take a plan's own orders.
+stays, what micro-batches under way keep, and the larger of two moments of a layer. The prediction of a placed plan
+follows its orders instead.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def _passes(works: Mapping[str, BlockWork], table: Table, word: Recompute) -> _P
 def _pipeline(spec: Spec, turns: _Turns, sizes: Array, passes: _Passes, message: Array) -> tuple[Array, Array]:
     """Seconds in which the slowest rank computes in a step, and of all passes with the bubble.
 
-    A micro-batch takes the longer of the slowest rank's work, and of its way through all stages over the number of
-    micro-batches that are under way. No more of them than ranks follow each other, a stage apart.
+    With more micro-batches than ranks, each takes the slowest rank's seconds, or those of its way through all stages
+    over the number in flight, whichever is longer. With fewer, they follow each other one stage apart.
     """
     at, depth = turns.rows, spec.subject.depth
     pp, parts, head = sizes[at, 0], sizes[at, 5], passes.head[at]
@@ -179,7 +180,7 @@ def _pipeline(spec: Spec, turns: _Turns, sizes: Array, passes: _Passes, message:
 
 
 def under_way(pp: Array, virtual: Array, parts: Array) -> Array:
-    """The micro-batches that the first rank keeps for backward, of all its stages."""
+    """The micro-batches in flight at once, over all stages of the first rank."""
     return np.minimum(parts, np.where(virtual > 1, pp + (pp - 1) / virtual, pp))
 
 

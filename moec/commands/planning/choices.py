@@ -22,7 +22,6 @@ SHOWN = 3
 SMALL = 0.1
 """The part of all differences below which one is not named."""
 
-
 NOTHING: Mapping[str, object] = {"zero": 0, "recompute": "none"}
 """The values by which words do nothing; for others it is 1."""
 

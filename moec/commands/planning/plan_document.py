@@ -123,7 +123,7 @@ class Change:
 
 @document
 class Against:
-    """The other plan."""
+    """The plan of `--against`, and what differs from it."""
 
     ranks: int
     step_time_s: float
