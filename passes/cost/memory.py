@@ -17,7 +17,7 @@ from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.order import ActionKind, Order
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import is_last_backward, orders_of_step
+from moec.passes.place.schedule import orders_of_step
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
@@ -130,33 +130,39 @@ class _Timeline:
         yield self._update()
 
     def _passes(self) -> Iterable[_Passes]:
-        passes, begun, changes = dict[object, _Passes](), set[object](), 0
-        latest = dict[tuple[int, int | None], ActionKind]()
-        waiting = Counter[tuple[int, ActionKind]]()
+        passes, begun, changes, last = dict[object, _Passes](), set[object](), 0, self.order.last_of_stage
+        latest, waiting = dict[tuple[int, int | None], ActionKind](), Counter[tuple[int, ActionKind]]()
+        sizes, others = self._left(), 0.0
         for action in self.order:
             kind, stage = action.kind, self.last_stage if action.stage is None else action.stage
             if action.microbatch is None or kind in ("send", "send_gradients"):
                 continue
             if (before := latest.pop((stage, action.microbatch), None)) is not None:
                 waiting[stage, before] -= 1
+                others -= sizes[stage, before]
             if kind not in ("receive", "receive_gradients"):
-                part = "backward" if kind == "weights" else kind
-                position = PassPosition(
-                    part in ("forward", "backward") and (part, stage) not in begun, is_last_backward(self.order, action)
-                )
-                begun.add((part, stage))
-                changes += position != PassPosition()
+                part, position = "backward" if kind == "weights" else kind, PassPosition()
+                is_first = part in ("forward", "backward") and (part, stage) not in begun
+                if is_first or last[stage] == action:
+                    begun.add((part, stage))
+                    changes, position = changes + 1, PassPosition(is_first, last[stage] == action)
                 key = kind, stage, position, changes
-                others = sum(number * self.stages[s].left[k].total for (s, k), number in waiting.items() if number > 0)
                 if key not in passes:
                     passes[key] = _Passes(self.stages[stage].run(kind, position), action.microbatch, Bytes())
+                    sizes = self._left()
+                    others = sum(number * sizes[of] for of, number in waiting.items() if number)
                 if others > passes[key].most:
-                    sizes = (self.stages[s].left[k].times(number) for (s, k), number in waiting.items() if number > 0)
-                    passes[key].most, passes[key].others = others, sum(sizes, Bytes())
+                    left = (self.stages[s].left[k].times(number) for (s, k), number in waiting.items() if number)
+                    passes[key].most, passes[key].others = others, sum(left, Bytes())
             if kind not in ("backward", "weights"):
                 latest[stage, action.microbatch] = kind
                 waiting[stage, kind] += 1
+                others += sizes[stage, kind]
         return passes.values()
+
+    def _left(self) -> dict[tuple[int, ActionKind], float]:
+        """The bytes that a micro-batch keeps in a stage after its latest action of each kind."""
+        return {(stage, kind): of.total for stage, passes in self.stages.items() for kind, of in passes.left.items()}
 
     def _merged(self, passes: Iterable[_Passes]) -> Iterable[Moment]:
         """The worst moment of each event; in a single stage, of each micro-batch."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moec.passes.ir.order import Action, Order
-from moec.passes.ir.order_messages import Message, merged, sent_by
+from moec.passes.ir.order import ActionKind, Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class StageSeconds:
     weights: float = 0.0
     message: float = 0.0
 
-    def of(self, action: Action) -> float:
-        """Seconds in which the action occupies its rank: messages are sent beside computations."""
-        match action.kind:
+    def of(self, kind: ActionKind) -> float:
+        """Seconds in which a computation occupies its rank: messages are sent beside computations."""
+        match kind:
             case "forward":
                 return self.forward
             case "backward":
@@ -51,13 +51,29 @@ class PipelineTime:
 def follow(orders: Sequence[Order], stages: Sequence[StageSeconds]) -> PipelineTime:
     """The time of the passes of all ranks, in their orders; the loss is a part of the last stage's passes."""
     ends, busy = [0.0] * len(orders), [0.0] * len(orders)
-    arrives = dict[Message, float]()
-    for rank, action in merged(orders):
-        if (message := sent_by(action)) is not None:
-            arrives[message] = ends[rank] + stages[min(message.sender, message.receiver)].message
-        elif action.kind in ("forward", "backward", "inputs", "weights") and action.stage is not None:
-            sender = action.stage + (-1 if action.kind == "forward" else 1)
-            start = max(ends[rank], arrives.get(Message(sender, action.stage, action.microbatch), 0.0))
-            seconds = stages[action.stage].of(action)
-            ends[rank], busy[rank] = start + seconds, busy[rank] + seconds
+    arrives = dict[tuple[bool, int, int | None], float]()
+    remaining, moved = [deque(order) for order in orders], True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(remaining):
+            end, computed = ends[rank], busy[rank]
+            while actions:
+                action = actions[0]
+                kind, stage, number = action.kind, action.stage, action.microbatch
+                if stage is None:
+                    pass
+                elif kind == "send":
+                    arrives[True, stage + 1, number] = end + stages[stage].message
+                elif kind == "send_gradients":
+                    arrives[False, stage - 1, number] = end + stages[stage - 1].message
+                elif kind in ("receive", "receive_gradients"):
+                    if (kind == "receive", stage, number) not in arrives:
+                        break
+                else:
+                    seconds = stages[stage].of(kind)
+                    end = max(end, arrives.get((kind == "forward", stage, number), 0.0)) + seconds
+                    computed += seconds
+                actions.popleft()
+                moved = True
+            ends[rank], busy[rank] = end, computed
     return PipelineTime(tuple(ends), tuple(busy))

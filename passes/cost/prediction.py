@@ -57,10 +57,10 @@ class Prediction:
         return self.flops / self.step.total / self.peak
 
 
-def predict(program: Program, spec: Spec, rates: Rates | None = None) -> Prediction:
+def predict(program: Program, spec: Spec, rates: Rates | None = None, memory: Memory | None = None) -> Prediction:
     """The prediction of a Program after all passes but the budget, for the workload of its file.
 
-    `rates`: by default those that the file's cluster states.
+    `rates`: by default those that the file's cluster states. `memory`: that of the Program, where it is known.
     """
     counts, device = tally(program, spec), spec.cluster.device
     return Prediction(
@@ -69,7 +69,7 @@ def predict(program: Program, spec: Spec, rates: Rates | None = None) -> Predict
         flops=counts.flops_per_token * counts.tokens,
         peak=peak(device, spec.subject.dtype) * program.num_ranks,
         ranks=program.num_ranks,
-        memory=memory_of(program, spec),
+        memory=memory or memory_of(program, spec),
         capacity=device.memory,
         skew=counts.imbalance,
     )

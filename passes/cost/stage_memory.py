@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
@@ -58,8 +59,7 @@ class LayerMemory:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PassPosition:
+class PassPosition(NamedTuple):
     """The position of a pass among those of its stage in a step.
 
     `is_first`: the first forward pass, or the first pass that computes gradients of weights. `is_last`: the pass in

@@ -112,9 +112,13 @@ class Order:
     def last_of_stage(self) -> Mapping[int, Action]:
         """For each stage the action that completes the gradients of its parameters."""
         last = dict[int, Action]()
-        for part in self.parts:
-            actions = (part,) if isinstance(part, Action) else (a.later(part.times - 1) for a in part.actions)
-            last.update({a.stage: a for a in actions if a.kind in ("backward", "weights") and a.stage is not None})
+        for part in reversed(self.parts):
+            actions = (part,) if isinstance(part, Action) else [a.later(part.times - 1) for a in reversed(part.actions)]
+            for action in actions:
+                if action.kind in ("backward", "weights") and action.stage is not None:
+                    last.setdefault(action.stage, action)
+            if len(last) == len(self.stages):
+                break
         return last
 
 

@@ -176,7 +176,7 @@ class Program:
     microbatches: int = 1
     schedule: str = "one_f_one_b"
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of weights apart from those of inputs."""
         return any(order.count("weights") for order in self.orders)

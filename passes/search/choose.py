@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moec.grammar.spec import Spec
 from moec.grammar.stated import open_words, searched_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
-from moec.passes.search.candidate import Candidate, Choice, candidate_of
+from moec.passes.search.candidate import Candidate, Choice, candidate_of, candidate_that_fits
 from moec.passes.search.ranking import Ranked, rank
 from moec.passes.search.rules import require_choosable
 
@@ -39,7 +39,7 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     found = _placed(spec, ranking.first, MOST_PLACED, rates)
     found += _placed(spec, ranking.near, MOST_NEAR, rates, _seconds(found[0]) if found else float("inf"))
     if not found:
-        smallest = [_candidate(spec, each, rates) for each in ranking.smallest]
+        smallest = [candidate_of(*_with_words(spec, each), rates) for each in ranking.smallest]
         found = [candidate for candidate in smallest if candidate.prediction.fits]
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
@@ -63,8 +63,7 @@ def _placed(
     for each in ranked[:most]:
         if len(found) == MOST_THAT_FIT or each.seconds * (1 - ERROR) > fastest:
             break
-        candidate = _candidate(spec, each, rates)
-        if candidate.prediction.fits:
+        if candidate := candidate_that_fits(*_with_words(spec, each), rates):
             found.append(candidate)
             fastest = min(fastest, _seconds(candidate))
     return sorted(found, key=_seconds)
@@ -74,8 +73,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.prediction.step.total
 
 
-def _candidate(spec: Spec, ranked: Ranked, rates: Rates) -> Candidate:
+def _with_words(spec: Spec, ranked: Ranked) -> tuple[Spec, dict[str, int | str]]:
+    """The file with the words of a candidate, and those that it has."""
     words = {word: ranked.words[word] for word in searched_words(spec)}
-    return candidate_of(
-        with_words(spec, words), {word: value for word, value in words.items() if value is not None}, rates
-    )
+    return with_words(spec, words), {word: value for word, value in words.items() if value is not None}

@@ -16,30 +16,19 @@ import numpy as np
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import outermost_between
-from moec.passes.cost.liveness import Run, Step, steps_of
 from moec.passes.cost.memory import DEVICE_BYTES
-from moec.passes.cost.pass_time import BlockWork
 from moec.passes.cost.rates import Rates
-from moec.passes.cost.seconds import EXPOSED
 from moec.passes.cost.totals import runs_of
-from moec.passes.degrees.schedules import Pipeline
 from moec.passes.ir import Recompute
 from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.arrays import larger
-from moec.passes.search.held import Held, held, parts
-from moec.passes.search.space import STAGES, Pipelined, Sizes, Space
-from moec.passes.search.tables import Shares, Table
-from moec.passes.search.waiting import Waiting, worst_of
+from moec.passes.search.blocks import BlockRun, runs_in
+from moec.passes.search.held import Held, cuts_of, held
+from moec.passes.search.space import STAGES, Pipelined, Space
+from moec.passes.search.tables import Table
+from moec.passes.search.turns import QUEUES, Turns
 
 Array = Any
-Steps = Mapping[str, Sequence[Step]]
-"""The ops of each layer's block."""
-
-QUEUES = frozenset({"zero_bubble", "zero_bubble_v", "dual_pipe_v"})
-"""The schedules that put products of weights off, and keep what these need."""
-
-BUBBLES: Mapping[str, float] = {"zero_bubble": 1 / 3, "zero_bubble_v": 1 / 6, "dual_pipe_v": 1 / 6}
-"""The bubble of a schedule over that of 1F1B, where all parts of a stage's passes take equally long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,70 +44,26 @@ class Estimates:
     memory: Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """Rows of a table, each with every schedule that takes it."""
-
-    rows: Array
-    pipelined: Sequence[Pipelined]
-    virtual: Array
-    bubble: Array
-    backward: Sequence[tuple[Array, Array]]
-    loss: Sequence[tuple[Array, Array]]
-    """The micro-batches that are kept and that are queued at the worst moments."""
-
-    @classmethod
-    def of(cls, space: Space, sizes: Array) -> _Turns:
-        sequences = space.sequences(Sizes(*sizes.T))
-        kinds, where = np.unique(np.stack([sizes[:, 0], sequences, sizes[:, 5]], 1), axis=0, return_inverse=True)
-        of_kinds = [
-            [(each, Pipeline(pp, each.virtual, parts)) for each in space.pipelined(pp, of_rank, parts)]
-            for pp, of_rank, parts in kinds.tolist()
-        ]
-        every = [pair for of_kind in of_kinds for pair in of_kind]
-        firsts = np.cumsum([0, *map(len, of_kinds)])
-        where = where.reshape(-1)
-        number = np.diff(firsts)[where]
-        rows = np.repeat(np.arange(len(where)), number)
-        taken = np.arange(len(rows)) - np.repeat(np.cumsum(number) - number, number) + firsts[where[rows]]
-        worst = [worst_of(each.schedule, pipeline) for each, pipeline in every]
-        return cls(
-            rows,
-            [every[index][0] for index in taken.tolist()],
-            np.array([each.virtual for each, _ in every])[taken],
-            np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each, _ in every])[taken],
-            _in_arrays([of.backward for of in worst], taken),
-            _in_arrays([of.loss for of in worst], taken),
-        )
-
-
-def _in_arrays(worst: Sequence[Sequence[Waiting]], taken: Array) -> list[tuple[Array, Array]]:
-    """What is kept and queued at each of the worst moments; who has fewer of them has the first one again."""
-    longest = max(map(len, worst), default=0)
-    filled = np.array([(*moments, *[moments[0]] * (longest - len(moments))) for moments in worst])
-    return [(filled[taken, moment, 0], filled[taken, moment, 1]) for moment in range(longest)]
-
-
 def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
     """The estimates of a table's plans, with every option that is open."""
-    turns = _Turns.of(space, table.sizes)
+    turns = Turns.of(space, table.sizes)
     if not len(turns.rows):
         return
-    shares, works, stages = table.shares(), table.works(rates), space.values("zero", STAGES, 0)
-    of_table = parts(table, shares)
-    of_stages = {stage: held(table, shares, of_table, stage, rates) for stage in stages}
-    message = _message(space, table, rates)
-    splits = any(each.schedule in QUEUES for each in turns.pipelined)
-    ends, device = _Ends.of(table, shares), DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
-    steps = {cost.block.name: steps_of(cost) for cost, _ in shares if cost.block.name in table.program.layer_blocks}
+    splits, stages = any(each.schedule in QUEUES for each in turns.pipelined), space.values("zero", STAGES, 0)
+    runs = {b.name: runs_in(table, b, space.recomputed, rates, splits=splits) for b, _ in table.shares}
+    shares = [(runs[block.name].cost, share) for block, share in table.shares]
+    cuts = cuts_of(table, shares)
+    of_stages = {stage: held(table, cuts, stage, rates) for stage in stages}
+    message = _message(space, table, rates, runs[table.program.layers[0].body].residual)
+    device = DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
     for word in space.recomputed:
-        passes = _passes(works, table, word)
+        one = {name: of.of.get(word) or of.of["none"] for name, of in runs.items()}
+        passes, bytes_of = _passes(table, one), _Activations.of(table, one)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
-        activations = _Activations.of(table, shares, word, steps, splits=splits)
         computed = passes.computing * _spread(busy, turns.rows, len(table.sizes))
         for stage, of in of_stages.items():
             after: Array = of.work.seconds(computed, table.sizes[:, 5]).total
-            memory = device + _memory(of, activations, ends, turns)
+            memory = device + _memory(of, bytes_of, turns)
             total = seconds + after[turns.rows]
             is_new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
             if len(is_new) == len(turns.rows):
@@ -147,18 +92,16 @@ class _Passes:
     computing: Array
 
 
-def _passes(works: Mapping[str, BlockWork], table: Table, word: Recompute) -> _Passes:
+def _passes(table: Table, runs: Mapping[str, BlockRun]) -> _Passes:
     body = head = sent = 0.0
     for name, count in runs_of(table.program).items():
+        seconds, sent = count * runs[name].seconds, sent + count * runs[name].sent
         is_layer = name in table.program.layer_blocks
-        passes = works[name].passes(word if is_layer else "none")
-        seconds = count * sum(part.total for part in passes)
-        sent = sent + count * sum(part.of.get(term, 0.0) for part in passes for term in EXPOSED)
         body, head = (body + seconds, head) if is_layer else (body, head + seconds)
     return _Passes(body, head, 1 - sent / (body + head))
 
 
-def _pipeline(spec: Spec, turns: _Turns, sizes: Array, passes: _Passes, message: Array) -> tuple[Array, Array]:
+def _pipeline(spec: Spec, turns: Turns, sizes: Array, passes: _Passes, message: Array) -> tuple[Array, Array]:
     """Seconds in which the slowest rank computes in a step, and of all passes with the bubble.
 
     With more micro-batches than ranks, each takes the slowest rank's seconds, or those of its way through all stages
@@ -184,11 +127,9 @@ def under_way(pp: Array, virtual: Array, parts: Array) -> Array:
     return np.minimum(parts, np.where(virtual > 1, pp + (pp - 1) / virtual, pp))
 
 
-def _message(space: Space, table: Table, rates: Rates) -> Array:
+def _message(space: Space, table: Table, rates: Rates, size: Array) -> Array:
     """Seconds of a message from stage to stage, on average."""
     cluster, pp, seconds = space.spec.cluster, table.sizes[:, 0], np.zeros(len(table.sizes))
-    layer = table.costs[table.program.layers[0].body]
-    size = layer.workload.bytes(*(v for v in layer.block.inputs if v.role == "residual"))
     for number in np.unique(pp[pp > 1]):
         ranks = cluster.ranks // int(number)
         stages = [range(stage * ranks, (stage + 1) * ranks) for stage in range(int(number))]
@@ -202,46 +143,31 @@ def _message(space: Space, table: Table, rates: Rates) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes on the rank with most layers, with one word of `recompute`: `kept` by a micro-batch in all of its layers,
-    `queued` by one whose products of weights wait, and of one layer kept and at its worst moment (`turns`)."""
+    """Bytes on the rank with most layers: `kept` by a micro-batch in all of its layers, `queued` by one whose products
+    of weights wait, of one layer those kept and at its worst moment (`turns`); outside of layers, those that a
+    micro-batch keeps (`ends`), and the most that the loss takes."""
 
     kept: Array
     queued: Array
     turns: Mapping[str, tuple[Array, Array]]
-
-    @classmethod
-    def of(cls, table: Table, shares: Shares, word: Recompute, steps: Steps, *, splits: bool) -> _Activations:
-        kept, queued, turns = 0.0, 0.0, {}
-        for cost, share in shares:
-            block = cost.block
-            if block.name in table.program.layer_blocks:
-                run = Run.of_steps(steps[block.name], cost, word, splits=splits)
-                residual = [v for v in block.inputs if v.role == "residual" and v.name in run.inputs]
-                of_layer = run.kept.total + cost.workload.bytes(*residual)
-                kept, queued = kept + share * of_layer, queued + share * run.queued.total
-                turns[block.name] = of_layer, larger(run.backward.total, run.to_inputs.total)
-        return cls(kept, queued, turns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Bytes outside of layers: what a micro-batch keeps, and the most that the loss takes."""
-
-    kept: Array
+    ends: Array
     loss: Array
 
     @classmethod
-    def of(cls, table: Table, shares: Shares) -> _Ends:
-        kept, loss = 0.0, 0.0
-        for cost, share in shares:
-            if cost.block.name not in table.program.layer_blocks:
-                run = Run.of(cost)
-                kept = kept + share * run.kept.total * is_forward(cost.block)
-                loss = larger(loss, larger(run.forward.total, run.backward.total))
-        return cls(kept, loss)
+    def of(cls, table: Table, runs: Mapping[str, BlockRun]) -> _Activations:
+        kept = queued = ends = loss = 0.0
+        turns = dict[str, tuple[Array, Array]]()
+        for block, share in table.shares:
+            run = runs[block.name]
+            if block.name in table.program.layer_blocks:
+                kept, queued = kept + share * run.kept, queued + share * run.queued
+                turns[block.name] = run.kept, run.worst
+            else:
+                ends, loss = ends + share * run.kept * is_forward(block), larger(loss, run.worst)
+        return cls(kept, queued, turns, ends, loss)
 
 
-def _memory(of: Held, activations: _Activations, ends: _Ends, turns: _Turns) -> Array:
+def _memory(of: Held, activations: _Activations, turns: Turns) -> Array:
     """Bytes at the worst moment: of the first rank, in the backward of a layer or when its gradients are summed, and of
     the last rank, in the loss."""
     at = turns.rows
@@ -254,5 +180,5 @@ def _memory(of: Held, activations: _Activations, ends: _Ends, turns: _Turns) -> 
     for name, (kept, most) in activations.turns.items():
         in_turn = larger(most + of.copies[name], of.in_turn[name]) - kept
         worst = larger(worst, in_turn[at])
-    at_layer = larger(of.before[at], of.after[at] - of_stage * of_each) + backward + ends.kept[at] + worst
-    return larger(at_layer, of.before[at] + loss + ends.loss[at])
+    at_layer = larger(of.before[at], of.after[at] - of_stage * of_each) + backward + activations.ends[at] + worst
+    return larger(at_layer, of.before[at] + loss + activations.loss[at])

@@ -20,10 +20,13 @@ from moec.passes.ir.mesh import parts_of
 from moec.passes.ir.work.arrays import larger
 from moec.passes.place.communicate import sums_of
 from moec.passes.place.shard_zero import cut_by_zero
-from moec.passes.search.tables import Shares, Table
+from moec.passes.search.tables import Table
 
 Array = Any
 """A number for each plan."""
+
+Shares = list[tuple[BlockCost, Array]]
+"""Blocks, and how often each runs on a rank of each plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +47,50 @@ class Held:
     cuts: Array
 
 
-Parts = list[tuple[Array, Shares]]
-"""The numbers of rows in which ZeRO cuts the same parameters, with their blocks, cut as ZeRO 3 does."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A block as ZeRO 3 cuts its parameters in the plans of some rows, and how often it runs there."""
+
+    rows: Array
+    cost: BlockCost
+    share: Array
 
 
-def parts(table: Table, shares: Shares) -> Parts:
-    """The parts of a table."""
+def cuts_of(table: Table, shares: Shares) -> list[Cut]:
+    """Each block of a table, once for all plans in which ZeRO cuts the same of its parameters."""
     return [
-        (rows, [(_cut(table, _at(cost, rows)), share[rows]) for cost, share in shares]) for rows in table.alike_for_zero
+        Cut(rows, _cut(table, _at(cost, rows)), share[rows])
+        for cost, share in shares
+        for rows in table.alike_for_zero(cost.block)
     ]
 
 
-def held(table: Table, shares: Shares, of_table: Parts, stage: int, rates: Rates) -> Held:
+def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
     """What ranks hold at this stage of ZeRO."""
     plans = len(table.sizes)
     before, after, in_flight, casts, optimizer = (_zeros(plans) for _ in range(5))
-    copies, in_turn = ({cost.block.name: _zeros(plans) for cost, _ in shares} for _ in range(2))
+    copies, in_turn = ({cut.cost.block.name: _zeros(plans) for cut in cuts} for _ in range(2))
     sent = {what: {of_all: _zeros(plans) for of_all in (False, True)} for what in CARRIED}
-    cuts = np.zeros(plans, bool)
-    in_pipeline: Array = table.sizes[:, 0] > 1
-    microbatches: Array = table.sizes[:, 5]
-    for rows, cut in of_table:
-        runs = [(_at_stage(cost, stage), share) for cost, share in cut]
-        for cost, share in runs:
-            every = weight_bytes(cost, table.spec, microbatches[rows], in_pipeline=in_pipeline[rows]).values()
-            each = sum(every, WeightBytes())
-            always = each.masters + each.optimizer_states + each.step_copies
-            before[rows] += share * (always + each.collected_gradients * (microbatches[rows] > 1))
-            after[rows] += share * (always + _gradients_after(each, microbatches[rows]))
-            in_flight[rows] += share * each.saved_copies
-            sends = each.reduce_scatter_buffers * each.scatters_per_pass
-            copies[cost.block.name][rows] = each.regathered + each.gather_buffers * np.sign(each.regathered) + sends
-            in_turn[cost.block.name][rows] = each.narrow_gradients + each.wide_gradients + sends
-        work = parameter_work(runs, microbatches[rows], table.spec, rates, in_pipeline=in_pipeline[rows])
-        casts[rows], optimizer[rows] = work.casts, work.optimizer
+    is_cut = np.zeros(plans, bool)
+    for cut in cuts:
+        rows, share, cost = cut.rows, cut.share, _at_stage(cut.cost, stage)
+        name, microbatches, in_pipeline = cost.block.name, table.sizes[rows, 5], table.sizes[rows, 0] > 1
+        each = sum(weight_bytes(cost, table.spec, microbatches, in_pipeline=in_pipeline).values(), WeightBytes())
+        always = each.masters + each.optimizer_states + each.step_copies
+        before[rows] += share * (always + each.collected_gradients * (microbatches > 1))
+        after[rows] += share * (always + _gradients_after(each, microbatches))
+        in_flight[rows] += share * each.saved_copies
+        sends = each.reduce_scatter_buffers * each.scatters_per_pass
+        copies[name][rows] = each.regathered + each.gather_buffers * np.sign(each.regathered) + sends
+        in_turn[name][rows] = each.narrow_gradients + each.wide_gradients + sends
+        work = parameter_work([(cost, share)], microbatches, table.spec, rates, in_pipeline=in_pipeline)
+        casts[rows] += work.casts
+        optimizer[rows] += work.optimizer
         for what, of in work.sent.items():
             for of_all, seconds in of.items():
-                sent[what][of_all][rows] = seconds
-        cuts[rows] = any(p.gathered != "never" for cost, _ in runs for p in cost.block.parameters)
-    return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), cuts)
+                sent[what][of_all][rows] += seconds
+        is_cut[rows] |= any(p.gathered != "never" for p in cost.block.parameters)
+    return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), is_cut)
 
 
 def _zeros(plans: int) -> Array:

@@ -1,9 +1,9 @@
-"""The work and the bytes of all plans that have the same ops: one placement, on meshes with arrays as sizes."""
+"""All plans that have the same ops: one placement, on meshes with arrays as sizes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.pass_time import BlockWork, work_of
-from moec.passes.cost.rates import Rates
-from moec.passes.cost.totals import BlockCost, costs_of, runs_of
+from moec.passes.cost.totals import runs_of
 from moec.passes.degrees.degrees import Degrees, ExpertDegrees
-from moec.passes.ir import Mesh, Program, Recompute, local_shape
+from moec.passes.ir import Block, Mesh, Program, Recompute, local_shape
 from moec.passes.ir.mesh import ZERO_AXES, parts_of
-from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import unverified
 from moec.passes.place.tensor_parallel import kv_heads_of
 from moec.passes.search.space import Sizes
@@ -25,11 +22,8 @@ from moec.passes.search.space import Sizes
 Rows = Any
 """An array with a row of `Sizes` for each plan."""
 
-Shares = list[tuple[BlockCost, Any]]
-"""Blocks, and how often each runs on a rank of each plan."""
-
 WIDE = 2
-"""The size of `dp`, where it is wide, and of `edp` in a placement that serves all: experts of one rank sum nothing."""
+"""The size of `dp` and of `edp` in a placement that serves all."""
 
 
 @dataclass(frozen=True)
@@ -43,60 +37,49 @@ class Table:
 
     @classmethod
     def of(cls, spec: Spec, lowered: Program, sizes: Rows) -> Table:
-        """The table of plans with the same ops; the first one is placed."""
-        program = unverified(spec, _degrees_of(spec, Sizes(*map(int, sizes[0]))), lowered, "partition")
-        return cls(spec, sizes, lowered, replace(on_meshes(program, spec, sizes), microbatches=sizes[:, 5]))
-
-    @cached_property
-    def costs(self) -> dict[str, BlockCost]:
-        """The cost of each block, for a micro-batch; nothing of ZeRO is in it."""
-        assert self.spec.train is not None
-        workload = Workload.of(self.spec, self.program)
-        return costs_of(self.program, replace(workload, batch=self.spec.train.batch // self.sizes[:, 5]))
+        """The table of plans with the same ops; the one with the largest `cp` is placed."""
+        placed = Sizes(*map(int, sizes[np.argmax(sizes[:, 1])]))
+        program = unverified(spec, _degrees_of(spec, placed), lowered, "partition")
+        return cls(spec, sizes, lowered, on_meshes(program, spec, sizes))
 
     @cached_property
     def hidden_dims(self) -> dict[tuple[str, str], int | None]:
         """The dim of each parameter that is the width of experts, by block and parameter."""
         return {(b.name, p.name): dict(p.shard).get("etp") for b in self.lowered.blocks for p in b.parameters}
 
-    @cached_property
-    def alike_for_zero(self) -> list[Any]:
-        """The numbers of rows in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters."""
-        columns = dict[object, Any]()
-        for block in self.program.blocks:
-            meshes = self.costs[block.name].workload.meshes
-            for p in block.parameters:
-                assert p.layout is not None
-                axes = {part for axis in p.sum_over or () for part in parts_of(axis)} & set(ZERO_AXES)
-                hidden, local = self.hidden_dims.get((block.name, p.name)), local_shape(p.shape, p.layout, meshes)
-                free = [d for d in range(len(p.shape)) if d == hidden or not p.layout.cuts(d)]
-                columns |= {axis: meshes.size(axis) > 1 for axis in axes}
-                key = (tuple(sorted(axes)), tuple((p.shape[d], p.layout.cuts(d)) for d in free))
-                if axes and key not in columns:
-                    ranks = math.prod(map(meshes.size, axes))
-                    columns[key] = np.any([local[d] % ranks == 0 for d in free], axis=0)
+    def alike_for_zero(self, block: Block) -> list[Any]:
+        """The numbers of rows in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters of a
+        block."""
+        columns, meshes = dict[object, Any](), self.program.meshes_of(block)
+        for p in block.parameters:
+            assert p.layout is not None
+            axes = {part for axis in p.sum_over or () for part in parts_of(axis)} & set(ZERO_AXES)
+            hidden, local = self.hidden_dims.get((block.name, p.name)), local_shape(p.shape, p.layout, meshes)
+            free = [d for d in range(len(p.shape)) if d == hidden or not p.layout.cuts(d)]
+            columns |= {axis: meshes.size(axis) > 1 for axis in axes}
+            key = (tuple(sorted(axes)), tuple((p.shape[d], p.layout.cuts(d)) for d in free))
+            if axes and key not in columns:
+                ranks = math.prod(map(meshes.size, axes))
+                columns[key] = np.any([local[d] % ranks == 0 for d in free], axis=0)
         return list(grouped([*columns.values()] or [self.sizes[:, 0] > 0]))
 
-    def shares(self) -> Shares:
+    @cached_property
+    def shares(self) -> list[tuple[Block, Any]]:
         """Each block that a pass runs, and how often on the rank with most layers: of layers the largest first."""
         runs, layers = runs_of(self.program), self.program.layer_blocks
-        left, shares = np.ceil(self.spec.subject.depth / self.sizes[:, 0]), Shares([])
-        for name in sorted(runs, key=lambda name: -_elements(self.costs[name])):
-            if name in layers:
-                taken = np.minimum(left, runs[name])
+        left, shares = np.ceil(self.spec.subject.depth / self.sizes[:, 0]), list[tuple[Block, Any]]()
+        for block in sorted((self.program.block(name) for name in runs), key=_elements, reverse=True):
+            if block.name in layers:
+                taken = np.minimum(left, runs[block.name])
                 left = left - taken
             else:
                 taken = np.where(self.sizes[:, 0] > 1, 0.5, 1.0)
-            shares.append((self.costs[name], taken))
+            shares.append((block, taken))
         return shares
 
-    def works(self, rates: Rates) -> dict[str, BlockWork]:
-        """The work of each block."""
-        return {name: work_of(cost, rates) for name, cost in self.costs.items()}
 
-
-def _elements(cost: BlockCost) -> int:
-    return sum(cost.workload.whole(p) for p in cost.block.parameters)
+def _elements(block: Block) -> int:
+    return sum(math.prod(dim for dim in p.shape if isinstance(dim, int)) for p in block.parameters)
 
 
 def on_meshes(program: Program, spec: Spec, sizes: Rows) -> Program:
@@ -106,7 +89,7 @@ def on_meshes(program: Program, spec: Spec, sizes: Rows) -> Program:
     dense = (("dp", ranks // (cp * tp)), ("cp", cp), ("tp", tp))
     experts = (("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp))
     meshes = tuple(Mesh(m.name, dense if m.name == "dense" else experts) for m in program.meshes)
-    return replace(program, meshes=meshes)
+    return replace(program, meshes=meshes, microbatches=sizes[:, 5])
 
 
 def _degrees_of(spec: Spec, sizes: Sizes) -> Degrees:
@@ -114,7 +97,7 @@ def _degrees_of(spec: Spec, sizes: Sizes) -> Degrees:
     layers = tuple(number for number, moe in enumerate(spec.subject.mixtures) if moe is not None)
     return Degrees(
         ranks=spec.cluster.ranks // sizes.pp,
-        dp=min(WIDE, spec.cluster.ranks // (sizes.pp * sizes.cp * sizes.tp)),
+        dp=WIDE,
         cp=sizes.cp,
         tp=sizes.tp,
         experts=(ExpertDegrees(layers, sizes.ep, sizes.etp, WIDE, stated=True),) if layers else (),
@@ -126,9 +109,12 @@ def _degrees_of(spec: Spec, sizes: Sizes) -> Degrees:
 
 
 def structures(spec: Spec, lowered: Program, sizes: Rows) -> Iterator[Rows]:
-    """The rows of sizes that place alike: the same axes are wide and divide the same dims of parameters, and kv heads
-    are copied as often."""
-    pp, cp, tp, ep, etp, _ = sizes.T
+    """The rows of sizes that place alike: the same of `tp`, `ep` and `etp` are wide and divide the same dims of
+    parameters, and kv heads are copied as often.
+
+    `dp` and `cp` are placed as wide: all that they add are conversions, which cost nothing where there is one rank.
+    """
+    _, cp, tp, ep, etp, _ = sizes.T
     dims = {
         (axis, size)
         for block in lowered.blocks
@@ -137,7 +123,7 @@ def structures(spec: Spec, lowered: Program, sizes: Rows) -> Iterator[Rows]:
         if isinstance(size := p.shape[dim], int)
     }
     of_axis = {"tp": tp, "ep": ep, "etp": etp}
-    columns = [pp * cp * tp < spec.cluster.ranks, cp > 1, tp > 1, ep > 1, etp > 1]
+    columns = [tp > 1, ep > 1, etp > 1]
     columns += [size % of_axis[axis] == 0 for axis, size in sorted(dims)]
     for heads in {kv_heads_of(block) for block in lowered.blocks} - {None}:
         copies = np.where(heads % tp > 0, tp // heads, 1)
@@ -148,7 +134,15 @@ def structures(spec: Spec, lowered: Program, sizes: Rows) -> Iterator[Rows]:
 
 def grouped(columns: list[Any]) -> Iterator[Any]:
     """The numbers of the rows whose columns are equal."""
-    _, groups = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
-    groups = groups.reshape(-1)
-    for group in range(int(groups.max()) + 1):
-        yield np.flatnonzero(groups == group)
+    numbers = numbered(columns)
+    for group in range(int(numbers.max()) + 1):
+        yield np.flatnonzero(numbers == group)
+
+
+def numbered(columns: Iterable[Any]) -> Any:
+    """For each row the number of its values, in their order: equal rows have equal ones, and none is left out."""
+    numbers: Any = 0
+    for column in columns:
+        values, places = np.unique(column, return_inverse=True)
+        numbers = np.unique(numbers * len(values) + places.reshape(-1), return_inverse=True)[1].reshape(-1)
+    return numbers

@@ -135,8 +135,8 @@ class Conversion(TokenOp):
         return None
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        copied = elementwise(self, operands, results, workload).work
         ranks = workload.meshes.size(self.axis)
+        copied = elementwise(self, operands, results, workload).work.times(ranks > 1)
         part = self.volume(operands, results, workload) * (ranks - 1) / ranks
         ahead, back = self.collectives
         gradient = self.backward()

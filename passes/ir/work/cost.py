@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moec.passes.ir.value import DTYPE_BYTES
@@ -75,6 +75,10 @@ class Direction:
         """The model's floating-point operations: without repeated products; other kernels count only as bytes."""
         return sum(product.flops for product in self.products if not product.is_repeated)
 
+    def times(self, number: int) -> Direction:
+        """So many times the bytes and launches of a direction without products."""
+        return replace(self, moved=number * self.moved, launches=number * self.launches)
+
     @property
     def of_weights(self) -> Direction:
         """The part of backward that a pipeline may compute later: the products for gradients of weights."""
@@ -88,6 +92,10 @@ class Work:
 
     forward: Direction = field(default_factory=Direction)
     backward: Direction = field(default_factory=Direction)
+
+    def times(self, number: int) -> Work:
+        """So many times this work."""
+        return Work(forward=self.forward.times(number), backward=self.backward.times(number))
 
     @property
     def flops(self) -> float:

@@ -1,0 +1,120 @@
+"""What one run of a block takes in each plan of a table.
+
+An op's cost depends on the sequences of a micro-batch and on the axes that its block uses: plans in which these are
+equal are costed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moec.passes.cost.liveness import Run, steps_of
+from moec.passes.cost.pass_time import work_of
+from moec.passes.cost.rates import Rates
+from moec.passes.cost.seconds import EXPOSED
+from moec.passes.cost.totals import BlockCost
+from moec.passes.ir import Block, Program, Recompute
+from moec.passes.ir.mesh import DENSE_AXES, EXPERT_AXES, parts_of
+from moec.passes.ir.ops import Conversion
+from moec.passes.ir.work.arrays import larger
+from moec.passes.ir.work.cost import Cost, Saved
+from moec.passes.ir.work.workload import Workload
+from moec.passes.search.tables import Table, numbered, on_meshes
+
+Array = Any
+"""A number for each plan."""
+
+
+class BlockRun(NamedTuple):
+    """Forward and backward over a micro-batch: seconds, those of collectives among them; bytes that are kept for
+    backward, that wait until gradients of weights are computed, and that its worst moment takes."""
+
+    seconds: Array
+    sent: Array
+    kept: Array
+    queued: Array
+    worst: Array
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """A block in each plan: its run with each word of `recompute`, and the bytes of its residual input.
+
+    `cost` has the parameters that ops save, and nothing else of them.
+    """
+
+    cost: BlockCost
+    of: Mapping[Recompute, BlockRun]
+    residual: Array
+
+
+def runs_in(table: Table, block: Block, words: Iterable[Recompute], rates: Rates, *, splits: bool) -> BlockRuns:
+    """The runs of a block of the table; one outside of layers has that of `none` only.
+
+    `splits`: a schedule computes gradients of weights apart from those of inputs.
+    """
+    numbers = numbered(_columns(table, block))
+    firsts = np.unique(numbers, return_index=True)[1]
+    cost, is_layer = _cost(table, block, firsts), block.name in table.program.layer_blocks
+    work, steps = work_of(cost, rates), steps_of(cost)
+
+    def of_plans(value: Array) -> Array:
+        return np.broadcast_to(value, len(firsts))[numbers]
+
+    inputs = [v for v in block.inputs if v.role == "residual"]
+
+    def run(word: Recompute) -> BlockRun:
+        passes, memory = work.passes(word), Run.of_steps(steps, cost, word, splits=splits and is_layer)
+        other = memory.to_inputs if is_layer else memory.forward
+        kept = memory.kept.total + cost.workload.bytes(*(v for v in inputs if is_layer and v.name in memory.inputs))
+        found = (
+            sum(part.total for part in passes),
+            sum(part.of.get(term, 0.0) for part in passes for term in EXPOSED),
+            kept,
+            memory.queued.total,
+            larger(memory.backward.total, other.total),
+        )
+        return BlockRun(*map(of_plans, found))
+
+    return BlockRuns(
+        _of_parameters(cost, table.program),
+        {word: run(word) for word in (words if is_layer else ("none",))},
+        of_plans(cost.workload.bytes(*inputs)),
+    )
+
+
+def _columns(table: Table, block: Block) -> list[Array]:
+    """The numbers on which the costs of a block's ops depend: the sequences of a rank and micro-batch, and the sizes of
+    the axes that they use and of those inside of these, which set the distance of a group's ranks."""
+    pp, cp, tp, ep, etp, microbatches = table.sizes.T
+    ranks = table.spec.cluster.ranks // pp
+    sizes = {"cp": cp, "tp": tp, "ep": ep, "etp": etp, "dp": ranks // (cp * tp), "edp": ranks // (ep * etp)}
+    cuts = {axis for v in block.scope.values() for axis in (v.layout.axes if v.layout else ())}
+    used = cuts - {"dp", "dp_cp", "edp"}  # these cut the batch alone
+    used |= {op.axis for op in block.ops if isinstance(op, Conversion)}
+    if any(getattr(op, "group", "sequence") != "sequence" for op in block.ops):
+        used.add("dp")
+    parts = {part for axis in used for part in parts_of(axis)}
+    inside = {axis for axes in (DENSE_AXES, EXPERT_AXES) for i, axis in enumerate(axes) if parts & {*axes[: i + 1]}}
+    assert table.spec.train is not None
+    return [table.spec.train.batch // microbatches // sizes["dp"], *(sizes[axis] for axis in sorted(inside))]
+
+
+def _cost(table: Table, block: Block, rows: Array) -> BlockCost:
+    """The cost of a block in the plans of these rows; nothing of ZeRO is in it."""
+    assert table.spec.train is not None
+    sizes = table.sizes[rows]
+    program = on_meshes(table.program, table.spec, sizes)
+    batch = table.spec.train.batch // sizes[:, 5]
+    return BlockCost.of(program, block, replace(Workload.of(table.spec, program), batch=batch))
+
+
+def _of_parameters(cost: BlockCost, program: Program) -> BlockCost:
+    """The block in all plans of a Program, with no cost but the parameters that ops save."""
+    saved = ((op, [Saved(s.name, 0.0) for s in of.saved if s.is_parameter]) for op, of in cost.costs)
+    workload = replace(cost.workload, meshes=program.meshes_of(cost.block))
+    return BlockCost(cost.block, workload, tuple((op, Cost(saved=tuple(names))) for op, names in saved))
