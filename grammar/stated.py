@@ -29,7 +29,7 @@ class SharingDegrees(NamedTuple):
 
 
 OPEN_WORDS = ("pp", "dp", "cp", "tp", "ep", "etp", "zero", "recompute", "microbatches", "schedule")
-"""The words of `parallel` that may be `auto` or, if they are numbers, a list."""
+"""The words of `parallel` that may be `auto` or a list."""
 
 
 def open_words(spec: Spec) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class StatedPipeline(NamedTuple):
 def pipeline_of(spec: Spec) -> StatedPipeline:
     """The pipeline that a file states, with the defaults of the language."""
     parallel = spec.parallel
-    schedule = parallel.schedule or "one_f_one_b"
+    schedule = "auto" if isinstance(parallel.schedule, tuple) else parallel.schedule or "one_f_one_b"
     virtual = parallel.virtual or STAGES_OF_RANK[schedule].default
     return StatedPipeline(number_of(parallel.pp) or 1, virtual, schedule)
 

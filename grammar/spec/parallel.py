@@ -9,9 +9,8 @@ Degree = PositiveInt | tuple[PositiveInt, ...] | Literal["auto"] | None
 
 Microbatches = Annotated[int, at_least(1), at_most(2**31)]
 
-Schedule = Literal[
-    "gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto"
-]
+Schedule = Literal["gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zero_bubble", "zero_bubble_v", "dual_pipe_v"]
+Stage = Annotated[int, at_least(0), at_most(3)]
 
 
 class LayerRange(NamedTuple):
@@ -24,7 +23,7 @@ class LayerRange(NamedTuple):
         return f"{self.first}" if self.first == self.last else f"{self.first}..{self.last}"
 
 
-Recompute = Literal["none", "experts", "layer", "auto"]
+Recompute = Literal["none", "experts", "layer"]
 Offload = Literal["none", "optimizer", "parameters", "auto"]
 
 
@@ -43,7 +42,9 @@ class ParallelLayers(Node):
     etp: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert slicing; divides the hidden widths of these layers' experts")
     ] = None
-    recompute: Annotated[Recompute | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = None
+    recompute: Annotated[
+        Recompute | Literal["auto"] | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")
+    ] = None
 
 
 class Parallel(Node):
@@ -84,7 +85,7 @@ class Parallel(Node):
         ),
     ] = None
     zero: Annotated[
-        Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
+        Stage | tuple[Stage, ...] | Literal["auto"],
         Doc(
             "what ranks of `dp` and `cp` (of experts: `edp`) cut: 1 masters and optimizer states, 2 gradients too, "
             "3 weights too"
@@ -93,7 +94,9 @@ class Parallel(Node):
     offload: Annotated[
         Offload, NotYet(("auto",)), Doc("what is kept in the host's memory; changes nothing where devices are CPUs")
     ] = "none"
-    recompute: Annotated[Recompute, Doc("what is computed again in the backward pass")] = "none"
+    recompute: Annotated[
+        Recompute | tuple[Recompute, ...] | Literal["auto"], Doc("what is computed again in the backward pass")
+    ] = "none"
     microbatches: Annotated[
         Microbatches | tuple[Microbatches, ...] | Literal["auto"] | None,
         Doc(
@@ -102,7 +105,7 @@ class Parallel(Node):
         ),
     ] = None
     schedule: Annotated[
-        Schedule | None,
+        Schedule | tuple[Schedule, ...] | Literal["auto"] | None,
         Doc("with `pp`, the order of its micro-batches; default `one_f_one_b`"),
     ] = None
     sequence_parallel: Annotated[

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moec.grammar.spec import Spec
-from moec.grammar.stated import STAGES_OF_RANK, SharingDegrees
+from moec.grammar.stated import STAGES_OF_RANK, SharingDegrees, open_words
 from moec.passes.degrees.expert_slices import sliced_experts
 from moec.passes.degrees.fitting_degrees import divides
 from moec.passes.degrees.schedules import Pipeline, takes
@@ -163,12 +163,16 @@ class Space:
     def _is_right_without_pipeline(self) -> bool:
         """Whether the words of pipelines that the file states break no rule with `pp = 1`."""
         parallel = self.spec.parallel
-        schedule = None if parallel.schedule == "auto" else parallel.schedule
+        schedule = parallel.schedule if isinstance(parallel.schedule, str) and parallel.schedule != "auto" else None
         if parallel.pp is None:
             return schedule is None and parallel.virtual is None and parallel.stages is None
         kind = STAGES_OF_RANK[schedule or "one_f_one_b"]
         virtual = parallel.virtual or kind.default
         return kind.fitting(virtual) == virtual <= self.spec.subject.depth and self._has_stages(virtual)
+
+    @property
+    def _has_open_schedule(self) -> bool:
+        return "schedule" in open_words(self.spec)
 
     def _schedules(self, pp: int) -> Sequence[Pipelined]:
         """Every schedule with each number of stages of a rank that makes the longest rank no longer than fewer do."""
@@ -197,7 +201,7 @@ class Space:
             return False
         if parallel.virtual is not None:
             return virtual == parallel.virtual
-        if parallel.schedule == "auto" and not kind.only:
+        if self._has_open_schedule and not kind.only:
             return is_no_longer and not (schedule == "interleaved" and virtual == 1)  # that is `one_f_one_b`
         return virtual == kind.default
 
