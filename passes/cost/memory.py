@@ -55,7 +55,12 @@ def ranks_in_words(program: Program, stages: Sequence[int]) -> str:
 def memory_of(program: Program, spec: Spec, workload: Workload | None = None) -> Memory:
     """The memory of the rank with the most rows, for micro-batches of `workload`; by default those of the file. In a
     pipeline that of the rank with the highest peak."""
-    return max(memory_of_ranks(program, spec, workload), key=lambda memory: memory.peak.bytes.total)
+    return largest_of(memory_of_ranks(program, spec, workload))
+
+
+def largest_of(memories: Iterable[Memory]) -> Memory:
+    """That with the highest peak."""
+    return max(memories, key=lambda memory: memory.peak.bytes.total)
 
 
 def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = None) -> list[Memory]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.memory import memory_of
+from moec.passes.cost.memory import Memory, largest_of, memory_of_ranks
 from moec.passes.cost.prediction import Prediction, predict
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.degrees.degrees import choose_degrees
@@ -38,22 +38,38 @@ class Choice:
     fitting: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedPlan:
+    """A candidate of which only the memory is predicted: that of each pipeline rank."""
+
+    spec: Spec
+    words: Mapping[str, int | str]
+    program: Program
+    memories: Sequence[Memory]
+
+    @classmethod
+    def of(cls, spec: Spec, words: Mapping[str, int | str]) -> PlacedPlan:
+        """The plan of a file that states every word; a search chose `words`. Raises `DiagnosticError` as a compilation
+        would, but for the memory."""
+        degrees = choose_degrees(spec)
+        program = unverified(spec, degrees, lower(spec, degrees), "budget")
+        return cls(spec, words, program, memory_of_ranks(program, spec))
+
+    @property
+    def memory(self) -> Memory:
+        """That of the rank with the highest peak."""
+        return largest_of(self.memories)
+
+    @property
+    def left(self) -> float:
+        """The bytes of a device that the peak leaves; negative where it does not fit."""
+        return self.spec.cluster.device.memory - self.memory.peak.bytes.total
+
+    def candidate(self, rates: Rates) -> Candidate:
+        """The plan with its time."""
+        return Candidate(self.spec, self.words, self.program, predict(self.program, self.spec, rates, self.memory))
+
+
 def candidate_of(spec: Spec, words: Mapping[str, int | str] | None = None, rates: Rates | None = None) -> Candidate:
-    """The plan of a file that states every word; a search chose `words`. Raises `DiagnosticError` as a compilation
-    would, but for the memory."""
-    program = _placed(spec)
-    return Candidate(spec, words or {}, program, predict(program, spec, rates or ClusterRates(spec.cluster)))
-
-
-def candidate_that_fits(spec: Spec, words: Mapping[str, int | str], rates: Rates) -> Candidate | None:
-    """The plan as `candidate_of` gives it; None, without its time, where its memory exceeds a device's."""
-    program = _placed(spec)
-    memory = memory_of(program, spec)
-    if memory.peak.bytes.total > spec.cluster.device.memory:
-        return None
-    return Candidate(spec, words, program, predict(program, spec, rates, memory))
-
-
-def _placed(spec: Spec) -> Program:
-    degrees = choose_degrees(spec)
-    return unverified(spec, degrees, lower(spec, degrees), "budget")
+    """The plan of `PlacedPlan.of`, with its time; `rates` are by default those that the file's cluster states."""
+    return PlacedPlan.of(spec, words or {}).candidate(rates or ClusterRates(spec.cluster))

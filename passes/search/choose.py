@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from moec.grammar.spec import Spec
 from moec.grammar.stated import open_words, searched_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
-from moec.passes.search.candidate import Candidate, Choice, candidate_of, candidate_that_fits
+from moec.passes.search.candidate import Candidate, Choice, PlacedPlan, candidate_of
 from moec.passes.search.ranking import Ranked, rank
+from moec.passes.search.recompute_less import recomputing_less
 from moec.passes.search.rules import require_choosable
+from moec.passes.search.space import Space
 
 ERROR = 0.12
 """The error of estimated seconds, relative: candidates are placed until all others are slower by more. Those without a
@@ -26,6 +28,9 @@ estimates err (`ranking.NEAR`)."""
 MOST_THAT_FIT = 8
 """Placing ends when so many of these fit."""
 
+MOST_CHANGED = 3
+"""The plans, by their estimates, of which some layers may compute less again than the others."""
+
 
 def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     """The fastest plan that fits, of all values of the words that `spec` leaves open.
@@ -37,13 +42,16 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     rates = rates or ClusterRates(spec.cluster)
     ranking = rank(spec, rates)
     found = _placed(spec, ranking.first, MOST_PLACED, rates)
-    found += _placed(spec, ranking.near, MOST_NEAR, rates, _seconds(found[0]) if found else float("inf"))
+    found += _placed(spec, ranking.near, MOST_NEAR, rates, min(map(_seconds, found), default=float("inf")))
     if not found:
-        smallest = [candidate_of(*_with_words(spec, each), rates) for each in ranking.smallest]
+        smallest = [_plan(spec, each).candidate(rates) for each in ranking.smallest]
         found = [candidate for candidate in smallest if candidate.prediction.fits]
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
             return Choice(least, (), ranking.candidates, 0)
+    if "recompute" in open_words(spec):
+        changed = (recomputing_less(plan, Space(spec).recomputed, rates) for plan in found[:MOST_CHANGED])
+        found = [*changed, *found[MOST_CHANGED:]]
     first, *others = sorted(found, key=_seconds)
     return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
 
@@ -58,22 +66,22 @@ def best(spec: Spec, rates: Rates | None = None) -> Candidate:
 def _placed(
     spec: Spec, ranked: Sequence[Ranked], most: int, rates: Rates, fastest: float = float("inf")
 ) -> list[Candidate]:
-    """The candidates that fit, the fastest first, of the first ones whose estimate comes near the `fastest`."""
+    """The candidates that fit, of the first ones whose estimate comes near the `fastest`."""
     found = list[Candidate]()
     for each in ranked[:most]:
         if len(found) == MOST_THAT_FIT or each.seconds * (1 - ERROR) > fastest:
             break
-        if candidate := candidate_that_fits(*_with_words(spec, each), rates):
-            found.append(candidate)
+        if (plan := _plan(spec, each)).left >= 0:
+            found.append(candidate := plan.candidate(rates))
             fastest = min(fastest, _seconds(candidate))
-    return sorted(found, key=_seconds)
+    return found
 
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.prediction.step.total
 
 
-def _with_words(spec: Spec, ranked: Ranked) -> tuple[Spec, dict[str, int | str]]:
-    """The file with the words of a candidate, and those that it has."""
+def _plan(spec: Spec, ranked: Ranked) -> PlacedPlan:
     words = {word: ranked.words[word] for word in searched_words(spec)}
-    return with_words(spec, words), {word: value for word, value in words.items() if value is not None}
+    shown = {word: value for word, value in words.items() if value is not None}
+    return PlacedPlan.of(with_words(spec, words), shown)

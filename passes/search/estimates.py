@@ -33,7 +33,10 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Candidates of one table with one ZeRO stage and recomputation: rows of the table, each with a schedule."""
+    """Candidates of one table with one ZeRO stage and recomputation: rows of the table, each with a schedule.
+
+    `least`: seconds if no more layers compute so much again than have to.
+    """
 
     table: Table
     zero: int
@@ -42,6 +45,7 @@ class Estimates:
     pipelined: Sequence[Pipelined]
     seconds: Array
     memory: Array
+    least: Array
 
 
 def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
@@ -56,21 +60,38 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
     of_stages = {stage: held(table, cuts, stage, rates) for stage in stages}
     message = _message(space, table, rates, runs[table.program.layers[0].body].residual)
     device = DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
+    works = dict[Recompute, tuple[Array, Array, _Activations]]()
     for word in space.recomputed:
         one = {name: of.of.get(word) or of.of["none"] for name, of in runs.items()}
-        passes, bytes_of = _passes(table, one), _Activations.of(table, one)
+        passes = _passes(table, one)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
         computed = passes.computing * _spread(busy, turns.rows, len(table.sizes))
-        for stage, of in of_stages.items():
+        works[word] = seconds, computed, _Activations.of(table, one)
+    for stage, of in of_stages.items():
+        new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
+        rows, pipelined = turns.rows[new], [turns.pipelined[row] for row in new.tolist()]
+        words, seconds, memory = list(works), list[Array](), list[Array]()
+        for passes, computed, activations in works.values():
             after: Array = of.work.seconds(computed, table.sizes[:, 5]).total
-            memory = device + _memory(of, bytes_of, turns)
-            total = seconds + after[turns.rows]
-            is_new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
-            if len(is_new) == len(turns.rows):
-                yield Estimates(table, stage, word, turns.rows, turns.pipelined, total, memory)
-            elif len(is_new):
-                pipelined = [turns.pipelined[row] for row in is_new.tolist()]
-                yield Estimates(table, stage, word, turns.rows[is_new], pipelined, total[is_new], memory[is_new])
+            seconds.append((passes + after[turns.rows])[new])
+            memory.append(device + _memory(of, activations, turns)[new])
+        least = _least(table, turns, new, seconds, memory)
+        for number, word in enumerate(words if len(new) else ()):
+            yield Estimates(table, stage, word, rows, pipelined, seconds[number], memory[number], least[number])
+
+
+def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], memory: Sequence[Array]) -> list[Array]:
+    """Seconds with each word of `recompute` in as few layers as fit, and in the others with one that computes less."""
+    capacity, found = table.spec.cluster.device.memory, list(seconds)
+    of_rank = np.ceil(table.spec.subject.depth / table.sizes[turns.rows[new], 0])
+    for more in range(len(seconds)):
+        for less in range(more):
+            of_layer = np.maximum(memory[less] - memory[more], 1.0) / of_rank
+            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.like_first[new]
+            mixed = seconds[less] + share * (seconds[more] - seconds[less])
+            can_mix = (memory[less] > capacity) & (memory[more] <= capacity)
+            found[more] = np.where(can_mix, np.minimum(found[more], mixed), found[more])
+    return found
 
 
 def _spread(values: Array, rows: Array, number: int) -> Array:

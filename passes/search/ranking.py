@@ -29,7 +29,10 @@ exact peak (decision 52)."""
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate: the values of the words of `parallel` (None: left out), its estimated seconds and bytes."""
+    """A candidate: the values of the words of `parallel` (None: left out), its estimated seconds and bytes.
+
+    The seconds are those with the fewest layers that compute as much again as `recompute` says.
+    """
 
     seconds: float
     memory: float
@@ -58,7 +61,7 @@ def rank(spec: Spec, rates: Rates) -> Ranking:
             fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
             candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
             for kept, which in ((first, fits), (near, may_fit & ~fits)):
-                kept += [_ranked(spec, each, row) for row in _least(np.where(which, each.seconds, np.inf), KEPT)]
+                kept += [_ranked(spec, each, row) for row in _least(np.where(which, each.least, np.inf), KEPT)]
             smallest += [_ranked(spec, each, row) for row in _least(each.memory, SMALLEST)]
         first, near = (sorted(kept, key=_order)[:KEPT] for kept in (first, near))
         smallest = sorted(smallest, key=lambda ranked: (ranked.memory, *_order(ranked)))[:SMALLEST]
@@ -77,7 +80,7 @@ def _order(ranked: Ranked) -> tuple[float, float, str]:
 
 
 def _ranked(spec: Spec, of: Estimates, number: int) -> Ranked:
-    return Ranked(float(of.seconds[number]), float(of.memory[number]), words_of(spec, of, number))
+    return Ranked(float(of.least[number]), float(of.memory[number]), words_of(spec, of, number))
 
 
 def words_of(spec: Spec, of: Estimates, number: int) -> dict[str, Any]:

@@ -41,9 +41,13 @@ def why_not(spec: Spec, chosen: Candidate, given: Mapping[str, object]) -> WhyNo
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:
-    """`dp` follows from the other degrees, and `virtual` from the schedule."""
-    following = {"dp": None, "virtual": None if given.keys() & {"schedule", "pp"} else chosen.spec.parallel.virtual}
-    follows = {word: value for word, value in following.items() if word in chosen.words}
+    """`dp` follows from the other degrees, `virtual` from the schedule, and what some layers recompute from what all
+    do."""
+    parallel = chosen.spec.parallel
+    following = {"dp": None, "virtual": None if given.keys() & {"schedule", "pp"} else parallel.virtual}
+    follows: dict[str, object] = {word: value for word, value in following.items() if word in chosen.words}
+    if "recompute" in given and "recompute" in chosen.words:
+        follows["layers"] = ()
     try:
         return best(with_words(chosen.spec, {**follows, **given}))
     except DiagnosticError as error:

@@ -29,7 +29,8 @@ NOTHING: Mapping[str, object] = {"zero": 0, "recompute": "none"}
 def in_words(words: Mapping[str, object]) -> str:
     """`ep = 8, pp = 4`."""
     known = fields(Parallel)
-    return ", ".join(f"{word} = {written_value(known[word], value)}" for word, value in words.items())
+    texts = {w: value if isinstance(value, str) else written_value(known[w], value) for w, value in words.items()}
+    return ", ".join(f"{word} = {text}" for word, text in texts.items())
 
 
 def chosen_lines(choice: Choice | None) -> list[str]:
@@ -71,7 +72,8 @@ def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
 def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
     """What the best plan with the given words takes, and what they would gain and lose."""
     best, total = found.best, chosen.prediction.step.total
-    if all(getattr(chosen.spec.parallel, word) == value for word, value in found.given.items()):
+    stated = chosen.spec.parallel
+    if all(chosen.words.get(word, getattr(stated, word)) == value for word, value in found.given.items()):
         yield f"the plan has `{in_words(found.given)}`"
         return
     times = best.prediction.step.total / total

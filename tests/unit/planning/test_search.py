@@ -14,6 +14,7 @@ from support.tables import each_row
 from moec.driver import to_spec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Parallel, Spec
+from moec.open_words import allows
 from moec.passes.cost.prediction import Prediction, predict
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.pipeline import compile_program
@@ -94,6 +95,24 @@ def test_near_the_limit_of_memory_the_fastest_plan_is_found_all_the_same() -> No
     choice = choose(open_spec(text, **words))
     assert choice.chosen.words == {"pp": 4, "ep": 4, "zero": 3, "microbatches": 32}
     assert choice.chosen.prediction.fits
+
+
+@each_row("pp", [1, 2])
+def test_between_two_words_of_recompute_some_layers_have_each(pp: int) -> None:
+    text = moe_text(levels=FOUR, depth=6, batch=16, sequence=64)
+    peaks, steps = [], []
+    for word in ("none", "layer"):
+        found = predicted(open_spec(text, pp=pp, recompute=word, microbatches=4))
+        peaks.append(found.memory.peak.bytes.total)
+        steps.append(found.step.total)
+    between = moe_text(levels=FOUR, depth=6, batch=16, sequence=64, memory=f"{int(sum(peaks) / 2)}B")
+    choice = choose(open_spec(between, pp=pp, recompute=("none", "layer"), microbatches=4))
+    (block,) = choice.chosen.spec.parallel.layers
+    assert 0 < len(block.layers) < 6
+    assert choice.chosen.prediction.fits
+    assert steps[0] < choice.chosen.prediction.step.total < steps[1]
+    assert predicted(choice.chosen.spec).memory.peak == choice.chosen.prediction.memory.peak
+    assert allows(open_spec(between, pp=pp, recompute=("none", "layer"), microbatches=4), choice.chosen.spec)
 
 
 def test_a_stated_word_is_kept_and_a_list_limits() -> None:
