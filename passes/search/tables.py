@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.grammar.spec import Spec
+from moec.grammar.spec import LoadUse, Measured, Spec
 from moec.passes.cost.pass_time import BlockWork, work_of
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.totals import BlockCost, costs_of, runs_of
@@ -50,9 +50,13 @@ class Table:
     @cached_property
     def costs(self) -> dict[str, BlockCost]:
         """The cost of each block, for a micro-batch; nothing of ZeRO is in it."""
+        return self._costs_for("kept")
+
+    def _costs_for(self, use: LoadUse) -> dict[str, BlockCost]:
         assert self.spec.train is not None
-        workload = Workload.of(self.spec, self.program)
-        return costs_of(self.program, replace(workload, batch=self.spec.train.batch // self.sizes[:, 5]))
+        workload, pp = Workload.of(self.spec, self.program).planned_for(use), self.sizes[:, 0]
+        batch, mixtures = self.spec.train.batch // self.sizes[:, 5], -(-workload.mixtures // pp)
+        return costs_of(self.program, replace(workload, batch=batch, mixtures=mixtures))
 
     @cached_property
     def hidden_dims(self) -> dict[tuple[str, str], int | None]:
@@ -92,7 +96,9 @@ class Table:
 
     def works(self, rates: Rates) -> dict[str, BlockWork]:
         """The work of each block."""
-        return {name: work_of(cost, rates) for name, cost in self.costs.items()}
+        assert self.spec.train is not None
+        costs = self._costs_for("time") if isinstance(self.spec.train.routing, Measured) else self.costs
+        return {name: work_of(cost, rates) for name, cost in costs.items()}
 
 
 def _elements(cost: BlockCost) -> int:
