@@ -146,10 +146,10 @@ def compile_(
 )
 @click.option(
     "--age",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=0),
     default=1,
     metavar="SAMPLES",
-    help="Place experts by the loads so many samples of the trace ago; default: 1.",
+    help="Place experts by the loads so many samples of the trace ago, 0 for the step's own; default: 1.",
 )
 @lets
 @output_format
@@ -170,7 +170,7 @@ def plan(
 
     if lets and is_plan(source):
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
-    if age > 1 and placement == ("contiguous", 0):
+    if age != 1 and placement == ("contiguous", 0):
         raise click.UsageError("--age is of a --placement that follows loads: greedy or replicate=N")
     fits, warnings = run(source, lets, style, why_not, against, Placing(*placement, age))
     show(warnings, style)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moec.grammar.spec import Measured, Spec
+from moec.grammar.spec.balance import Dynamic
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.pass_time import BlockTime, work_of
 from moec.passes.cost.rates import ClusterRates
@@ -79,7 +80,7 @@ def step_figures(program: Program, spec: Spec, loads: PlacedLoads) -> StepFigure
     workload, rates = Workload.of_microbatch(spec, program).even, ClusterRates(spec.cluster)
     costs = costs_of(program, workload)
     blocks = {number: costs[call.block] for number, call in _mixtures(program, spec).items()}
-    of_layers = _loads_of(loads, blocks, workload, program)
+    of_layers = _loads_of(loads, blocks, workload, program, spec)
     most = max(2.0, *(float(each.max()) for each in of_layers.values()))
     grid = np.linspace(1.0, most, LOADS)
     curves = {
@@ -118,15 +119,19 @@ def _mixtures(program: Program, spec: Spec) -> dict[int, Any]:
 
 
 def _loads_of(
-    loads: PlacedLoads, blocks: Mapping[int, BlockCost], workload: Workload, program: Program
+    loads: PlacedLoads, blocks: Mapping[int, BlockCost], workload: Workload, program: Program, spec: Spec
 ) -> dict[int, Any]:
     """The load of each layer in each iteration."""
     found = dict[int, Any]()
     for place, number in enumerate(sorted(blocks)):
         block, experts = blocks[number].block, blocks[number].workload.meshes.experts
-        bound = replace(workload, exponent=math.inf).bound_to(program, block)
-        allowed = max((bound.skew(v) for v in block.scope.values() if v.ragged is not None), default=1.0)
-        rows = loads.rows(experts.size("ep") if experts is not None else 1)
+        bound, moe = replace(workload, exponent=math.inf).bound_to(program, block), spec.subject.mixtures[number]
+        ranks = experts.size("ep") if experts is not None else 1
+        if moe is not None and isinstance(moe.capacity, Dynamic):  # all experts have the places of the busiest one
+            ranks, allowed = loads.experts, bound.busiest_of(loads.experts, loads.experts)
+        else:
+            allowed = max((bound.skew(v) for v in block.scope.values() if v.ragged is not None), default=1.0)
+        rows = loads.rows(ranks)
         found[number] = np.minimum(over_mean(rows)[:, min(place, rows.shape[1] - 1)], allowed)
     return found
 

@@ -144,7 +144,8 @@ def _trace_lines(trace: PlannedTrace) -> Iterator[str]:
     yield f"layer with experts p50 {half}, p95 {planned}: {times}"
     part = "" if trace.read == trace.iterations else f"{trace.read:,} of "
     name = "replicate" if trace.extra else trace.placement
-    how = "experts in order" if trace.age is None else f"placed by `{name}` from loads {count(trace.age, 'sample')} old"
+    loads = "the step's own loads" if trace.age == 0 else f"loads {count(trace.age or 0, 'sample')} old"
+    how = "experts in order" if trace.age is None else f"placed by `{name}` from {loads}"
     yield f"of {part}{trace.iterations:,} iterations on {count(trace.ranks, 'rank')}; {how}"
     if trace.extra:
         yield (

@@ -177,9 +177,9 @@ class Workload:
         ranks = math.prod(self.meshes.size(axis) for axis in cuts)
         experts = value.shape[0] if value.ragged else 1
         assert isinstance(experts, int)
-        return self._busiest(experts, ranks)
+        return self.busiest_of(experts, ranks)
 
-    def _busiest(self, experts: int, ranks: int) -> float:
+    def busiest_of(self, experts: int, ranks: int) -> float:
         """Load of the busiest of `ranks` over the mean, as far as the gate allows it."""
         if self.measured is None:
             load = busiest(experts, ranks, self.exponent)
@@ -211,7 +211,7 @@ class Workload:
 
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
         """The rows of all experts, `rows`, and those of the busiest expert."""
-        return rows, rows / experts * self._busiest(experts, experts)
+        return rows, rows / experts * self.busiest_of(experts, experts)
 
 
 def _name(value: Value) -> str:
