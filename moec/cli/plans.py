@@ -149,7 +149,7 @@ def compile_(
     type=click.IntRange(min=0),
     default=1,
     metavar="SAMPLES",
-    help="Place experts by the loads so many samples of the trace ago, 0 for the step's own; default: 1.",
+    help="Place experts by the loads so many samples ago, 0 for the step's own; default: 1.",
 )
 @lets
 @output_format

@@ -25,23 +25,21 @@ def _at_planned(values: Any) -> float:
     return float(np.quantile(values, PLANNED))
 
 
-def _windows(values: Any, layers: int) -> Any:
-    """Sums over each run of so many layers [iterations, runs, …]."""
-    sums = np.concatenate([np.zeros_like(values[:, :1]), np.cumsum(values, 1)], 1)
-    return sums[:, layers:] - sums[:, :-layers]
+def _sums(values: Any) -> Any:
+    """Sums over the layers before each one, and over all [iterations, layers + 1, …]."""
+    return np.concatenate([np.zeros_like(values[:, :1]), np.cumsum(values, 1)], 1)
 
 
-def _kept(rows: Rows, layers: int) -> float:
+def _kept(sums: Any, layers: int) -> float:
     """The rows of a rank over any so many layers, over the mean. A layer counts as much as any other."""
-    sums = _windows(rows / rows.mean(-1, keepdims=True), layers)
-    return _at_planned((sums.max(-1) / layers).max(1))
+    return _at_planned((sums[:, layers:] - sums[:, :-layers]).max((1, 2)) / layers)
 
 
-def _time(rows: Rows, layers: int) -> float:
+def _time(sums: Any, layers: int) -> float:
     """The busiest rank over the mean, on average over so many layers: those of the slowest of a pipeline's stages."""
-    loads = over_mean(rows)
-    starts = np.minimum(np.arange(0, loads.shape[1], layers), loads.shape[1] - layers)
-    return _at_planned((_windows(loads, layers)[:, starts] / layers).max(1))
+    all_layers = sums.shape[1] - 1
+    starts = np.minimum(np.arange(0, all_layers, layers), all_layers - layers)
+    return _at_planned((sums[:, starts + layers] - sums[:, starts]).max(1) / layers)
 
 
 def measured(file: str, rows_on: dict[int, Rows], layers: int) -> Measured:
@@ -49,15 +47,15 @@ def measured(file: str, rows_on: dict[int, Rows], layers: int) -> Measured:
     `layers` layers. A trace of one layer, which counts for all of them, has the same figures for each part."""
     ranks = sorted(rows_on)
     parts = sorted({-(-layers // number) for number in range(1, layers + 1)}, reverse=True)
-    for_parts = [(rows, min(part, rows.shape[1])) for rows in map(rows_on.__getitem__, ranks) for part in parts]
-    return Measured(
-        file=file,
-        ranks=tuple(ranks),
-        layers=tuple(parts),
-        time=_rounded([_time(*of) for of in for_parts]),
-        kept=_rounded([_kept(*of) for of in for_parts]),
-        most=_rounded([_at_planned(over_mean(rows_on[number]).max(1)) for number in ranks]),
-    )
+    time, kept, most = list[float](), list[float](), list[float]()
+    for rows in map(rows_on.__getitem__, ranks):
+        of_time, of_rows = _sums(over_mean(rows)), _sums(rows / rows.mean(-1, keepdims=True))
+        of_trace = [min(part, rows.shape[1]) for part in parts]
+        time += [_time(of_time, part) for part in of_trace]
+        kept += [_kept(of_rows, part) for part in of_trace]
+        most.append(_at_planned(over_mean(rows).max(1)))
+    numbers = {"time": _rounded(time), "kept": _rounded(kept), "most": _rounded(most)}
+    return Measured(file=file, ranks=tuple(ranks), layers=tuple(parts), **numbers)
 
 
 def _rounded(values: Sequence[float]) -> tuple[float, ...]:

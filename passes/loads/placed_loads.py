@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moec.grammar.amounts import count
-from moec.grammar.checking.marks import refused
+from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.spec import Spec, Trace
 from moec.grammar.stated import open_words
@@ -25,7 +25,7 @@ from moec.passes.loads.trace_file import read_trace
 AT_ONCE = 2**24
 """The most elements of an array while experts are placed."""
 
-MOST_PLACED = 2**15
+MOST_PLACED = 2**13
 """The most samples whose experts are placed, a layer in an iteration each: seconds for 256 experts."""
 
 
@@ -94,8 +94,7 @@ def placed_loads(spec: Spec, folder: Path, placement: Placement) -> tuple[Spec, 
         return None
     span = routing.span("path")
     beside = folder / Path(span.source.name).parent if span is not None else folder
-    if problems := list(_unsupported(spec, routing)):
-        raise DiagnosticError(problems)
+    require_supported(spec)
     trace = read_trace(beside / routing.path, span)
     if problems := list(_of_another_model(spec, routing, trace, placement)):
         raise DiagnosticError(problems)
@@ -126,15 +125,6 @@ def _unplaceable(spec: Spec, placement: Placement) -> Iterator[Diagnostic]:
     elif words := open_words(spec):
         message = f"{what} is not supported yet where `{words[0]}` is left open"
         yield diagnose("MOE0513", spec.parallel.span(words[0]), message, help="state the words of the plan to price")
-
-
-def _unsupported(spec: Spec, routing: Trace) -> Iterator[Diagnostic]:
-    """Mixtures whose parts have loads of their own."""
-    for moe in spec.subject.mixtures:
-        if moe is not None and (len(moe.parts) > 1 or spec.subject.within(moe.parts[0]) is not None):
-            what = "a trace for experts of several sizes, or of mixtures inside mixtures"
-            yield refused(routing.span(), what, "today: uniform, zipf, bound", numbers=False)
-            return
 
 
 def _of_another_model(spec: Spec, routing: Trace, trace: TraceCounts, placement: Placement) -> Iterator[Diagnostic]:

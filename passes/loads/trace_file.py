@@ -24,7 +24,7 @@ from moec.grammar.source import Span
 COUNTS = "counts"
 """The name of the array."""
 
-MOST_ITERATIONS = 1024
+MOST_ITERATIONS = 512
 """The most iterations that are read, evenly spaced: a percentile needs no more."""
 
 MOST_BYTES = 2**30

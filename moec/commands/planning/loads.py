@@ -99,7 +99,7 @@ def _with_trace(load: PlannedLoad, plan: Candidate, loads: PlacedLoads) -> Plann
         ranks=loads.trace.ranks,
         placement=loads.placement.kind,
         extra=loads.placement.extra,
-        age=loads.placement.age if loads.placement.kind != "contiguous" else None,
+        age=loads.placement.age * loads.trace.every if loads.placement.kind != "contiguous" else None,
         layer_time_p50_s=found.layer_time.half,
         layer_time_p95_s=found.layer_time.planned,
         even_layer_time_s=found.even_layer_time,

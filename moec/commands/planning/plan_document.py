@@ -63,7 +63,7 @@ class PlannedTrace:
     extra: int
     """Copies of experts in each layer."""
     age: int | None
-    """How many samples ago the loads were by which experts are placed; null where they are in order."""
+    """How many iterations of the file ago the loads were by which experts are placed; null where they are in order."""
     layer_time_p50_s: float
     """Both passes of a layer with experts for a micro-batch, on average over the layers of a step."""
     layer_time_p95_s: float
