@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TWICE = 2.0
 """The load whose step is shown beside that of the file: rows of the busiest rank over the mean."""
 
+NEAR = 0.01
+"""How much the predicted step may differ from the 95th percentile of a trace's, before that is said."""
+
 
 class Placing(NamedTuple):
     """How `--placement` and `--age` place experts."""
@@ -116,14 +119,16 @@ def _with_trace(load: PlannedLoad, plan: Candidate, loads: PlacedLoads) -> Plann
     )
 
 
-def load_lines(load: PlannedLoad, spec: Spec) -> Iterator[str]:
-    """The figures of each line begin with what they are of."""
+def load_lines(load: PlannedLoad, spec: Spec, step: float) -> Iterator[str]:
+    """The figures of each line begin with what they are of. `step`: the predicted seconds."""
     layer = f"p50 {load.layer_p50:.2f}, p95 {load.layer_p95:.2f}" if load.layer_p50 else f"{load.busiest:.2f} for time"
     yield f"  load     busiest rank over mean: layer {layer}"
     kept = f"{load.kept:.2f} of the rows that a rank keeps over its layers"
     yield f"           memory {kept}, {load.one_layer:.2f} in one layer"
     if load.step_time_p50_s is not None:
-        yield f"           step p50 {load.step_time_p50_s:.3g} s, p95 {load.step_time_p95_s:.3g} s"
+        is_near = abs(step / load.step_time_p95_s - 1) < NEAR
+        other = "" if is_near else f"; planned is {step:.3g} s, with all stages as uneven as the most uneven one"
+        yield f"           step p50 {load.step_time_p50_s:.3g} s, p95 {load.step_time_p95_s:.3g} s{other}"
     if load.trace is not None:
         yield from (f"           {line}" for line in _trace_lines(load.trace))
     elif spec.train is not None and isinstance(spec.train.routing, Measured):

@@ -164,7 +164,7 @@ def _lines(planned: Planned) -> Iterator[str]:
     tenants = ", ".join(f"{tenant.kind} {amount_of_bytes(tenant.gb * GIGABYTE)}" for tenant in _tenants(prediction))
     yield f"           {tenants}"
     yield from way_out_lines(planned.ways_out, plan)
-    yield from load_lines(load, spec)
+    yield from load_lines(load, spec, step.total)
     if planned.choice is not None:
         yield from runner_up_lines(planned.choice)
     if planned.why_not is not None:
