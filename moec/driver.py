@@ -54,6 +54,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     in the file, MOE0750 for a `world_size` below 1, and MOE0751 for a plan.
     """
     from moec.codegen.plan import make_plan
+    from moec.measured_loads import with_loads
     from moec.open_words import stated
     from moec.passes.pipeline import compile_program
     from moec.passes.place.ranks import for_ranks
@@ -64,7 +65,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     spec = _overridden(source, lets) if lets else to_spec(source)
     if world_size is not None:
         spec = for_ranks(spec, world_size)
-    spec = stated(spec)
+    spec = stated(with_loads(spec, source))
     return make_plan(spec, compile_program(spec).program, __version__)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Measured, Spec, Trace
 from moec.grammar.stated import open_words, searched_words, with_words
 
 if TYPE_CHECKING:
@@ -71,4 +71,14 @@ def allows(file: Spec, plan: Spec) -> bool:
     lists = {word: getattr(file.parallel, word) for word in open_words(file)}
     if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
         return False
-    return with_words(file, chosen) == plan
+    return with_words(_with_kept(file, plan), chosen) == plan
+
+
+def _with_kept(file: Spec, plan: Spec) -> Spec:
+    """The file with what the plan keeps of its trace, if that is the plan's."""
+    if file.train is None or plan.train is None:
+        return file
+    routing, kept = file.train.routing, plan.train.routing
+    if isinstance(routing, Trace) and isinstance(kept, Measured) and kept.file == routing.path:
+        return file.replace(train=file.train.replace(routing=kept))
+    return file

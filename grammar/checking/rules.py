@@ -19,7 +19,7 @@ from moec.grammar.checking.pooled_rules import balance_over_layers
 from moec.grammar.checking.rank_rules import degrees_without_experts, dependent_on_ranks
 from moec.grammar.checking.token_rules import token_inputs
 from moec.grammar.checking.topology_rules import topology_problems
-from moec.grammar.checking.training_rules import frozen_parts, optimizer_options
+from moec.grammar.checking.training_rules import frozen_parts, measured_lists, optimizer_options
 from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, labels_at
@@ -72,6 +72,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),
+        *measured_lists(spec.train),
         *frozen_parts(spec),
         *token_inputs(spec),
         *balance_over_layers(spec),

@@ -30,6 +30,7 @@ from moec.grammar.spec import (
     Switch,
     SwitchLoss,
     TopK,
+    Trace,
     ZLoss,
 )
 from moec.grammar.spec.base import Node, field_names
@@ -39,7 +40,12 @@ from moec.grammar.spec.gates import Online
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each unsupported part of `spec`, once for all layers that share it."""
     every = (*marked(spec, None, set()), *_unsupported_layers(spec), *_unsupported_images(spec))
-    every += (*_unsupported_experts(spec), *_unsupported_heads(spec), *_unsupported_devices(spec))
+    every += (
+        *_unsupported_experts(spec),
+        *_unsupported_heads(spec),
+        *_unsupported_devices(spec),
+        *_unsupported_loads(spec),
+    )
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_unsupported_packing(spec)))
 
 
@@ -60,6 +66,18 @@ def _unsupported_devices(spec: Spec) -> Iterator[Diagnostic]:
             "use more ranks, or a higher `zero`",
             numbers=False,
         )
+
+
+def _unsupported_loads(spec: Spec) -> Iterator[Diagnostic]:
+    """Experts whose parts have loads of their own, which a trace does not tell apart."""
+    train = spec.train
+    if train is None or not isinstance(train.routing, Trace):
+        return
+    for moe in spec.subject.mixtures:
+        if moe is not None and (len(moe.parts) > 1 or isinstance(moe.parts[0].body, Mixture)):
+            what = "a trace for experts of several sizes, or for mixtures inside mixtures"
+            yield refused(train.span("routing"), what, "today: uniform, zipf, bound", numbers=False)
+            return
 
 
 def _unsupported_images(spec: Spec) -> Iterator[Diagnostic]:

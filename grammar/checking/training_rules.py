@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity, labels_at
-from moec.grammar.spec import Hash, ModelPart, Optimizer, Spec, Train
+from moec.grammar.spec import Hash, Measured, ModelPart, Optimizer, Spec, Train
 from moec.grammar.spec.optimizers import Sgd
 
 SLOWEST = 2**-8
@@ -43,6 +43,20 @@ def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
             help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
             at = node.span(name) if node.given(name) else state
             yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)
+
+
+def measured_lists(train: Train | None) -> Iterator[Diagnostic]:
+    """`measured` has a number for each of its `ranks`, or for each and each of its `layers`."""
+    loads = train.routing if train else None
+    if not isinstance(loads, Measured):
+        return
+    rows = len(loads.ranks)
+    wanted = {"time": rows * len(loads.layers), "kept": rows * len(loads.layers), "most": rows}
+    for name, number in wanted.items():
+        if (has := len(getattr(loads, name))) != number or not number:
+            message = f"`{name}` has {has} numbers, and its ranks and layers want {number or 'some'}"
+            help = '`moec compile` writes these lists: name the trace, `trace("loads.npz")`'
+            yield diagnose("MOE0514", loads.span(name), message, help=help)
 
 
 def frozen_parts(spec: Spec) -> Iterator[Diagnostic]:

@@ -74,7 +74,7 @@ from moec.grammar.spec.model import (
 )
 from moec.grammar.spec.optimizers import Optimizer, Update
 from moec.grammar.spec.parallel import Adapt, Greedy, LayerRange, Parallel, ParallelLayers, Replicate, Shadow
-from moec.grammar.spec.training import ModelPart, Trace, Train, Uniform, Zipf
+from moec.grammar.spec.training import GateBound, LoadUse, Measured, ModelPart, Trace, Train, Uniform, Zipf
 
 
 class Spec(Node):
@@ -155,6 +155,7 @@ __all__ = [
     "GShard",
     "GShardLoss",
     "Gate",
+    "GateBound",
     "Gqa",
     "Greedy",
     "Hash",
@@ -170,8 +171,10 @@ __all__ = [
     "LinearMap",
     "Llama3",
     "LoadLoss",
+    "LoadUse",
     "LongRope",
     "Lora",
+    "Measured",
     "Mha",
     "Mixture",
     "Mla",

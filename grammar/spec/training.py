@@ -1,9 +1,13 @@
 """`train { … }`: how the model is trained."""
 
+import math
 from typing import Annotated, Literal
 
 from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, Text, at_least
 from moec.grammar.spec.optimizers import AdamW, Optimizer
+
+Load = Annotated[float, at_least(1)]
+"""Rows of the busiest rank over the mean."""
 
 
 class Uniform(Node):
@@ -22,14 +26,56 @@ class Zipf(Node):
     s: Annotated[float, at_least(0), Doc("exponent; 0 is uniform")]
 
 
+class GateBound(Node):
+    """The most that gates allow: every token goes to the same experts, up to the capacity of each."""
+
+    word = "bound"
+    source = "the worst case of every planner"
+
+
 class Trace(Node):
-    """Loads that were measured: token counts `[iterations, layers, ranks, experts]` in a NumPy file."""
+    """Loads that were measured: `counts` of choices `[iterations, layers, ranks, experts]` in a NumPy file.
+
+    A plan keeps `measured` of them, and reads no file.
+    """
 
     word = "trace"
     source = "SmartMoE, Zhai et al. 2023, whose artifact has one"
-    implemented = False
     positional = ("path",)
-    path: Annotated[Text, Doc("the `.npz` file, beside this one")]
+    path: Annotated[Text, Doc("the `.npz` file, relative to this one")]
+
+
+LoadUse = Literal["time", "kept", "most"]
+"""What a load is planned for: the seconds of a step, the rows that a rank keeps, and one layer at its worst."""
+
+
+class Measured(Node):
+    """What a plan keeps of a `trace`: rows of the busiest rank over the mean of all, the 95th percentile of iterations.
+
+    `time` and `kept` have a row for each number of `ranks`, with a value for each number of `layers`.
+    """
+
+    word = "measured"
+    source = "SmartMoE, Zhai et al. 2023"
+    positional = ("file",)
+    file: Annotated[Text, Doc("the trace; it is not read again")]
+    ranks: Annotated[tuple[PositiveInt, ...], Doc("the ranks that share the experts of a layer")]
+    layers: Annotated[tuple[PositiveInt, ...], Doc("layers with experts of one pipeline rank")]
+    time: Annotated[tuple[Load, ...], Doc("the mean over these layers")]
+    kept: Annotated[tuple[Load, ...], Doc("the busiest rank by its rows in all of these layers")]
+    most: Annotated[tuple[Load, ...], Doc("the most uneven layer, for each number of `ranks`")]
+
+    def load(self, use: LoadUse, ranks: int, layers: int) -> float:
+        """The load of one of `ranks`, else of more ranks or fewer layers. Infinite where nothing is known."""
+        wide = [of for of in self.ranks if of >= ranks]
+        few = [of for of in self.layers if of <= layers]
+        if ranks == 1 or not wide or not few:
+            return 1.0 if ranks == 1 else math.inf
+        row = self.ranks.index(min(wide))
+        if use == "most":
+            return self.most[row]
+        of_use = self.time if use == "time" else self.kept
+        return of_use[row * len(self.layers) + self.layers.index(max(few))]
 
 
 ModelPart = Literal["embedding", "attention", "norms", "ffn", "experts", "gate", "shared", "residual", "head"]
@@ -61,4 +107,4 @@ class Train(Node):
             "state; gradients flow through them"
         ),
     ] = ()
-    routing: Annotated[Uniform | Zipf | Trace, Doc("the expert load to plan for")] = Uniform()
+    routing: Annotated[Uniform | Zipf | GateBound | Trace | Measured, Doc("the expert load to plan for")] = Uniform()

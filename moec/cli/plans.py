@@ -42,6 +42,29 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         return [CompletionItem(name) for name in (*PASS_NAMES, *self.further_words) if name.startswith(incomplete)]
 
 
+class PlacementWord(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """`contiguous`, `greedy` or `replicate=N`: the word and N, else 0."""
+
+    name = "placement"
+
+    def convert(
+        self, value: str | tuple[str, int], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        """The word and its number. Raises `BadParameter` for another one."""
+        if isinstance(value, tuple):
+            return value
+        word, is_given, number = value.partition("=")
+        is_number = number.isascii() and number.isdecimal() and len(number) < 7 and int(number) > 0
+        if (word in ("contiguous", "greedy") and not is_given) or (word == "replicate" and is_number):
+            return word, int(number or 0)
+        return self.fail(f"{value!r} is not one of contiguous, greedy, replicate=N", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The words that begin with `incomplete`."""
+        words = ("contiguous", "greedy", "replicate=16")
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
 @click.command(
     "compile",
     cls=Command,
@@ -100,6 +123,7 @@ def compile_(
         "moec plan first.moe": "the step's time by what takes it, tokens per second, MFU, and memory",
         "moec plan first.moe --why-not 'ep = 2'": "what the best plan with these words would take, and why",
         "moec plan first.moe --against old.plan": "what differs from an earlier plan of the model",
+        "moec plan traced.moe --placement greedy": "with experts placed by the loads of an earlier step of a trace",
         "moec plan first.moe --json": "the same as numbers",
     },
     fails="the step does not fit the devices (the prediction is on stdout), or the file has errors",
@@ -113,17 +137,42 @@ def compile_(
     type=FileOrPlan(files=True, plans=True),
     help="Say what differs from this plan or file of the model, and what that costs or saves.",
 )
+@click.option(
+    "--placement",
+    type=PlacementWord(),
+    default="contiguous",
+    metavar="HOW",
+    help="With a trace: contiguous (the default), greedy, or replicate=N: with N copies of experts in each layer.",
+)
+@click.option(
+    "--age",
+    type=click.IntRange(min=0),
+    default=1,
+    metavar="SAMPLES",
+    help="Place experts by the loads so many samples ago, 0 for the step's own; default: 1.",
+)
 @lets
 @output_format
-def plan(source: Path, why_not: str | None, against: Path | None, lets: dict[str, str], style: str) -> None:
+def plan(
+    source: Path,
+    why_not: str | None,
+    against: Path | None,
+    placement: tuple[str, int],
+    age: int,
+    lets: dict[str, str],
+    style: str,
+) -> None:
     """Predict a step's time and memory, and say what takes them. Needs no torch."""
     from moec.commands.console.output import show
+    from moec.commands.planning.loads import Placing
     from moec.commands.planning.plan import run
     from moec.subject import is_plan
 
     if lets and is_plan(source):
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
-    fits, warnings = run(source, lets, style, why_not, against)
+    if age != 1 and placement == ("contiguous", 0):
+        raise click.UsageError("--age is of a --placement that follows loads: greedy or replicate=N")
+    fits, warnings = run(source, lets, style, why_not, against, Placing(*placement, age))
     show(warnings, style)
     if not fits:
         raise SystemExit(1)

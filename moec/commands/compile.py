@@ -17,6 +17,7 @@ from moec.commands.planning.choices import chosen_lines
 from moec.driver import read, run_passes
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.measured_loads import with_loads
 from moec.open_words import choice_of
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
@@ -47,8 +48,9 @@ def run(
         return loaded.diagnostics
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
-    choice = choice_of(loaded.spec)
-    spec = loaded.spec if choice is None else choice.chosen.spec
+    spec = with_loads(loaded.spec, file)
+    choice = choice_of(spec)
+    spec = spec if choice is None else choice.chosen.spec
     compilation = run_passes(spec, stop_after)
     for record in compilation.records:
         if print_ir_after in ("all", record.name) or (print_ir_after == "changed" and _changed(record)):

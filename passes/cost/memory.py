@@ -65,9 +65,14 @@ def largest_of(memories: Iterable[Memory]) -> Memory:
 
 def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = None) -> list[Memory]:
     """The memory of each pipeline rank."""
-    costs = costs_of(program, workload or Workload.of_microbatch(spec, program))
+    workload = workload or Workload.of_microbatch(spec, program)
+    kept, most = workload.planned_for("kept"), workload.planned_for("most")
+    costs = costs_of(program, kept)
+    uneven = costs if most is kept else costs_of(program, most)
     layers = {
-        name: LayerMemory.of(costs[name], spec, program) for name, numbers in program.layers_by_block.items() if numbers
+        name: LayerMemory.of(costs[name], spec, program, uneven[name])
+        for name, numbers in program.layers_by_block.items()
+        if numbers
     }
     microbatches = program.microbatches if len(program.stages) > 1 else min(program.microbatches, 2)
     memories = list[Memory]()

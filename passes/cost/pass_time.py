@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.liveness import steps_of
@@ -40,6 +41,14 @@ class Work:
         return self.device + Seconds({"launches": larger(0.0, self.host - self.device.total)})
 
 
+class BlockTime(NamedTuple):
+    """Seconds of one run of a block, and of the part of backward that a pipeline may compute later."""
+
+    forward: Seconds
+    backward: Seconds
+    weights: float
+
+
 @dataclass(frozen=True, slots=True)
 class BlockWork:
     """One run of a block for a micro-batch.
@@ -58,6 +67,10 @@ class BlockWork:
         again = {"none": None, "experts": self.experts, "layer": self.forward}[recompute]
         back = self.backward if again is None else self.backward + again.repeated
         return self.forward.seconds, back.seconds
+
+    def timed(self, recompute: Recompute) -> BlockTime:
+        """The seconds of its passes, with what `recompute` repeats."""
+        return BlockTime(*self.passes(recompute), self.weights)
 
 
 def work_of(cost: BlockCost, rates: Rates) -> BlockWork:

@@ -10,7 +10,7 @@ from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.rates import ClusterRates, Rates, peak
 from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.step_time import step_seconds
-from moec.passes.cost.totals import costs_of, tally
+from moec.passes.cost.totals import costs_of, largest_load, tally
 from moec.passes.ir import Program
 from moec.passes.ir.work.workload import Workload
 
@@ -85,14 +85,9 @@ def workload_of_skew(program: Program, spec: Spec, skew: float) -> Workload | No
     load is so uneven: rows may stay on their rank, or few ranks share the experts."""
     even = Workload.of_microbatch(spec, program).even
     low, high = 0.0, STEEPEST
-    if _skew(program, replace(even, exponent=high)) < skew:
+    if largest_load(program, replace(even, exponent=high)) < skew:
         return None
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _skew(program, replace(even, exponent=middle)) < skew else (low, middle)
+        low, high = (middle, high) if largest_load(program, replace(even, exponent=middle)) < skew else (low, middle)
     return replace(even, exponent=high)
-
-
-def _skew(program: Program, workload: Workload) -> float:
-    bound = ((block, workload.bound_to(program, block)) for block in program.blocks)
-    return max((of.skew(v) for block, of in bound for v in block.scope.values() if v.ragged is not None), default=1.0)

@@ -43,11 +43,14 @@ class LayerMemory:
     kept: Bytes
 
     @classmethod
-    def of(cls, cost: BlockCost, spec: Spec, program: Program) -> LayerMemory:
-        """The layer whose ops have these costs."""
+    def of(cls, cost: BlockCost, spec: Spec, program: Program, uneven: BlockCost) -> LayerMemory:
+        """The layer whose ops have these costs; `uneven` are those while it runs, where its load is at its worst."""
         by_parameter = weight_bytes(cost, spec, program.microbatches, in_pipeline=len(program.stages) > 1).values()
         largest_state = max((weights.optimizer_states for weights in by_parameter), default=0.0)
         run, inputs = Run.of(cost, splits=program.splits_backward), cost.block.inputs
+        if uneven is not cost:
+            worst = Run.of(uneven, splits=program.splits_backward)
+            run = replace(run, forward=worst.forward, backward=worst.backward, to_inputs=worst.to_inputs)
         residual = [v for v in inputs if v.role == "residual" and v.name in run.inputs]
         return cls(
             run=run,

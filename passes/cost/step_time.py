@@ -5,13 +5,13 @@ In a pipeline ranks compute at the same time, and messages between stages run be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import outermost_between
 from moec.passes.cost.parameter_time import parameter_work
-from moec.passes.cost.pass_time import BlockWork, work_of
+from moec.passes.cost.pass_time import BlockTime, work_of
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.cost.seconds import EXPOSED, Seconds, summed
@@ -27,7 +27,13 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, r
     default those that the file's cluster states.
     """
     rates = rates or ClusterRates(spec.cluster)
-    stages = stages_of(costs, program, spec, rates)
+    return step_of_stages(stages_of(costs, program, spec, rates), costs, program, spec, rates)
+
+
+def step_of_stages(
+    stages: Sequence[StageTime], costs: Mapping[str, BlockCost], program: Program, spec: Spec, rates: Rates
+) -> Seconds:
+    """Seconds of a step with these passes of each stage."""
     time = pipeline_time(program, [stage.seconds for stage in stages])
     passes = summed((part, program.microbatches / len(time.ends)) for s in stages for part in (s.forward, s.backward))
     computing = 1 - sum(passes.of.get(term, 0.0) for term in EXPOSED) / passes.total
@@ -56,7 +62,22 @@ def stages_of(
     """The passes of each stage; `costs` are those of a micro-batch."""
     rates = rates or ClusterRates(spec.cluster)
     of_blocks = {name: work_of(cost, rates) for name, cost in costs.items()}
-    return [_stage(costs, of_blocks, program, spec, rates, number) for number in range(max(1, len(program.stages)))]
+    return [
+        stage_of(
+            [(of_blocks[cost.block.name].timed(cost.block.recompute), n) for cost, n in runs],
+            costs,
+            program,
+            spec,
+            rates,
+            number,
+        )
+        for number, runs in enumerate(runs_of_stages(program, costs))
+    ]
+
+
+def runs_of_stages(program: Program, costs: Mapping[str, BlockCost]) -> Iterator[list[tuple[BlockCost, int]]]:
+    """The blocks of each stage, and how often it runs them."""
+    return (runs_on(program, costs, [number]) for number in range(max(1, len(program.stages))))
 
 
 def pipeline_time(program: Program, stages: Sequence[StageSeconds]) -> PipelineTime:
@@ -67,19 +88,18 @@ def pipeline_time(program: Program, stages: Sequence[StageSeconds]) -> PipelineT
     return follow(orders_of_step(program, program.microbatches), stages)
 
 
-def _stage(
+def stage_of(
+    runs: Sequence[tuple[BlockTime, float]],
     costs: Mapping[str, BlockCost],
-    of_blocks: Mapping[str, BlockWork],
     program: Program,
     spec: Spec,
     rates: Rates,
     number: int,
 ) -> StageTime:
-    runs = [
-        (of_blocks[cost.block.name], cost.block.recompute, count) for cost, count in runs_on(program, costs, [number])
-    ]
-    forward, backward = (summed((of.passes(word)[back], n) for of, word, n in runs) for back in (0, 1))
-    weights, message, stages = sum(n * of.weights for of, _, n in runs), 0.0, program.stages[number : number + 2]
+    """The passes of stage `number`, of all that it runs, and how often."""
+    forward = summed((of.forward, n) for of, n in runs)
+    backward = summed((of.backward, n) for of, n in runs)
+    weights, message, stages = sum(n * of.weights for of, n in runs), 0.0, program.stages[number : number + 2]
     if len(stages) == 2 and stages[0].first_rank != stages[1].first_rank:
         crossed = outermost_between(stages[0].ranks, stages[1].ranks, spec.cluster)
         message = rates.message(message_bytes(costs[stages[0].forward]), crossed)

@@ -85,6 +85,12 @@ def costs_of(program: Program, workload: Workload) -> dict[str, BlockCost]:
     return {block.name: BlockCost.of(program, block, workload) for block in program.blocks}
 
 
+def largest_load(program: Program, workload: Workload) -> float:
+    """Rows of the busiest rank over the mean, in the most uneven layer."""
+    bound = ((block, workload.bound_to(program, block)) for block in program.blocks)
+    return max((of.skew(v) for block, of in bound for v in block.scope.values() if v.ragged is not None), default=1.0)
+
+
 # ---- a rank and a step -----------------------------------------------------------------------------------
 
 
@@ -128,7 +134,7 @@ def tally(program: Program, spec: Spec) -> Tally:
     """Totals of a Program after all passes, for the workload of its file."""
     workload = Workload.of(spec, program)
     costs = costs_of(program, workload.even)
-    most = costs_of(program, workload) if workload.exponent else costs
+    most = costs if workload.is_even else costs_of(program, workload.planned_for("kept"))
     ranks = program.stages_by_rank
     total, active, _, _ = _parameters(runs_on(program, costs), spec.update)
     runs_of_ranks = {stages: runs_on(program, costs, stages) for stages in ranks}
@@ -153,7 +159,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         tokens=workload.tokens,
         flops_per_token=flops / workload.tokens,
         traffic=max(traffic, key=lambda flows: sum(flow.bytes for flow in flows)),
-        imbalance=max((cost.skew() for cost in most.values()), default=1.0),
+        imbalance=largest_load(program, workload),
     )
 
 
@@ -229,13 +235,13 @@ def _parameters(runs: Sequence[tuple[BlockCost, int]], update: Update) -> tuple[
     totals = [0, 0, 0, 0]
     for cost, count in runs:
         for p, *elements in cost.elements():
-            for i, number in enumerate((*elements, _state_bytes(p, cost.workload, update))):
+            for i, number in enumerate((*elements, parameter_state_bytes(p, cost.workload, update))):
                 totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
 
-def _state_bytes(p: Parameter, workload: Workload, update: Update) -> int:
+def parameter_state_bytes(p: Parameter, workload: Workload, update: Update) -> int:
     """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32; of a frozen
     parameter its weight."""
     shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.weight, p.gradient, p.optimizer_state))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moec.grammar.spec import LoadUse, Measured
 from moec.passes.cost.liveness import Run, steps_of
 from moec.passes.cost.pass_time import work_of
 from moec.passes.cost.rates import Rates
@@ -59,8 +60,9 @@ def runs_in(table: Table, block: Block, words: Iterable[Recompute], rates: Rates
     """
     numbers = numbered(_columns(table, block))
     firsts = np.unique(numbers, return_index=True)[1]
-    cost, is_layer = _cost(table, block, firsts), block.name in table.program.layer_blocks
-    work, steps = work_of(cost, rates), steps_of(cost)
+    cost, is_layer = _cost(table, block, firsts, "kept"), block.name in table.program.layer_blocks
+    of_time = _cost(table, block, firsts, "time") if _is_measured(table) else cost
+    work, steps = work_of(of_time, rates), steps_of(cost)
 
     def of_plans(value: Array) -> Array:
         return np.broadcast_to(value, len(firsts))[numbers]
@@ -101,16 +103,23 @@ def _columns(table: Table, block: Block) -> list[Array]:
     parts = {part for axis in used for part in parts_of(axis)}
     inside = {axis for axes in (DENSE_AXES, EXPERT_AXES) for i, axis in enumerate(axes) if parts & {*axes[: i + 1]}}
     assert table.spec.train is not None
-    return [table.spec.train.batch // microbatches // sizes["dp"], *(sizes[axis] for axis in sorted(inside))]
+    sequences = table.spec.train.batch // microbatches // sizes["dp"]
+    return [sequences, *([pp] if _is_measured(table) else []), *(sizes[axis] for axis in sorted(inside))]
 
 
-def _cost(table: Table, block: Block, rows: Array) -> BlockCost:
+def _is_measured(table: Table) -> bool:
+    """Whether loads depend on the number of layers of a rank, and on what they are for."""
+    return table.spec.train is not None and isinstance(table.spec.train.routing, Measured)
+
+
+def _cost(table: Table, block: Block, rows: Array, use: LoadUse) -> BlockCost:
     """The cost of a block in the plans of these rows; nothing of ZeRO is in it."""
     assert table.spec.train is not None
     sizes = table.sizes[rows]
     program = on_meshes(table.program, table.spec, sizes)
-    batch = table.spec.train.batch // sizes[:, 5]
-    return BlockCost.of(program, block, replace(Workload.of(table.spec, program), batch=batch))
+    workload = Workload.of(table.spec, program).planned_for(use)
+    batch, mixtures = table.spec.train.batch // sizes[:, 5], -(-workload.mixtures // sizes[:, 0])
+    return BlockCost.of(program, block, replace(workload, batch=batch, mixtures=mixtures))
 
 
 def _of_parameters(cost: BlockCost, program: Program) -> BlockCost:

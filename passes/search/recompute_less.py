@@ -29,8 +29,8 @@ def recomputing_less(plan: Candidate, allowed: Sequence[Recompute], rates: Rates
     With other words `partition` chooses other stages. So the first round lowers words by the memory that ranks have
     left, and the others raise those of ranks that then lack some.
     """
-    word: Recompute = plan.spec.parallel.recompute
-    words = [each for each in RECOMPUTED[: RECOMPUTED.index(word) + 1] if each in allowed]
+    last = next(number for number, word in enumerate(RECOMPUTED) if word == plan.spec.parallel.recompute)
+    words = [word for word in RECOMPUTED[: last + 1] if word in allowed]
     if len(words) < 2:
         return plan
     depth, ranks = plan.spec.subject.depth, _layers_of_ranks(plan.program)

@@ -15,6 +15,7 @@ from moec.grammar.amounts import count
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.printer import selector
 from moec.grammar.spec import Spec
+from moec.measured_loads import with_loads
 from moec.open_words import stated
 from moec.passes.cost.parameter_counts import Elements, ParameterCounts, count_parameters
 from moec.passes.degrees.degrees import choose_degrees
@@ -30,7 +31,7 @@ def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ..
         spec, program = plan.spec, plan.program
     else:
         loaded = read(path, **lets)
-        spec, warnings = stated(loaded.unwrap()), loaded.diagnostics
+        spec, warnings = stated(with_loads(loaded.unwrap(), path)), loaded.diagnostics
         program = run_passes(spec, "schedule").program  # before `budget`: what does not fit is counted too
     counts = count_parameters(program, spec)
     emit(style, lambda: to_lines(spec, counts), lambda: counted(spec, counts))

@@ -20,6 +20,9 @@ from moec.passes.search.candidate import Candidate
 RESHARDING = frozenset({"dp", "cp", "tp", "ep", "etp", "pp", "virtual", "schedule", "stages", "zero"})
 """The words that may decide which rank has which part of a parameter or of an optimizer's state."""
 
+LONGEST = 60
+"""The characters of a value that are shown."""
+
 
 def require_same_model(plan: Candidate, other: Candidate) -> None:
     """Raises MOE0504 where two plans are of different models."""
@@ -44,11 +47,16 @@ def against_lines(plan: Candidate, other: Candidate) -> Iterator[str]:
     memory = amount_of_bytes(found.memory_gb * GIGABYTE)
     yield f"against a step of {before.total:.3g} s and {memory}"
     for change in found.changes:
-        values = " -> ".join(value for value in (change.before, change.after) if value is not None)
+        values = " -> ".join(_short(value) for value in (change.before, change.after) if value is not None)
         yield f"  {change.kind} {change.word} = {values}{', reshards a checkpoint' if change.reshards else ''}"
     if not found.changes:
         yield "  the same words"
     yield from (line for _, _, line in difference_lines(before, step))
+
+
+def _short(value: str) -> str:
+    """A value on one line: the numbers that a plan keeps of a trace are many."""
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
 
 
 def _words(of: Candidate) -> dict[str, str]:

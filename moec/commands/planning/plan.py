@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 
 from moec.codegen.plan_in_words import degrees_lines
 from moec.commands.console.output import emit
-from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
+from moec.commands.inspecting.summary import peak_line, recomputing_layers
 from moec.commands.planning.against import against, against_lines, require_same_model
 from moec.commands.planning.choices import runner_up_lines, way_out_lines, why_not_lines
+from moec.commands.planning.loads import (
+    Placing,
+    load_lines,
+    planned_load,
+    read_loads,
+    require_no_other_words,
+    routing_in_words,
+)
 from moec.commands.planning.plan_document import (
     GIGABYTE,
     PlannedDegrees,
@@ -31,11 +39,10 @@ from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.resolve.given_words import given_words
-from moec.grammar.spec import Spec, Zipf
+from moec.grammar.spec import Spec
 from moec.open_words import choice_of
-from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import ranks_in_words
-from moec.passes.cost.prediction import Prediction, step_of, workload_of_skew
+from moec.passes.cost.prediction import Prediction
 from moec.passes.cost.rates import NETWORK_SHARE, peak
 from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
@@ -47,8 +54,8 @@ if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
     from moec.passes.search.why_not import WhyNot
 
-TWICE = 2.0
-"""The load whose step is shown beside that of the file: rows of the busiest rank over the mean."""
+
+IN_ORDER = Placing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +71,32 @@ class Planned:
 
 
 def run(
-    source: Path, lets: Mapping[str, str], style: str, words: str | None = None, other: Path | None = None
+    source: Path,
+    lets: Mapping[str, str],
+    style: str,
+    words: str | None = None,
+    other: Path | None = None,
+    placing: Placing = IN_ORDER,
 ) -> tuple[bool, tuple[Diagnostic, ...]]:
     """Prints the prediction of a file or a plan; returns whether the step fits its devices, and the file's warnings.
 
     `words`: of `parallel`, to say why the plan has not these. `other`: a plan or file, to say what the plan changes.
+    `placing`: where the experts of a file with a trace are.
     Raises MOE0502 where there is no step, MOE0504 for an `other` of another model, and the diagnostics of a file that
     does not compile.
     """
     given = None if words is None else given_words("--why-not", words)
     spec, warnings = _spec_of(source, lets)
+    require_step(spec)
+    if given is not None:
+        require_no_other_words(placing)
+    spec, loads = read_loads(spec, source, placing)
     choice, plan = _planned(spec)
     before = None
     if other is not None:
-        _, before = _planned(_spec_of(other, {})[0], f"`{other}` is ")
+        file = _spec_of(other, {})[0]
+        require_step(file, f"`{other}` is ")
+        _, before = _planned(read_loads(file, other, IN_ORDER)[0])
         require_same_model(plan, before)
     found: WhyNot | None = None
     ways: Sequence[WayOut] = ()
@@ -86,14 +105,14 @@ def run(
         from moec.passes.search.why_not import why_not
 
         found = why_not(spec, plan, given) if given is not None else None
-        ways = () if plan.prediction.fits else tuple(ways_out(spec))
-    planned = Planned(plan, _load(plan), choice, found, before, ways)
+        ways = () if plan.prediction.fits or not placing.is_default else tuple(ways_out(spec))
+    planned = Planned(plan, planned_load(plan, loads), choice, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings
 
 
-def _planned(spec: Spec, which: str = "") -> tuple[Choice | None, Candidate]:
-    """The plan of a file, with the search that chose it if it leaves words open."""
+def require_step(spec: Spec, which: str = "") -> None:
+    """Raises MOE0502 for a file without a step, and MOE0202 for what is not supported."""
     if spec.train is None or not spec.has_model:
         what = "the file of one `layer`" if not spec.has_model else "a file without `train`"
         help = (
@@ -103,6 +122,10 @@ def _planned(spec: Spec, which: str = "") -> tuple[Choice | None, Candidate]:
         )
         raise DiagnosticError([diagnose("MOE0502", None, which + what, help=help)])
     require_supported(spec)
+
+
+def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
+    """The plan of a file, with the search that chose it if it leaves words open."""
     choice = choice_of(spec)
     return choice, candidate_of(spec) if choice is None else choice.chosen
 
@@ -114,28 +137,15 @@ def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnos
     return loaded.unwrap(), loaded.diagnostics
 
 
-def _load(plan: Candidate) -> PlannedLoad:
-    program, spec, prediction = plan.program, plan.spec, plan.prediction
-    uneven = workload_of_skew(program, spec, TWICE)
-    return PlannedLoad(
-        busiest=float(prediction.skew),
-        largest_that_fits=largest_skew(program, spec),
-        step_time_at_2_s=float(step_of(program, spec, uneven).total) if uneven else None,
-    )
-
-
 def _lines(planned: Planned) -> Iterator[str]:
     plan, load = planned.plan, planned.load
     program, spec, prediction = plan.program, plan.spec, plan.prediction
     train, cluster, step = spec.train, spec.cluster, prediction.step
     assert train is not None
     unit = "GPU" if cluster.device.kind != "cpu" else "rank"
-    routing = (
-        f"loads by zipf({train.routing.s:g})" if isinstance(train.routing, Zipf) else "every expert equally loaded"
-    )
     yield (
         f"{spec.subject.name} on {cluster.ranks} × {cluster.device.name} ({cluster.name}); a step is "
-        f"{train.batch:,} sequences of {spec.sequence:,} tokens; {routing}"
+        f"{train.batch:,} sequences of {spec.sequence:,} tokens; {routing_in_words(spec)}"
     )
     yield from _guesses(spec)
     yield ""
@@ -154,10 +164,7 @@ def _lines(planned: Planned) -> Iterator[str]:
     tenants = ", ".join(f"{tenant.kind} {amount_of_bytes(tenant.gb * GIGABYTE)}" for tenant in _tenants(prediction))
     yield f"           {tenants}"
     yield from way_out_lines(planned.ways_out, plan)
-    yield f"  load     busiest rank over mean: {load.busiest:.2f}"
-    if load.step_time_at_2_s is not None:
-        yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
-    yield from (f"           {line}" for line in _fitting(load))
+    yield from load_lines(load, spec, step.total)
     if planned.choice is not None:
         yield from runner_up_lines(planned.choice)
     if planned.why_not is not None:
@@ -180,12 +187,6 @@ def _guesses(spec: Spec) -> Iterator[str]:
     if getattr(device.peak, spec.subject.dtype) is None:
         rate = peak(device, spec.subject.dtype)
         yield f"guessed: {device.name} has no `peak` in {spec.subject.dtype}, and {si(rate, 'G')}FLOP/s count: state it"
-
-
-def _fitting(load: PlannedLoad) -> list[str]:
-    if load.largest_that_fits is None:
-        return ["every load fits the memory"]
-    return skew_lines(load.largest_that_fits) or ["no load fits the memory"]
 
 
 def _schedule(program: Program, degrees: Degrees) -> str:

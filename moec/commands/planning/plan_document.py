@@ -51,11 +51,49 @@ class Tenant:
 
 
 @document
+class PlannedTrace:
+    """The trace of `train.routing`, and where experts are."""
+
+    file: str
+    iterations: int
+    read: int
+    """The iterations that count, evenly spaced."""
+    ranks: int
+    placement: Literal["contiguous", "greedy", "replicate"]
+    extra: int
+    """Copies of experts in each layer."""
+    age: int | None
+    """How many iterations of the file ago the loads were by which experts are placed; null where they are in order."""
+    layer_time_p50_s: float
+    """Both passes of a layer with experts for a micro-batch, on average over the layers of a step."""
+    layer_time_p95_s: float
+    even_layer_time_s: float
+    """With an even load."""
+    copies_gb: float
+    """What the copies take on a rank, beside `memory_gb`."""
+    copies_time_s: float
+    """The sums of their gradients in a step, beside `step_time_s`, if nothing hides them."""
+
+
+@document
 class PlannedLoad:
     """How uneven the load of experts is, as rows of the busiest rank over the mean."""
 
     busiest: float
-    """Of the most uneven layer, by the file's `train.routing`."""
+    """For which time is planned: of the most uneven layer by `train.routing`, of a trace the 95th percentile of steps.
+    """
+    layer_p50: float | None
+    """Over layers and iterations; null for a plan that keeps only numbers of its trace."""
+    layer_p95: float | None
+    step_time_p50_s: float | None
+    """Over iterations; the prediction is for the 95th percentile."""
+    step_time_p95_s: float
+    kept: float
+    """Of the rows that a rank keeps over all its layers, for which memory is planned."""
+    one_layer: float
+    """Of one layer while it runs."""
+    trace: PlannedTrace | None
+    """Null without the file of a trace."""
     largest_that_fits: float | None
     """Null where every load fits."""
     step_time_at_2_s: float | None

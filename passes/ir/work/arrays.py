@@ -46,6 +46,17 @@ def of_each(a: Any, of: Callable[[int], float]) -> float:
     return np.reshape([of(int(n)) for n in a.flat], a.shape)  # type: ignore[return-value]
 
 
+def of_each_pair(a: Any, b: Any, of: Callable[[int, int], float]) -> float:
+    """A function of two numbers, of each plan."""
+    if is_number(a) and is_number(b):
+        return of(a, b)
+    import numpy as np
+
+    pairs = np.stack(np.broadcast_arrays(a, b), -1)
+    kinds, where = np.unique(pairs, axis=0, return_inverse=True)
+    return np.array([of(int(x), int(y)) for x, y in kinds])[where.reshape(-1)]  # type: ignore[return-value]
+
+
 def is_number(value: object) -> bool:
     """Whether it is a number of one plan, not an array."""
     return isinstance(value, int | float)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from moec.grammar.spec import Spec, Zipf
+from moec.grammar.diagnostics.diagnostic import InternalError
+from moec.grammar.spec import GateBound, LoadUse, Measured, Spec, Trace, Zipf
 from moec.passes.ir.layout import REPLICATED, local_shape
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import DTYPE_BYTES, Dim, Parameter, Value
-from moec.passes.ir.work.arrays import of_each, smaller, whole
+from moec.passes.ir.work.arrays import larger, of_each, of_each_pair, smaller, whole
 from moec.passes.ir.work.cost import Choices, Saved
 
 NOMINAL_SEQUENCE = 1024
@@ -27,7 +28,8 @@ NO_MESH = Mesh("dense", ())
 class Workload:
     """A training batch over all ranks. Costs are those of the rank with the busiest experts.
 
-    The i-th expert's load is proportional to i ** -`exponent`, experts placed in order; 0 is an even load. `sizes` are
+    The i-th expert's load is proportional to i ** -`exponent`, experts placed in order; 0 is an even load. `measured`
+    loads replace these, for what `use` says, on ranks with so many `mixtures`. `sizes` are
     the symbols' sizes over all ranks, once bound to a block: `rows` counts choices that are not dropped, `choices` the
     choices of one token. `frozen` names the bound block's values without a gradient (`Block.frozen`). `device` is the
     device kind for which operators are chosen.
@@ -39,6 +41,9 @@ class Workload:
     batch: int
     sequence: int
     exponent: float = 0.0
+    measured: Measured | None = None
+    use: LoadUse = "time"
+    mixtures: int = 1
     device: str = "cpu"
     meshes: Meshes = field(default_factory=lambda: Meshes(NO_MESH))
     sizes: Mapping[str, float] = field(default_factory=dict)
@@ -50,10 +55,15 @@ class Workload:
     def of(cls, spec: Spec, program: Program) -> Workload:
         """The batch and routing of `train { … }`; without it, one sequence for each data-parallel rank."""
         routing = spec.train.routing if spec.train else None
+        if isinstance(routing, Trace):
+            raise InternalError("a trace is read before the passes")
+        mixtures = sum(moe is not None for moe in spec.subject.mixtures)
         return cls(
             batch=spec.train.batch if spec.train else _data_ranks(program),
             sequence=spec.sequence or NOMINAL_SEQUENCE,
-            exponent=routing.s if isinstance(routing, Zipf) else 0.0,
+            exponent=routing.s if isinstance(routing, Zipf) else math.inf if isinstance(routing, GateBound) else 0.0,
+            measured=routing if isinstance(routing, Measured) else None,
+            mixtures=-(-mixtures // len(program.stages_by_rank)),
             device=spec.cluster.device.kind,
         )
 
@@ -66,7 +76,16 @@ class Workload:
     @property
     def even(self) -> Workload:
         """This workload with every expert equally loaded: that of an average rank."""
-        return replace(self, exponent=0.0)
+        return replace(self, exponent=0.0, measured=None)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every expert is equally loaded."""
+        return self.exponent == 0 and self.measured is None
+
+    def planned_for(self, use: LoadUse) -> Workload:
+        """This workload with the loads that count for `use`: measured ones differ."""
+        return self if self.measured is None else replace(self, use=use)
 
     @property
     def tokens(self) -> int:
@@ -158,7 +177,18 @@ class Workload:
         ranks = math.prod(self.meshes.size(axis) for axis in cuts)
         experts = value.shape[0] if value.ragged else 1
         assert isinstance(experts, int)
-        return smaller(busiest(experts, ranks, self.exponent), self._most_of_a_token(experts, ranks))
+        return self.busiest_of(experts, ranks)
+
+    def busiest_of(self, experts: int, ranks: int) -> float:
+        """Load of the busiest of `ranks` over the mean, as far as the gate allows it."""
+        if self.measured is None:
+            load = busiest(experts, ranks, self.exponent)
+        else:
+            load = of_each_pair(ranks, self.mixtures, partial(self.measured.load, self.use))
+        if "expert_rows" in self.sizes:  # no expert gets more than its places
+            most = self.sizes["expert_rows"] * self.sizes.get("all_experts", experts) / self.sizes["rows"]
+            load = smaller(load, larger(most, 1.0))
+        return smaller(load, self._most_of_a_token(experts, ranks))
 
     def _most_of_a_token(self, experts: int, ranks: int) -> float:
         """The largest load of one of `ranks` over the mean: a token's choices are of different experts."""
@@ -181,8 +211,7 @@ class Workload:
 
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
         """The rows of all experts, `rows`, and those of the busiest expert."""
-        load = smaller(busiest(experts, experts, self.exponent), self._most_of_a_token(experts, experts))
-        return rows, rows / experts * load
+        return rows, rows / experts * self.busiest_of(experts, experts)
 
 
 def _name(value: Value) -> str:

@@ -36,7 +36,6 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"tail": "parallel { layers 1..2 { recompute = auto } }"}, "`recompute = auto`", "experts, layer, none"),
         ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
         ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "a `layer` beside a `model`", ""),
-        ({"tail": 'train { batch = 1; sequence = 8; routing = trace("a.npz") }'}, "`trace`", "uniform, zipf"),
     ],
 )
 def test_a_word_without_a_backend_is_refused_at_its_span(given: dict[str, str], what: str, today: str) -> None:

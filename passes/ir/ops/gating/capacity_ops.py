@@ -103,10 +103,11 @@ class Capacity(Op):
         require_training_where(self, self.varies, settings)
 
     def bound_rows(self, experts: Value, num_experts: int, workload: Workload) -> Mapping[str, float]:
-        """The most rows of choices with a place, over all ranks: experts `[batch, sequence, k]`."""
+        """The most rows of choices with a place, over all ranks, and of one expert: experts `[batch, sequence, k]`."""
         groups, capacity, _ = self.room(workload.shape(experts)[-1], num_experts, workload)
         ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
-        return {"rows": smaller(workload.whole(experts), num_experts * capacity * groups * ranks)}
+        places = capacity * groups * ranks
+        return {"rows": smaller(workload.whole(experts), num_experts * places), "expert_rows": places}
 
     def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
         """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
