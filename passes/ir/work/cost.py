@@ -114,9 +114,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Where the rows of one token go: to `number` experts, of the best `kept` among `groups` groups of experts."""
+    """Where the rows of one token go: to `number` of `experts`, of the best `kept` among `groups` groups of them."""
 
     number: float
+    experts: float
     groups: float = 1
     kept: float = 1
 
