@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 from bench_published import FOLDER
 from planning import tutel
+from planning.mechanisms import FITTED, error_with, fitted, leave_one_out, mean_error
+from planning.rows import Rows
+from planning.score import Run
+from planning.sources import read
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +44,45 @@ def tutel_table(folder: Path) -> Table:
     return table
 
 
-TABLES: Mapping[str, Callable[[Path], Table]] = {"tutel": tutel_table}
+def leave_one_out_table(folder: Path) -> Table:
+    folding, newer = (runs_of(rows) for rows in read(folder))
+    title = f"mean errors, now {mean_of(folding):.1%} and {mean_of(newer):.1%}, when one mechanism is left out"
+    columns = ("left out", "Folding", "newer, bf16", "shows on", "error there")
+    table = Table(*columns, title=title, title_justify="left")
+    for each in leave_one_out(folding, newer):
+        moved = f"{each.was:+.1%} to {each.shows.error:+.1%}"
+        table.add_row(each.name, f"{each.folding:.1%}", f"{each.newer:.1%}", each.shows.row.name, moved)
+    return table
+
+
+def refitted_table(folder: Path) -> Table:
+    folding = runs_of(read(folder)[0])
+    models = sorted({run.row.model for run in folding})
+    title = "constants fitted to all Folding rows, and to those of other models"
+    table = Table("fitted without", *FITTED, "its rows", "with all fitted", title=title, title_justify="left")
+    of_all = fitted(folding)
+    for left_out in ("", *models):
+        constants = fitted([run for run in folding if run.row.model != left_out])
+        own = [run for run in folding if left_out in ("", run.row.model)]
+        values = [f"{constants[name]:.2f}" for name in FITTED]
+        table.add_row(left_out or "none", *values, *(f"{error_with(c, own):.1%}" for c in (constants, of_all)))
+    return table
+
+
+def runs_of(rows: Rows) -> list[Run]:
+    """The rows whose errors say something."""
+    return [Run.of(row) for row in rows.stated if not row.ranks_only]
+
+
+def mean_of(runs: Sequence[Run]) -> float:
+    return mean_error([run.scored() for run in runs])
+
+
+TABLES: Mapping[str, Callable[[Path], Table]] = {
+    "tutel": tutel_table,
+    "leave-one-out": leave_one_out_table,
+    "refitted": refitted_table,
+}
 
 
 if __name__ == "__main__":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moec.grammar import load_text
+from moec.grammar.spec import Spec
+from moec.passes.cost.exchange import Exchange
 from moec.passes.cost.groups import Group
 from moec.passes.cost.rates import ClusterRates, Contents
+from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.step_time import step_seconds
-from moec.passes.cost.totals import costs_of, tally
+from moec.passes.cost.totals import BlockCost, costs_of, tally
+from moec.passes.ir import Program
 from moec.passes.ir.work.cost import Choices, Collective
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
@@ -36,23 +40,45 @@ class Scored:
         return self.predicted / self.published - 1
 
 
-def predicted(row: Published) -> Scored:
-    """Compiles the row up to the budget, which might refuse it, and predicts its step.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A row and its Program up to the budget, which might refuse it, with the cost of each block."""
 
-    Raises `DiagnosticError` where moec refuses the file.
-    """
-    spec = load_text(row.text, name="published.moe").unwrap()
-    program = compile_program(spec, stop_after="schedule").program
-    rates = AsRun(spec.cluster, is_fsdp=spec.parallel.zero == 3)
-    seconds = step_seconds(costs_of(program, Workload.of_microbatch(spec, program)), program, spec, rates).total
-    counts, peak = tally(program, spec), spec.cluster.device.peak.bf16
-    assert peak is not None
-    least = counts.flops_per_token * counts.tokens / (peak * spec.cluster.ranks)
-    if row.step is not None:
-        published = least / row.step
-    else:
-        published = row.mfu if row.mfu is not None else (row.tflops or 0.0) * 1e12 / peak
-    return Scored(row=row, published=published, predicted=least / seconds, seconds=seconds)
+    row: Published
+    spec: Spec
+    program: Program
+    costs: Mapping[str, BlockCost]
+
+    @classmethod
+    def of(cls, row: Published) -> Run:
+        """Raises `DiagnosticError` where moec refuses the file."""
+        spec = load_text(row.text, name="published.moe").unwrap()
+        program = compile_program(spec, stop_after="schedule").program
+        return cls(row, spec, program, costs_of(program, Workload.of_microbatch(spec, program)))
+
+    @property
+    def rates(self) -> AsRun:
+        exchange = Exchange(once_per_node=self.row.once_per_node)
+        return AsRun(self.spec.cluster, is_fsdp=self.spec.parallel.zero == 3, exchange=exchange)
+
+    def step(self, rates: AsRun | None = None) -> Seconds:
+        return step_seconds(self.costs, self.program, self.spec, rates or self.rates)
+
+    def scored(self, rates: AsRun | None = None) -> Scored:
+        row, seconds, counts = self.row, self.step(rates).total, tally(self.program, self.spec)
+        peak = self.spec.cluster.device.peak.bf16
+        assert peak is not None
+        least = counts.flops_per_token * counts.tokens / (peak * self.spec.cluster.ranks)
+        if row.step is not None:
+            published = least / row.step
+        else:
+            published = row.mfu if row.mfu is not None else (row.tflops or 0.0) * 1e12 / peak
+        return Scored(row=row, published=published, predicted=least / seconds, seconds=seconds)
+
+
+def predicted(row: Published) -> Scored:
+    """Compiles the row and predicts its step. Raises `DiagnosticError` where moec refuses the file."""
+    return Run.of(row).scored()
 
 
 @dataclass(frozen=True, slots=True)
