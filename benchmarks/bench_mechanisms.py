@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 from bench_published import FOLDER
-from planning import tutel
+from planning import peaks, tutel
 from planning.mechanisms import FITTED, error_with, fitted, leave_one_out, mean_error
 from planning.rows import Rows
 from planning.score import Run
 from planning.sources import read
+from planning.twins import twins
 from rich.console import Console
 from rich.table import Table
 
@@ -69,6 +71,30 @@ def refitted_table(folder: Path) -> Table:
     return table
 
 
+def memory_table(folder: Path) -> Table:
+    found = peaks.errors(runs_of(read(folder)[1]))
+    mean, signed = (statistics.fmean(f(error) for *_, error in found) for f in (abs, float))
+    title = f"peaks of memory: mean error {mean:.1%}, signed {signed:+.1%}"
+    table = Table("row", "predicted, GB", "published, GB", "error", title=title, title_justify="left")
+    for run, peak, error in found:
+        table.add_row(run.row.name, f"{peak * (1 + error) / 1e9:.1f}", f"{peak / 1e9:.1f}", f"{error:+.1%}")
+    for each in peaks.pipelined(yaml.safe_load((folder / "published_rows.yaml").read_text())["rows"]):
+        stated = "out of 288" if each.published is None else f"{each.published / 1e9:.1f}"
+        error = "" if each.published is None else f"{each.predicted / each.published - 1:+.1%}"
+        table.add_row(f"qwen3-235b-a22b, 32 mi355x: {each.words}", f"{each.predicted / 1e9:.1f}", stated, error)
+    return table
+
+
+def twins_table(folder: Path) -> Table:
+    title = "rows with a learned router: the load that explains their speed"
+    columns = ("row", "error with an even load", "learned over even", "routing", "busiest rank over mean")
+    table = Table(*columns, title=title, title_justify="left")
+    for twin in twins(runs_of(read(folder)[1])):
+        numbers = (f"{twin.even:+.1%}", f"{twin.run.row.learned:.2f}", f"zipf({twin.exponent:.2f})", f"{twin.skew:.2f}")
+        table.add_row(twin.run.row.name, *numbers)
+    return table
+
+
 def runs_of(rows: Rows) -> list[Run]:
     """The rows whose errors say something."""
     return [Run.of(row) for row in rows.stated if not row.ranks_only]
@@ -82,6 +108,8 @@ TABLES: Mapping[str, Callable[[Path], Table]] = {
     "tutel": tutel_table,
     "leave-one-out": leave_one_out_table,
     "refitted": refitted_table,
+    "memory": memory_table,
+    "routing": twins_table,
 }
 
 

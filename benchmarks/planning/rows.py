@@ -54,7 +54,8 @@ class Published:
 
     `text` is the `.moe` file. `mfu` and `tflops` are by the source's own count of FLOPs; `step` are seconds.
     `ranks_only`: the error says nothing, for the precision or the batch is assumed. `once_per_node`: a token was
-    sent to a node once for all of its experts there.
+    sent to a node once for all of its experts there. `peak`: bytes of memory. `learned`: the speed with a learned
+    router over that with an even load.
     """
 
     source: str
@@ -71,6 +72,8 @@ class Published:
     tflops: float | None = None
     ranks_only: bool = False
     once_per_node: bool = False
+    peak: float | None = None
+    learned: float | None = None
     release: str = ""
     assumed: tuple[str, ...] = ()
 
