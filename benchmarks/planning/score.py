@@ -85,11 +85,15 @@ def predicted(row: Published) -> Scored:
 class AsRun(ClusterRates):
     """The rates of a cluster where Megatron or FSDP trains instead of moec.
 
-    Megatron's products add gradients to fp32 ones, which takes 8 of the 18 bytes that moec's kernels move. FSDP sums
-    gradients in bf16, and copies what it gathers and sums between flat buffers and tensors.
+    Megatron's products add gradients to fp32 ones, which takes 8 of the 18 bytes that moec's kernels move; its
+    positions and its loss are one kernel each. FSDP sums gradients in bf16, and copies what it gathers and sums between
+    flat buffers and tensors.
     """
 
     is_fsdp: bool = False
+
+    def moved_again(self, size: float) -> float:
+        return 0.0
 
     def copied(self, size: float) -> float:
         return ClusterRates.copied(self, size) * 8 / 18

@@ -51,6 +51,10 @@ class Rates(Protocol):
         """Of `size` bytes that kernels without products read and write."""
         ...
 
+    def moved_again(self, size: float) -> float:
+        """Of `size` bytes that only several kernels in the place of one move (`Direction.again`)."""
+        ...
+
     def copied(self, size: float) -> float:
         """Of `size` bytes that kernels read and write to cast weights, and to widen and add gradients."""
         ...
@@ -99,6 +103,9 @@ class ClusterRates:
     def moved(self, size: float) -> float:
         device = self.cluster.device
         return size / (device.rates.memory * device.bandwidth)
+
+    def moved_again(self, size: float) -> float:
+        return self.moved(size)
 
     def copied(self, size: float) -> float:
         return self.moved(size)
