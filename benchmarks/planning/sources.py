@@ -101,6 +101,7 @@ def _newer(rows: Rows, row: Mapping[str, Any]) -> None:
         source,
         ranks_only=ranks_only,
         once_per_node=any(word.startswith(DISPATCHERS) for word in row.get("note", "").split(", ")),
+        dropless="capacity" not in row.get("routing", ""),
         peak=row["peak_mem_gib"] * 2**30 if "peak_mem_gib" in row else None,
         learned=row["tflops_per_gpu_learned_router"] / row["tflops_per_gpu"]
         if "real router" in row.get("routing", "")

@@ -59,6 +59,7 @@ def test_what_a_row_leaves_open_is_assumed_aloud_or_left_out(tmp_path: Path) -> 
     real, narrow = newer.stated
     assert real.assumed == ("even load; routing: real", "virtual = 28, not 30: no stage without a layer")
     assert (real.once_per_node, narrow.once_per_node) == (True, False)
+    assert real.dropless
     assert narrow.ranks_only
     assert narrow.assumed == ("bf16, not fp8",)
     assert narrow.step == 8.0
