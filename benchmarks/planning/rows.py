@@ -53,7 +53,9 @@ class Published:
     """One row: what ran where, and its speed by the source in one of three measures.
 
     `text` is the `.moe` file. `mfu` and `tflops` are by the source's own count of FLOPs; `step` are seconds.
-    `ranks_only`: the error says nothing, for the precision or the batch is assumed.
+    `ranks_only`: the error says nothing, for the precision or the batch is assumed. `once_per_node`: a token was sent
+    to a node once for all of its experts there. `dropless`: shapes are known after routing only. `peak`: bytes of
+    memory. `learned`: the speed with a learned router over that with an even load.
     """
 
     source: str
@@ -69,6 +71,10 @@ class Published:
     mfu: float | None = None
     tflops: float | None = None
     ranks_only: bool = False
+    once_per_node: bool = False
+    dropless: bool = False
+    peak: float | None = None
+    learned: float | None = None
     release: str = ""
     assumed: tuple[str, ...] = ()
 

@@ -22,6 +22,9 @@ RECOMPUTED = {
 }
 """Words of Megatron's. Where only norms and activation functions are computed again, moec's word is `none`."""
 
+DISPATCHERS = ("DeepEP", "HybridEP")
+"""Those that send a token to a node once, and copy it there."""
+
 
 def read(folder: Path) -> tuple[Rows, Rows]:
     """The rows of the Folding paper, and all others."""
@@ -97,6 +100,12 @@ def _newer(rows: Rows, row: Mapping[str, Any]) -> None:
         plan,
         source,
         ranks_only=ranks_only,
+        once_per_node=any(word.startswith(DISPATCHERS) for word in row.get("note", "").split(", ")),
+        dropless="capacity" not in row.get("routing", ""),
+        peak=row["peak_mem_gib"] * 2**30 if "peak_mem_gib" in row else None,
+        learned=row["tflops_per_gpu_learned_router"] / row["tflops_per_gpu"]
+        if "real router" in row.get("routing", "")
+        else None,
         release=row.get("release", ""),
         assumed=assumed,
         **speed,

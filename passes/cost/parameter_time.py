@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import group_along
-from moec.passes.cost.optimizers import state_bytes
 from moec.passes.cost.rates import Contents, Rates
 from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.update_time import update_seconds
 from moec.passes.cost.weight_traffic import copied_bytes, sendings
-from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.work.arrays import larger, smaller
-from moec.passes.ir.work.cost import MASTER_BYTES, Collective
+from moec.passes.ir.work.cost import Collective
 
 HIDDEN = 0.55
 """The share of the time of computations beside which gathers and sums run: fitted to the published layouts of arXiv
@@ -62,7 +60,7 @@ def parameter_work(
     """What a rank with these blocks does with parameters in a step of so many `parts`; a run of a block sends a group's
     together."""
     sent = {what: defaultdict[bool, float](float) for what in CARRIED}
-    moved = updated = 0.0
+    moved = 0.0
     for cost, count in runs:
         block, workload, saved = cost.block, cost.workload, cost.saved_parameters()
         together = defaultdict[tuple[Contents, bool, Collective, str, int], float](float)
@@ -75,16 +73,4 @@ def parameter_work(
             seconds = times * rates.collective(collective, size / times, group_along(axis, workload.meshes), of=what)
             sent[what][of_all] = sent[what][of_all] + count * seconds
         moved = moved + count * copied_bytes(block, workload, parts, saved, in_pipeline=in_pipeline)
-        updated = updated + count * _updated_bytes(cost, spec)
-    return ParameterWork(sent, rates.copied(moved), rates.updated(updated))
-
-
-def _updated_bytes(cost: BlockCost, spec: Spec) -> float:
-    """Bytes that an optimizer moves for a rank's own parts: the gradient for its norm and to scale it, then gradient,
-    parameter and states."""
-    total = 0.0
-    for p in cost.block.parameters:
-        if not p.frozen:
-            shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
-            total += 6 * MASTER_BYTES * math.prod(shape) + 2 * state_bytes(shape, spec.update, p.matrices)
-    return total
+    return ParameterWork(sent, rates.copied(moved), update_seconds(runs, spec.update, rates))

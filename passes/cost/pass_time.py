@@ -105,7 +105,10 @@ def _seconds(of_op: Cost, cost: BlockCost, rates: Rates, is_back: bool) -> Itera
     for product in direction.products:
         kind: Term = "attention" if product.kind == "attention" else "products"
         yield "experts" if of_op.of_experts else kind, rates.product(product, backward=is_back)
-    yield "experts" if of_op.of_experts else "elementwise", rates.moved(direction.moved)
+    yield (
+        "experts" if of_op.of_experts else "elementwise",
+        rates.moved(direction.moved) + rates.moved_again(direction.again),
+    )
     for sent in of_op.sent:
         size, group = (sent.backward if is_back else sent.forward), group_along(sent.axis, cost.workload.meshes)
         seconds = rates.collective(sent.collectives[is_back], size, group, sent.choices)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from moec.grammar.spec.cluster import Cluster, Device, Level
+from moec.passes.cost.exchange import Exchange, Link, exchange_seconds
 from moec.passes.cost.groups import Group, parts_of_group
 from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Choices, Collective, Product
@@ -32,6 +33,9 @@ ADAMW_BYTES = 40.0
 """Bytes that AdamW with clipping reads and writes for a parameter, each tensor once a kernel: the gradient for the
 norm, to scale it and for the update, the parameter and two states, all in fp32."""
 
+COPIES_OF_2DH = 4
+"""How often a hierarchical exchange reads or writes all rows to sort them between two levels."""
+
 Contents = Literal["values", "weights", "gradients"]
 """What a collective sends: values between ops and their gradients, weights, gradients of weights."""
 
@@ -45,6 +49,10 @@ class Rates(Protocol):
 
     def moved(self, size: float) -> float:
         """Of `size` bytes that kernels without products read and write."""
+        ...
+
+    def moved_again(self, size: float) -> float:
+        """Of `size` bytes that only several kernels in the place of one move (`Direction.again`)."""
         ...
 
     def copied(self, size: float) -> float:
@@ -75,12 +83,12 @@ class ClusterRates:
     """The rates that a file states: peaks, bandwidths, and the shares of them that `achieved` gives.
 
     A grouped product takes as long as if each expert had `half_rows` more rows: with r rows it reaches r / (r +
-    `half_rows`) of a large product's rate. A collective over several levels is bound by the slowest; nothing is sent
-    once only for several experts of a node, as moec's exchange does not yet. On CPUs experts have no tiles to fill, and
-    launches take no time.
+    `half_rows`) of a large product's rate. A ring over several levels is bound by the slowest. `exchange`: how rows are
+    sent, by default as moec's jobs send them. On CPUs experts have no tiles to fill, and launches take no time.
     """
 
     cluster: Cluster
+    exchange: Exchange = field(default=Exchange(), kw_only=True)
 
     def product(self, product: Product, *, backward: bool) -> float:
         device, rates = self.cluster.device, self.cluster.device.rates
@@ -96,6 +104,9 @@ class ClusterRates:
         device = self.cluster.device
         return size / (device.rates.memory * device.bandwidth)
 
+    def moved_again(self, size: float) -> float:
+        return self.moved(size)
+
     def copied(self, size: float) -> float:
         return self.moved(size)
 
@@ -109,22 +120,22 @@ class ClusterRates:
     def collective(
         self, collective: Collective, sent: float, group: Group, choices: Choices | None = None, of: Contents = "values"
     ) -> float:
-        seconds = 0.0
-        for number, (inside, units) in enumerate(parts_of_group(group, self.cluster)):
-            over_level = self._over_level(number, collective, sent, (group.ranks, inside, units))
-            seconds = larger(seconds, over_level * (units > 1))
-        return seconds
-
-    def _over_level(self, number: int, collective: Collective, sent: float, ranks: tuple[int, int, int]) -> float:
-        level, (all_ranks, inside, units) = self.cluster.levels[number], ranks
-        whole = sent * all_ranks / larger(all_ranks - 1, 1)
+        parts = parts_of_group(group, self.cluster)
+        whole = sent * group.ranks / larger(group.ranks - 1, 1)
         if collective == "all_to_all":
-            share, bandwidth = inside * (units - 1) / all_ranks, level.rates.all_to_all * self.bandwidth(level)
-        else:
-            links = inside * (1 - (1 - SHARED_RING) * (inside > 1))
-            share, bandwidth = (units - 1) / units, links * level.rates.ring * self.bandwidth(level)
-        peers = (units - 1) * {"all_to_all": inside, "all_reduce": 2}.get(collective, 1)
-        return whole * share / bandwidth + self.latency(number) * peers * (sent > 0)
+            links = [
+                Link(*part, level.rates.all_to_all * self.bandwidth(level), self.latency(number))
+                for number, (part, level) in enumerate(zip(parts, self.cluster.levels, strict=True))
+            ]
+            copying = self.moved(COPIES_OF_2DH * whole)
+            return exchange_seconds(self.exchange, whole, group.ranks, links, choices, copying)
+        seconds = 0.0
+        for number, (inside, units) in enumerate(parts):
+            level, rings = self.cluster.levels[number], inside * (1 - (1 - SHARED_RING) * (inside > 1))
+            peers = (units - 1) * (2 if collective == "all_reduce" else 1)
+            over = whole * (units - 1) / units / (rings * level.rates.ring * self.bandwidth(level))
+            seconds = larger(seconds, (over + self.latency(number) * peers * (sent > 0)) * (units > 1))
+        return seconds
 
     def message(self, size: float, crossed: Level | None) -> float:
         if crossed is None:

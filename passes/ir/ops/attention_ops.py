@@ -13,7 +13,7 @@ from moec.passes.ir.ops.token_layouts import Blocks, reduced_layout
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.arrays import smaller
 from moec.passes.ir.work.cost import Cost, Saved
-from moec.passes.ir.work.formulas import elementwise, fused_attention
+from moec.passes.ir.work.formulas import elementwise, fused_attention, with_more
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -79,7 +79,11 @@ class Rope(TokenOp):
         return _by_heads(self, operands, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        return elementwise(self, operands, results, workload, keeps=workload.keep(*operands[1:]))
+        cost, x = elementwise(self, operands, results, workload, keeps=workload.keep(*operands[1:])), operands[0]
+        # Five fp32 tensors that `torch_rope.turned` reads and writes, and a cast before and after; x and y are counted.
+        width, wide = workload.width(x.dtype), workload.width(promoted(x.dtype))
+        more = workload.count(x) * (5 * wide + 2 * (width + wide) * (width < wide) - 2 * width)
+        return with_more(cost, forward=more, backward=more)
 
 
 def _require_token_numbers(op: Op, x: Value, numbers: Sequence[Value]) -> None:

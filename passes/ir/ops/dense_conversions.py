@@ -169,7 +169,7 @@ class AllToAllPadded(Conversion):
         return Conversion.infer(self, operands, blocks)
 
     def choices(self, operands: Sequence[Value], workload: Workload) -> Choices | None:
-        return workload.choices if {self.given, self.wanted} == {0, 1} else None
+        return workload.choices_of(operands[0]) if {self.given, self.wanted} == {0, 1} else None
 
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
         """Bytes of the rank's part."""

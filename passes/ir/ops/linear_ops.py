@@ -15,7 +15,7 @@ from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, red
 from moec.passes.ir.ops.token_operands import require_activation
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost, Saved, Work
-from moec.passes.ir.work.formulas import elementwise, projection
+from moec.passes.ir.work.formulas import elementwise, projection, with_more
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
@@ -187,4 +187,9 @@ class Router(TokenOp):
             if v is x and workload.is_frozen(weight):
                 continue
             keeps += workload.keep(v) if v.dtype == dtype else [workload.inner(logits, name, workload.count(v), dtype)]
-        return Cost(work=work, saved=tuple(keeps))
+        cast = sum(
+            workload.count(v) * (workload.width(v.dtype) + workload.width(dtype))
+            for v in (x, weight)
+            if v.dtype != dtype
+        )
+        return with_more(Cost(work=work, saved=tuple(keeps)), forward=cast, backward=cast)

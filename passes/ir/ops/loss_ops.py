@@ -10,10 +10,14 @@ from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, op, require
 from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
 from moec.passes.ir.value import Value, promoted
 from moec.passes.ir.work.cost import Cost
-from moec.passes.ir.work.formulas import work_of_kernels
+from moec.passes.ir.work.formulas import with_more, work_of_kernels
 
 if TYPE_CHECKING:
     from moec.passes.ir.work.workload import Workload
+
+LARGE_ROW = 190_000
+"""Bytes of a row above which those of all blocks exceed the L2 cache: 50 MB for two blocks on each of an H100's 132
+multiprocessors. Of a B200's it is 426,000."""
 
 
 @op("cross_entropy", "logits labels -> nll")
@@ -39,7 +43,11 @@ class CrossEntropy(Op):
         # torch's kernels: the cast, log_softmax, the sum; zeros for the sum's gradient, that of log_softmax, the cast.
         cast = 0.0 if is_wide else narrow + wide
         work = work_of_kernels(forward=(cast + 2 * wide, 3 - is_wide), backward=(4 * wide + cast, 4 - is_wide))
-        return Cost(work=work, saved=keeps, scratch=scratch)
+        # log_softmax reads a row for its largest, its sum and its result, backward its gradients twice (torch 2.11,
+        # SoftMax.cu); from memory where the rows of all blocks exceed the cache.
+        rows_are_large = workload.device != "cpu" and wide / workload.count(labels) > LARGE_ROW
+        cost = Cost(work=work, saved=keeps, scratch=scratch)
+        return with_more(cost, forward=2 * wide * rows_are_large, backward=wide * rows_are_large)
 
 
 @op("count_labels", "labels -> count")

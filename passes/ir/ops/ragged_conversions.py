@@ -185,7 +185,7 @@ class AllToAll(RowsConversion):
         return RowsConversion.place(self, operands, meshes, blocks)
 
     def choices(self, operands: Sequence[Value], workload: Workload) -> Choices | None:
-        return workload.choices
+        return workload.choices_of(operands[0])
 
     def volume(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> float:
         """Bytes of the rank's rows before or after the all-to-all, whichever is more."""

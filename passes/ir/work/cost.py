@@ -64,10 +64,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction:
-    """Forward or backward of an op: matrix products, bytes that other kernels read and write, kernel launches."""
+    """Forward or backward of an op: matrix products, bytes that other kernels read and write, kernel launches.
+
+    `moved`: each tensor once. `again`: what several kernels of torch in the place of one read and write more than that.
+    """
 
     products: tuple[Product, ...] = ()
     moved: float = 0
+    again: float = 0
     launches: int = 0
 
     @property
@@ -122,9 +126,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Where the rows of one token go: to `number` experts, of the best `kept` among `groups` groups of experts."""
+    """Where the rows of one token go: to `number` of `experts`, of the best `kept` among `groups` groups of them."""
 
     number: float
+    experts: float
     groups: float = 1
     kept: float = 1
 

@@ -55,6 +55,13 @@ def work_of_kernels(*, forward: tuple[float, int], backward: tuple[float, int]) 
     )
 
 
+def with_more(cost: Cost, *, forward: float, backward: float) -> Cost:
+    """This cost, where torch's kernels move so many more bytes (`Direction.again`) in passes that the op has."""
+    ahead, back = cost.work.forward, cost.work.backward
+    work = Work(forward=replace(ahead, again=forward), backward=replace(back, again=backward * (back.launches > 0)))
+    return replace(cost, work=work)
+
+
 def _differentiable(values: Sequence[Value]) -> list[Value]:
     return [value for value in values if value.dtype != "int64"]
 

@@ -150,13 +150,15 @@ class Workload:
         """Whether a parameter or value of the block has no gradient: frozen, or computed from frozen ones alone."""
         return bool(self.frozen) and _name(value) in self.frozen
 
-    @property
-    def choices(self) -> Choices | None:
-        """Where the rows of a token go in the bound block; None without a mixture."""
+    def choices_of(self, rows: Value) -> Choices | None:
+        """Where the rows of a token, `[experts, …]`, go in the bound block; None without a mixture."""
         if "choices" not in self.sizes:
             return None
+        experts = rows.shape[0]
+        assert isinstance(experts, int)
         groups, kept = self.sizes.get("expert_groups", 1), self.sizes.get("kept_groups", 1)
-        return Choices(number=self.sizes["choices"], groups=groups, kept=kept)
+        of_all = self.sizes.get("all_experts", experts)
+        return Choices(number=self.sizes["choices"], experts=of_all, groups=groups, kept=kept)
 
     # ---- saved activations ---------------------------------------------------------------------------
 

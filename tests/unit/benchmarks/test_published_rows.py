@@ -50,13 +50,16 @@ def test_rows_of_the_folding_paper_are_stated_by_its_conventions(tmp_path: Path)
 def test_what_a_row_leaves_open_is_assumed_aloud_or_left_out(tmp_path: Path) -> None:
     _, newer = rows(
         tmp_path,
-        TINY | {"layout": {"pp": 2, "vpp": 30, "ep": 8}, "gbs": 64, "step_s": 1.0, "routing": "real"},
+        TINY
+        | {"layout": {"pp": 2, "vpp": 30, "ep": 8}, "gbs": 64, "step_s": 1.0, "routing": "real", "note": "x, DeepEP"},
         TINY | {"layout": {"ep": 8, "fsdp": 8}, "gbs": 64, "step_s": 1.0},
         TINY | {"layout": {"ep": 8}, "step_s": 1.0},
         TINY | {"layout": {"ep": 8}, "gbs": 64, "precision": "fp8", "tokens_per_s_per_gpu": 512},
     )
     real, narrow = newer.stated
     assert real.assumed == ("even load; routing: real", "virtual = 28, not 30: no stage without a layer")
+    assert (real.once_per_node, narrow.once_per_node) == (True, False)
+    assert real.dropless
     assert narrow.ranks_only
     assert narrow.assumed == ("bf16, not fp8",)
     assert narrow.step == 8.0

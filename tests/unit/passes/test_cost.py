@@ -96,6 +96,15 @@ def numbers(value: Any, index: int) -> list[float]:
     )
 
 
+def test_positions_and_a_router_in_bf16_move_what_casts_and_five_wide_tensors_take() -> None:
+    """4 ranks of 16 tokens: 4 heads of 4, of a model 16 wide with 8 experts."""
+    costs = costs_of(moe_text(batch=8, sequence=8, dtype="bf16"))
+    positions, router = costs["q.1"].work, costs["logits"].work
+    assert positions.forward.moved == 16 * 16 * (2 + 2)
+    assert positions.forward.again == positions.backward.again == 16 * 16 * (5 * 4 + 2 * (2 + 4) - 4)
+    assert router.forward.again == router.backward.again == (16 * 16 + 8 * 16) * (2 + 4)
+
+
 def test_experts_say_their_products() -> None:
     """4 ranks, edp 2 × ep 2: of 64 tokens' 128 choices a rank gets 32, for 4 of 8 experts."""
     work = costs_of(moe_text(batch=8, sequence=8))["weighted"].work
