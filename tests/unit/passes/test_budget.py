@@ -51,8 +51,8 @@ def test_the_proposed_words_fit_and_save_what_they_say(words: str) -> None:
 
 
 def test_one_word_is_proposed_where_one_is_enough() -> None:
-    assert peak_of("zero = 1") < peak_of()
-    diagnostic = refusal(text_of(round(1.001 * peak_of("zero = 3"))))
+    assert peak_of("zero = 1", sequence=48) < peak_of(sequence=48)
+    diagnostic = refusal(text_of(round(1.001 * peak_of("zero = 3", sequence=48)), sequence=48))
     change, _, fits = diagnostic.help.partition(": ")
     assert change.count(" = ") == 1
     assert fits.startswith("it fits (")
