@@ -83,7 +83,7 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes on which the value does not replicate."""
-        return tuple(axis for axis, _ in self.placements)
+        return tuple([axis for axis, _ in self.placements])
 
     def sharded_axes(self) -> tuple[str, ...]:
         """The axes on which the value is sharded."""
@@ -123,6 +123,8 @@ class Layout:
 
 def _canonical(placements: Sequence[tuple[str, Placement]]) -> tuple[tuple[str, Placement], ...]:
     """Cuts of one dim in the order given and side by side; dims and partial sums sorted by their first axis."""
+    if len(placements) < 2:
+        return tuple(placements)
     by_dim: dict[object, list[tuple[str, Placement]]] = {}
     for axis, placement in placements:
         key = placement.dim if isinstance(placement, Shard) else axis

@@ -25,8 +25,9 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`, which may be a joint one; 1 for an axis that this mesh does not have."""
-        sizes = dict(self.axes)
-        return math.prod(sizes.get(part, 1) for part in parts_of(axis))
+        if axis in JOINT_AXES:
+            return math.prod(map(self.size, JOINT_AXES[axis]))
+        return next((size for name, size in self.axes if name == axis), 1)
 
     def wide_axes(self) -> tuple[str, ...]:
         """The axes with more than one rank: the only ones a layout names."""

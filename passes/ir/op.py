@@ -152,13 +152,8 @@ class Op(ABC):
 
         Raises `TypeRuleError` where they do not match the class.
         """
-        required, optional = operand_names(type(self))
-        names = (*required, *self.optional)
-        if required[-1].endswith("*"):
-            names = (*required[:-1], *(f"{required[-1][:-1]}{i}" for i in range(len(operands) - len(required) + 1)))
-        in_order = tuple(name for name in optional if name in self.optional)
-        require(in_order == self.optional, self, f"takes {', '.join(optional) or 'nothing'} beside, in this order")
-        require(len(operands) == len(names), self, f"takes {', '.join(names)}, not {len(operands)} operands")
+        names, complaint = _names_of(type(self), self.optional, len(operands))
+        require(not complaint, self, complaint)
         return dict(zip(names, operands, strict=True))
 
     def torch_operator(self) -> str:
@@ -208,6 +203,18 @@ def operand_names(op: type[Op]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of an op's required operands (`terms*` last, for any number) and of its optional operands."""
     names = op.takes.split()
     return tuple(n for n in names if n[-1] != "?"), tuple(n[:-1] for n in names if n[-1] == "?")
+
+
+@cache
+def _names_of(op: type[Op], given: tuple[str, ...], number: int) -> tuple[tuple[str, ...], str]:
+    """The names of `number` operands of an op, of which `given` are optional, and why they do not match its class."""
+    required, optional = operand_names(op)
+    names = (*required, *given)
+    if required[-1].endswith("*"):
+        names = (*required[:-1], *(f"{required[-1][:-1]}{i}" for i in range(number - len(required) + 1)))
+    if tuple(name for name in optional if name in given) != given:
+        return names, f"takes {', '.join(optional) or 'nothing'} beside, in this order"
+    return names, "" if number == len(names) else f"takes {', '.join(names)}, not {number} operands"
 
 
 @cache

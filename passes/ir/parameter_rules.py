@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, ZERO_AXES
 from moec.passes.ir.value import Parameter, Value
 
 
-def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
+@lru_cache(maxsize=1024)
+def parameter_complaint(parameter: Parameter, wide_axes: tuple[tuple[str, int], ...]) -> str:
     """The rule that the layouts of a placed parameter break; empty where they break none.
 
-    `axes` are the wide axes that may cut it, with sizes. Ops use the weight without ZeRO's cuts. The weight, the
+    `wide_axes` are those that may cut it, with sizes. Ops use the weight without ZeRO's cuts. The weight, the
     gradient and the optimizer state are each cut as the layout before is, and perhaps further: gathers undo the further
     cuts. The gradient is cut further only over axes over which it is summed. All axes belong to one mesh.
     """
+    axes = dict(wide_axes)
     label, compute, summed = f"@{parameter.name}", parameter.layout, parameter.sum_over or ()
     weight, gradient, state = parameter.weight, parameter.gradient, parameter.optimizer_state
     if complaint := _unfoldable(parameter):

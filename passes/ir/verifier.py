@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.mesh import DENSE_AXES, EXPERT_AXES, parts_of
+from moec.passes.ir.mesh import DENSE_AXES, EXPERT_AXES, Mesh, parts_of
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import Call, Conversion
 from moec.passes.ir.order_rules import scheduled
@@ -38,9 +38,11 @@ def well_typed(program: Program) -> None:
         _check(len(defined) == len(declared), block, "an input, parameter, setting or state twice")
         for op in block.ops:
             _names_defined(block, op, defined)
-            with _rule(block, op):
+            try:
                 op.named(op.operands)
                 types = op.infer(block.operands(op), program.block_map)
+            except RULE_ERRORS as error:
+                raise _unfit(block, op, error) from error
             _check(len(types) == len(op.results), block, f"{op.mnemonic} gives {len(types)} results")
             for value, type_ in zip(op.results, types, strict=True):
                 if (value.shape, value.dtype, value.ragged) != (type_.shape, type_.dtype, type_.ragged):
@@ -122,9 +124,14 @@ def wide_axes(program: Program, block: Block) -> dict[str, int]:
     names = {"dense", block.experts, *(program.block(name).experts for name in called)} - {None}
     axes: dict[str, int] = {}
     for mesh in (program.mesh_map[name] for name in sorted(filter(None, names)) if name in program.mesh_map):
-        for axis in (*mesh.wide_axes(), *mesh.joint_axes()):
-            axes[axis] = math.gcd(axes.get(axis, 0), mesh.size(axis))
+        for axis, size in _sizes(mesh):
+            axes[axis] = math.gcd(axes.get(axis, 0), size)
     return axes
+
+
+@lru_cache(maxsize=64)
+def _sizes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    return tuple((axis, mesh.size(axis)) for axis in (*mesh.wide_axes(), *mesh.joint_axes()))
 
 
 def evenly_cut(program: Program) -> None:
@@ -163,7 +170,7 @@ def connected(program: Program) -> None:
         for parameter in block.parameters:
             _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
             _check(f"@{parameter.name}" in used, block, f"no op uses @{parameter.name}")
-            complaint = parameter_complaint(parameter, axes)
+            complaint = parameter_complaint(parameter, tuple(axes.items()))
             _check(not complaint, block, complaint)
         meshes = program.meshes_of(block)
         summed = {
@@ -172,9 +179,11 @@ def connected(program: Program) -> None:
         }
         for op in block.ops:
             operands = block.operands(op)
-            with _rule(block, op):
+            try:
                 placing = op.place(operands, meshes, program.block_map)
                 sums = gradient_sums(op, operands, placing)
+            except RULE_ERRORS as error:
+                raise _unfit(block, op, error) from error
             _lie_as(block, op, operands, placing.operands)
             _lie_as(block, op, op.results, placing.results)
             for name, axes_summed in zip(op.operands, sums, strict=True):
@@ -225,17 +234,14 @@ def staged(program: Program) -> None:
         _check_program(parameter == first_of[parameter.name], f"stages have different parameters {parameter.name}")
 
 
-@contextmanager
-def _rule(block: Block, op: Op) -> Iterator[None]:
-    """Runs one rule of `op`. Rules unpack and index operands without checks: an exception means that the operands do
-    not fit the op.
-    """
-    try:
-        yield
-    except (TypeRuleError, LayoutError) as error:
-        raise _failure(block, str(error), op) from error
-    except (ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
-        raise _failure(block, f"{len(op.operands)} operands do not fit ({error})", op) from error
+RULE_ERRORS = (TypeRuleError, LayoutError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+"""What a rule of an op raises. Rules unpack and index operands without checks: these say that operands do not fit."""
+
+
+def _unfit(block: Block, op: Op, error: Exception) -> InternalError:
+    if isinstance(error, TypeRuleError | LayoutError):
+        return _failure(block, str(error), op)
+    return _failure(block, f"{len(op.operands)} operands do not fit ({error})", op)
 
 
 def _failure(block: Block, complaint: str, op: Op | None = None) -> InternalError:

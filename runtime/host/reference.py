@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -71,5 +72,23 @@ class SingleProcessHostedHome(SingleProcessHome):
 
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:
     """The lowered Program of `spec`, for one process with the sequences of all ranks and micro-batches."""
-    program = lower(spec, choose_degrees(spec) if depends_on_ranks(spec) else None)
-    return replace(program, data_ranks=data_parallel_size(spec), microbatches=microbatches)
+    return replace(_lowered(_Itself(spec)), data_ranks=data_parallel_size(spec), microbatches=microbatches)
+
+
+class _Itself:
+    """A Spec as a key: one that is equal may have been written on other lines, which messages name."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.spec is other.spec
+
+    def __hash__(self) -> int:
+        return id(self.spec)
+
+
+@lru_cache(maxsize=2)
+def _lowered(of: _Itself) -> Program:
+    """The Program of a Spec, kept for the parts of `moec.verify`, which each ask for it."""
+    return lower(of.spec, choose_degrees(of.spec) if depends_on_ranks(of.spec) else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from moec.codegen.plan import Plan
@@ -111,8 +112,13 @@ def moe_spec(**options: object) -> Spec:
 
 
 def moe_plan(**options: Any) -> Plan:
-    """The plan of `moe_text(**options)`."""
-    return compile_source(moe_spec(**options))
+    """The plan of `moe_text(**options)`, compiled once for tests that follow each other: nothing changes a plan."""
+    return _compiled(moe_text(**options))
+
+
+@lru_cache(maxsize=64)
+def _compiled(text: str) -> Plan:
+    return compile_source(load_text(text, name="tiny.moe").unwrap())
 
 
 def layer_text(
