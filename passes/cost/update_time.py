@@ -96,7 +96,7 @@ def _muon_seconds(parts: Sequence[Updated], update: Update, rates: Rates) -> flo
 def _of_matrices(short: float, long: float, parts: Sequence[Updated], muon: Muon, rates: Rates) -> float:
     meshes, dtype = parts[0].meshes, "fp32" if parts[0].device == "cpu" else "bf16"
     axes = [axis for dims in parts[0].dims for axis in parts[0].cuts(dims)]
-    width, ranks = DTYPE_BYTES[dtype], float(math.prod(meshes.size(axis) for axis in axes))
+    width, ranks = DTYPE_BYTES[dtype], 1.0 * math.prod(meshes.size(axis) for axis in axes)
     number = sum(of.layers * math.prod(of.shape[: of.parameter.matrices.stack]) for of in parts)
     elements = number * short * long / ranks
     chunks = larger(1.0, -(-elements // UPDATE_CHUNK))

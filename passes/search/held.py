@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moec.grammar.spec import Spec
-from moec.grammar.spec.optimizers import Adafactor
+from moec.passes.cost.optimizers import kind_of
 from moec.passes.cost.parameter_time import CARRIED, ParameterWork, parameter_work
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.totals import BlockCost
@@ -149,7 +149,7 @@ def _at_stage(cost: BlockCost, stage: int) -> BlockCost:
 def _together(cost: BlockCost, spec: Spec, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
     """Parameters that lie alike, as one of one dim; each by itself where an optimizer's states depend on shapes."""
     saved, alike = cost.saved_parameters(), dict[object, list[Parameter]]()
-    adds = not isinstance(spec.update.optimizer, Adafactor)
+    adds = not kind_of(spec.update.optimizer).whole_matrices
     for p in parameters:
         axes = tuple(frozenset(layout.axes) if layout else None for layout in _layouts(p))
         key = (p.dtype, p.frozen, p.matrices.hidden, f"@{p.name}" in saved, p.sum_over, axes)
