@@ -48,13 +48,27 @@ def chosen_lines(choice: Choice | None) -> list[str]:
 
 def runner_up_lines(choice: Choice) -> Iterator[str]:
     """A table of the next plans: seconds, memory, and what differs."""
-    others = choice.runners_up[:SHOWN]
+    others = sorted(_different(choice)[:SHOWN], key=lambda other: other.prediction.step.total)
     if others:
         yield f"  next     {'step':<10} {'memory':<9} against the plan"
     for number, other in enumerate(others, 1):
         seconds, memory = f"{other.prediction.step.total:.3g} s", amount_of_bytes(_peak(other))
         yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(choice.chosen, other)}"
     yield f"  {_numbers(choice)}"
+
+
+def _different(choice: Choice) -> list[Candidate]:
+    """The next plans: first the fastest of each other degrees and recomputation, then the rest."""
+    kinds, first, rest = {_kind(choice.chosen)}, list[Candidate](), list[Candidate]()
+    for other in choice.runners_up:
+        (rest if _kind(other) in kinds else first).append(other)
+        kinds.add(_kind(other))
+    return first + rest
+
+
+def _kind(plan: Candidate) -> object:
+    parallel = plan.spec.parallel
+    return *(getattr(parallel, word) for word in ("pp", "cp", "tp", "ep", "etp", "recompute")), bool(parallel.layers)
 
 
 def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
