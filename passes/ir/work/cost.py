@@ -81,7 +81,7 @@ class Direction:
 
     def times(self, number: int) -> Direction:
         """So many times the bytes and launches of a direction without products."""
-        return replace(self, moved=number * self.moved, launches=number * self.launches)
+        return replace(self, moved=number * self.moved, again=number * self.again, launches=number * self.launches)
 
     @property
     def of_weights(self) -> Direction:
