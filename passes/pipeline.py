@@ -111,8 +111,8 @@ def compile_program(spec: Spec, stop_after: str | None = None, degrees: Degrees 
 
 
 def _placed(spec: Spec, degrees: Degrees) -> Program:
-    """The Program before the budget."""
-    return _run_passes(spec, degrees, "schedule").program
+    """The Program before the budget, to weigh advice by: what is compiled is verified."""
+    return unverified(spec, degrees, lower(spec, degrees), "budget")
 
 
 def unverified(spec: Spec, degrees: Degrees, program: Program, stop_before: str) -> Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Layout, Mesh, Program, Shard, State
@@ -21,6 +23,9 @@ from moec.runtime.errors import JobError
 
 CPU_CHUNK = 1 << 16
 """Elements drawn at a time: their int64 temporaries stay in the cache."""
+
+SMALL = 1 << 12
+"""Elements of a part whose numbers are kept: 16 MB for the last 1,024."""
 
 GPU_CHUNK = 1 << 22
 """A draw is some two hundred launches, and its temporaries take half a GB. Building a model of 3.1 B parameters and 15
@@ -116,11 +121,11 @@ def initial_shard(
     shard = torch.empty(local, dtype=dtype, device=device)
     if shard.device.type == "meta":
         return shard
-    # A part consists of runs, contiguous in the whole parameter: `run` elements from each of `starts`.
-    cut = max((dim for dim, part in enumerate(index) if part.stop - part.start < data.shape[dim]), default=0)
-    run = math.prod(local[cut:])
-    runs, key = shard.view(-1, run), philox.key_of(seed, name)
-    starts = _starts(index[: cut + 1], data.shape, shard.device)
+    if shard.device.type == "cpu" and shard.numel() <= SMALL and not is_in_torch_dispatch_mode():
+        bounds = tuple([(part.start, part.stop) for part in index])
+        return shard.copy_(_small(philox.key_of(seed, name), data.shape, bounds).view(local) * data.init.std)
+    runs, starts = _runs(index, data.shape, shard)
+    key, run = philox.key_of(seed, name), runs.shape[1]
     chunk = CPU_CHUNK if shard.device.type == "cpu" else GPU_CHUNK
     rows_per_draw = max(1, chunk // run)
     for row in range(0, len(runs), rows_per_draw):
@@ -129,6 +134,22 @@ def initial_shard(
             normal = _draw(starts[row : row + rows_per_draw] + column, length, key)
             runs[row : row + rows_per_draw, column : column + length] = normal * data.init.std
     return shard
+
+
+@lru_cache(maxsize=1024)
+def _small(key: tuple[int, int], shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Tensor:
+    """The normal numbers of a part of at most `SMALL` elements. Small models are made many times: a verification makes
+    one of every rank, and the unsharded one in several dtypes."""
+    index = [slice(*each) for each in bounds]
+    runs, starts = _runs(index, shape, torch.empty([part.stop - part.start for part in index], device="cpu"))
+    return _draw(starts, runs.shape[1], key)
+
+
+def _runs(index: Sequence[slice], shape: Sequence[int], shard: Tensor) -> tuple[Tensor, Tensor]:
+    """A part as runs that are contiguous in the whole parameter, `[runs, run]`, and where each begins there."""
+    cut = max((dim for dim, part in enumerate(index) if part.stop - part.start < shape[dim]), default=0)
+    runs = shard.view(-1, math.prod(shard.shape[cut:]))
+    return runs, _starts(index[: cut + 1], shape, shard.device)
 
 
 def _starts(index: Sequence[slice], shape: Sequence[int], device: torch.device) -> Tensor:

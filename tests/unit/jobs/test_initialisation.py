@@ -13,6 +13,7 @@ from moec.runtime.weights.shards import initial_shard
 def test_every_rank_starts_with_its_part_of_the_unsharded_start(ranks: int, ep: int, monkeypatch):
     # Blocks that do not align with shards.
     monkeypatch.setattr("moec.runtime.weights.shards.CPU_CHUNK", 3 * 2 * 16 * 16)
+    monkeypatch.setattr("moec.runtime.weights.shards.SMALL", 0)
     plan = moe_plan(ranks=ranks, ep=ep)
     whole = dict(reference(plan.spec, seed=5).named_parameters())
     assert whole.keys() == plan.parameters.keys()
