@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Measured, Spec, Trace
-from moec.grammar.stated import open_words, searched_words, with_words
+from moec.grammar.stated import open_words, pipeline_of, searched_words, with_words
 
 if TYPE_CHECKING:
     from moec.passes.search.candidate import Choice
@@ -66,9 +66,17 @@ def without_open_words(spec: Spec) -> Spec:
 def allows(file: Spec, plan: Spec) -> bool:
     """Whether `plan` is `file`, or has a value that it allows for each word that it leaves open."""
     chosen = {word: getattr(plan.parallel, word) for word in searched_words(file)}
-    if "recompute" in chosen and all(block.ep is block.etp is None for block in plan.parallel.layers):
-        chosen["layers"] = plan.parallel.layers  # what some layers compute again
     lists = {word: getattr(file.parallel, word) for word in open_words(file)}
+    if "recompute" in chosen:  # some layers may compute something else again
+        chosen["layers"] = plan.parallel.layers
+        found = {chosen["recompute"], *(block.recompute for block in plan.parallel.layers)}
+        words = lists.pop("recompute")
+        # Layers without experts compute nothing again where others do their experts.
+        known = {*words, *(["none"] if "experts" in words else [])} if isinstance(words, tuple) else found
+        if not found <= known or any(block.ep or block.etp for block in plan.parallel.layers):
+            return False
+    if pipeline_of(plan).pp == 1 and chosen.get("schedule") is None:
+        lists.pop("schedule", None)  # one stage has no schedule
     if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
         return False
     return with_words(_with_kept(file, plan), chosen) == plan

@@ -6,8 +6,10 @@ evenly spaced ones are read.
 
 from __future__ import annotations
 
+import lzma
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -54,11 +56,13 @@ class Trace:
 def read_trace(path: Path, span: Span | None) -> Trace:
     """The trace in a file. Raises `DiagnosticError` at `span`: MOE0510 for a file that is none, MOE0512 for counts."""
     try:
+        if path.exists() and not path.is_file():
+            _refuse(span, f"{path}: this is no file", "name an `.npz` file")
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _read(archive, file, path, span)
     except OSError as error:
         _refuse(span, f"{path}: {error.strerror or error}", "the path is relative to the file that names it")
-    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError, RuntimeError):
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, struct.error, NotImplementedError, RuntimeError):
         # NotImplementedError: an unknown compression; RuntimeError: a password
         _refuse(
             span, f"{path}: this is no `.npz` file, or a damaged one", "`numpy.savez(path, counts=counts)` writes it"
@@ -91,6 +95,8 @@ def _read(archive: zipfile.ZipFile, file: IO[bytes], path: Path, span: Span | No
         counts = []
         for number, part in enumerate(parts):
             each = np.frombuffer(part, dtype).reshape(shape[1:])
+            if dtype.kind == "f":  # the largest number of a narrow dtype is below `MOST_CHOICES`
+                each = each.astype(np.float64)
             counts.append(_checked(each, number * every, path, span).sum(1, dtype=np.float64))
     return Trace(np.stack(counts), iterations, ranks, every)
 
@@ -101,7 +107,7 @@ def _header(stream: IO[bytes], path: Path, span: Span | None) -> tuple[tuple[int
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, is_fortran, dtype = read(stream)
-    except ValueError as error:
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:
         _refuse(span, f"{path}: `{COUNTS}` is no array: {error}", "`numpy.savez(path, counts=counts)` writes it")
     if dtype.kind not in "uif":
         what = "Python objects, and nothing is unpickled" if dtype.hasobject else f"of dtype {dtype}"

@@ -49,10 +49,9 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
             return Choice(least, (), ranking.candidates, 0)
-    if "recompute" in open_words(spec):
-        changed = (recomputing_less(plan, Space(spec).recomputed, rates) for plan in found[:MOST_CHANGED])
-        found = [*changed, *found[MOST_CHANGED:]]
-    first, *others = sorted(found, key=_seconds)
+    mixed = _placed(spec, ranking.mixed, MOST_NEAR, rates, min(map(_seconds, found)), MOST_CHANGED)
+    found += [recomputing_less(plan, Space(spec).recomputed, rates) for plan in mixed]
+    first, *others = sorted({plan.spec: plan for plan in found}.values(), key=_seconds)
     return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
 
 
@@ -64,12 +63,17 @@ def best(spec: Spec, rates: Rates | None = None) -> Candidate:
 
 
 def _placed(
-    spec: Spec, ranked: Sequence[Ranked], most: int, rates: Rates, fastest: float = float("inf")
+    spec: Spec,
+    ranked: Sequence[Ranked],
+    most: int,
+    rates: Rates,
+    fastest: float = float("inf"),
+    most_that_fit: int = MOST_THAT_FIT,
 ) -> list[Candidate]:
     """The candidates that fit, of the first ones whose estimate comes near the `fastest`."""
     found = list[Candidate]()
     for each in ranked[:most]:
-        if len(found) == MOST_THAT_FIT or each.seconds * (1 - ERROR) > fastest:
+        if len(found) == most_that_fit or each.seconds * (1 - ERROR) > fastest:
             break
         if (plan := _plan(spec, each)).left >= 0:
             found.append(candidate := plan.candidate(rates))

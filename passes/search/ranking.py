@@ -29,10 +29,7 @@ exact peak (decision 52)."""
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate: the values of the words of `parallel` (None: left out), its estimated seconds and bytes.
-
-    The seconds are those with the fewest layers that compute as much again as `recompute` says.
-    """
+    """A candidate: the values of the words of `parallel` (None: left out), its estimated seconds and bytes."""
 
     seconds: float
     memory: float
@@ -41,11 +38,12 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The first candidates that fit, from the fastest on; those that nearly do; the ones with the least memory; and
-    numbers of candidates."""
+    """The first candidates that fit, from the fastest on; those that nearly do; those that fit and would be the fastest
+    if no more layers computed so much again than have to; the ones with the least memory; and numbers of candidates."""
 
     first: tuple[Ranked, ...]
     near: tuple[Ranked, ...]
+    mixed: tuple[Ranked, ...]
     smallest: tuple[Ranked, ...]
     candidates: int
     fitting: int
@@ -53,19 +51,26 @@ class Ranking:
 
 def rank(spec: Spec, rates: Rates) -> Ranking:
     """Every candidate of a file that has some."""
-    space, lowered = Space(spec), lower(with_first_values(spec))
-    first, near, smallest, candidates, fitting = list[Ranked](), list[Ranked](), list[Ranked](), 0, 0
-    capacity = spec.cluster.device.memory
+    space, lowered, capacity = Space(spec), lower(with_first_values(spec)), spec.cluster.device.memory
+    lists: tuple[list[Ranked], ...] = ([], [], [])
+    smallest, candidates, fitting = list[Ranked](), 0, 0
     for rows in structures(spec, lowered, np.array(list(space.sizes()))):
         for each in estimates(space, Table.of(spec, lowered, rows), rates):
             fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
             candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
-            for kept, which in ((first, fits), (near, may_fit & ~fits)):
-                kept += [_ranked(spec, each, row) for row in _least(np.where(which, each.least, np.inf), KEPT)]
-            smallest += [_ranked(spec, each, row) for row in _least(each.memory, SMALLEST)]
-        first, near = (sorted(kept, key=_order)[:KEPT] for kept in (first, near))
+            chosen = (
+                (fits, each.seconds),
+                (may_fit & ~fits, each.seconds),
+                (fits & (each.least < each.seconds), each.least),
+            )
+            for kept, (which, seconds) in zip(lists, chosen, strict=True):
+                numbers = _least(np.where(which, seconds, np.inf), KEPT)
+                kept += [_ranked(spec, each, number, seconds) for number in numbers]
+            smallest += [_ranked(spec, each, number, each.seconds) for number in _least(each.memory, SMALLEST)]
+        lists = tuple(sorted(kept, key=_order)[:KEPT] for kept in lists)
         smallest = sorted(smallest, key=lambda ranked: (ranked.memory, *_order(ranked)))[:SMALLEST]
-    return Ranking(tuple(first), tuple(near), tuple(smallest), candidates, fitting)
+    first, near, mixed = map(tuple, lists)
+    return Ranking(first, near, mixed, tuple(smallest), candidates, fitting)
 
 
 def _least(values: Any, number: int) -> Any:
@@ -79,8 +84,8 @@ def _order(ranked: Ranked) -> tuple[float, float, str]:
     return ranked.seconds, ranked.memory, str(ranked.words)
 
 
-def _ranked(spec: Spec, of: Estimates, number: int) -> Ranked:
-    return Ranked(float(of.least[number]), float(of.memory[number]), words_of(spec, of, number))
+def _ranked(spec: Spec, of: Estimates, number: int, seconds: Any) -> Ranked:
+    return Ranked(float(seconds[number]), float(of.memory[number]), words_of(spec, of, number))
 
 
 def words_of(spec: Spec, of: Estimates, number: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from support.tables import each_row
 from moec.commands.planning.plan import run
 from moec.driver import check, compile, load, reference, to_spec
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.spec.parallel import ParallelLayers
 from moec.grammar.stated import open_words
 from moec.open_words import allows
 from moec.passes.search.candidate import candidate_of
@@ -54,9 +55,19 @@ def test_a_file_that_allows_a_plan_has_not_changed() -> None:
         "pp = [2]; schedule = auto",
         "pp = 2; schedule = interleaved; ep = auto",
         "pp = [1, 2]; schedule = auto",
+        "pp = [1]; schedule = [one_f_one_b, interleaved]",
+        "recompute = [experts, layer]",
     ):
         free = to_spec(text(words, depth=4))
         assert allows(free, compile(free).spec), words
+
+
+def test_words_of_layers_that_the_file_does_not_allow_are_a_change() -> None:
+    file = to_spec(text("recompute = [none, layer]"))
+    plan = compile(file).spec
+    for word, is_allowed in (("layer", True), ("experts", False)):
+        block = ParallelLayers(layers=(1,), recompute=word)
+        assert allows(file, plan.replace(parallel=plan.parallel.replace(layers=(block,)))) is is_allowed
 
 
 def test_a_word_that_is_stated_is_kept() -> None:
