@@ -54,7 +54,8 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     in the file, MOE0750 for a `world_size` below 1, and MOE0751 for a plan.
     """
     from moec.codegen.plan import make_plan
-    from moec.open_words import stated
+    from moec.codegen.search_report import report_of
+    from moec.open_words import choice_of
     from moec.passes.pipeline import compile_program
     from moec.passes.place.ranks import for_ranks
 
@@ -64,8 +65,9 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     spec = _overridden(source, lets) if lets else to_spec(source)
     if world_size is not None:
         spec = for_ranks(spec, world_size)
-    spec = stated(spec)
-    return make_plan(spec, compile_program(spec).program, __version__)
+    choice = choice_of(spec)
+    spec = spec if choice is None else choice.chosen.spec
+    return make_plan(spec, compile_program(spec).program, __version__, report_of(choice))
 
 
 @called("moec.load", **other_names.LOAD)

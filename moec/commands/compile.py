@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.codegen.plan import make_plan
+from moec.codegen.search_report import report_of
 from moec.commands.compile_document import EmittedStage, Stage, compiled
 from moec.commands.console.output import emit as show_result
 from moec.commands.console.output import print_json
@@ -58,7 +59,7 @@ def run(
     if emit == "ir" or emit == "placed":
         _emit_stage(emit, print_program(compilation.program), style)
         return loaded.diagnostics
-    plan = make_plan(spec, compilation.program, __version__)
+    plan = make_plan(spec, compilation.program, __version__, report_of(choice))
     if emit == "fx":
         from moec.commands.inspecting.inspect_fx import fx_of
 
@@ -75,8 +76,8 @@ def run(
     program = compilation.program
     show_result(
         style,
-        lambda: [success(summary(plan, program, folder, seconds, chosen_lines(choice)))],
-        lambda: compiled(plan, program, folder, seconds, choice),
+        lambda: [success(summary(plan, program, folder, seconds, chosen_lines(plan.report)))],
+        lambda: compiled(plan, program, folder, seconds),
     )
     return loaded.diagnostics
 

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moec.codegen.plan_in_words import degrees_lines
+from moec.codegen.search_report import GIGABYTE, SearchReport, report_of
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers, skew_lines
 from moec.commands.planning.against import against, against_lines, require_same_model
 from moec.commands.planning.choices import runner_up_lines, way_out_lines, why_not_lines
 from moec.commands.planning.plan_document import (
-    GIGABYTE,
     PlannedDegrees,
     PlannedExperts,
     PlannedLoad,
     StepPrediction,
     Tenant,
-    candidates_of,
-    runners_up_of,
     way_out,
     why_not_document,
 )
@@ -53,11 +51,11 @@ TWICE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, its loads, and what a search says of other plans. `choice` is None where the file leaves no word open."""
+    """A plan, its loads, and what a search says of other plans. `report` is None where no search chose a word."""
 
     plan: Candidate
     load: PlannedLoad
-    choice: Choice | None
+    report: SearchReport | None
     why_not: WhyNot | None
     other: Candidate | None
     ways_out: Sequence[WayOut]
@@ -73,8 +71,9 @@ def run(
     does not compile.
     """
     given = None if words is None else given_words("--why-not", words)
-    spec, warnings = _spec_of(source, lets)
+    spec, report, warnings = _spec_of(source, lets)
     choice, plan = _planned(spec)
+    report = report or report_of(choice)
     before = None
     if other is not None:
         _, before = _planned(_spec_of(other, {})[0], f"`{other}` is ")
@@ -87,7 +86,7 @@ def run(
 
         found = why_not(spec, plan, given) if given is not None else None
         ways = () if plan.prediction.fits else tuple(ways_out(spec))
-    planned = Planned(plan, _load(plan), choice, found, before, ways)
+    planned = Planned(plan, _load(plan), report, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings
 
@@ -107,11 +106,13 @@ def _planned(spec: Spec, which: str = "") -> tuple[Choice | None, Candidate]:
     return choice, candidate_of(spec) if choice is None else choice.chosen
 
 
-def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnostic, ...]]:
+def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, SearchReport | None, tuple[Diagnostic, ...]]:
+    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file."""
     if is_plan(source):
-        return valid_plan(source).spec, ()
+        plan = valid_plan(source)
+        return plan.spec, plan.report, ()
     loaded = read(source, **lets)
-    return loaded.unwrap(), loaded.diagnostics
+    return loaded.unwrap(), None, loaded.diagnostics
 
 
 def _load(plan: Candidate) -> PlannedLoad:
@@ -158,8 +159,8 @@ def _lines(planned: Planned) -> Iterator[str]:
     if load.step_time_at_2_s is not None:
         yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
     yield from (f"           {line}" for line in _fitting(load))
-    if planned.choice is not None:
-        yield from runner_up_lines(planned.choice)
+    if planned.report is not None:
+        yield from runner_up_lines(planned.report)
     if planned.why_not is not None:
         yield ""
         yield from why_not_lines(planned.why_not, plan)
@@ -229,8 +230,8 @@ def _document(planned: Planned) -> StepPrediction:
         exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
         loads=planned.load,
         calibrated=spec.cluster.is_calibrated,
-        candidates=candidates_of(planned.choice),
-        runners_up=runners_up_of(planned.choice),
+        candidates=planned.report.candidates if planned.report else None,
+        runners_up=planned.report.runners_up if planned.report else [],
         why_not=None if planned.why_not is None else why_not_document(planned.why_not),
         against=None if planned.other is None else against(planned.plan, planned.other),
         ways_out=[way_out(way) for way in planned.ways_out],

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from support.plans import moe_text
 from support.tables import each_row
 
+from moec.codegen.folder import PlanError
 from moec.commands.planning.plan import run
+from moec.commands.schemas import type_of
 from moec.driver import check, compile, load, reference, to_spec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.stated import open_words
@@ -38,6 +41,30 @@ def test_a_plan_states_every_word_and_is_the_same_each_time(tmp_path: Path) -> N
     assert plan.spec.parallel.microbatches in (2, 4)
     plan.save(tmp_path / "a.plan")
     assert load(tmp_path / "a.plan", trust_nothing=True).spec_text == compile(text()).spec_text
+
+
+def test_a_plan_keeps_the_report_of_its_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, file, folder = compile(text()), file_of(tmp_path), tmp_path / "a.plan"
+    report = plan.save(folder) / "report.json"
+    kept = report.read_bytes()
+    assert compile(text()).save(tmp_path / "b.plan").joinpath("report.json").read_bytes() == kept
+    TypeAdapter(type_of("plan-report")).validate_json(kept)
+    assert load(folder).report == plan.report
+    shown = []
+    for source in (file, folder):
+        run(source, {}, "full")
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    report.write_bytes(kept.replace(b'"fits": true', b'"fits": false', 1))
+    with pytest.raises(PlanError, match=r"report\.json: its digest does not match plan\.json"):
+        load(folder)
+    stated = compile(plan.spec)
+    assert stated == plan
+    assert not stated.save(folder).joinpath("report.json").exists()
+    assert load(folder).report is None
+    report.write_bytes(kept)
+    with pytest.raises(PlanError, match="MOE0601"):
+        load(folder)
 
 
 def test_a_search_is_of_the_ranks_that_a_plan_is_for() -> None:
