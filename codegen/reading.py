@@ -128,9 +128,9 @@ def _report(path: Path, content: bytes) -> SearchReport:
         report: SearchReport = TypeAdapter(SearchReport).validate_json(content)
     except ValidationError as error:
         raise refuse(path, first_fault(error)) from error
-    for plan in (report.chosen, *report.runners_up):
-        if unknown := plan.words.keys() - {*OPEN_WORDS, "virtual"}:
-            raise refuse(path, f"no search chooses `{min(unknown)[:50]}`")
+    words = {word for plan in (report.chosen, *report.runners_up) for word in plan.words}
+    if unknown := (words | {value.word for value in report.unused}) - {*OPEN_WORDS, "virtual"}:
+        raise refuse(path, f"no search chooses `{min(unknown)[:50]}`")
     return report
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moec.passes.cost.seconds import Term
 
 if TYPE_CHECKING:
+    from moec.grammar.spec import Spec
     from moec.passes.search.candidate import Candidate, Choice
 
 GIGABYTE = 1e9
@@ -49,6 +50,16 @@ class OtherPlan(_Numbers):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnusedValue(_Numbers):
+    """A value of a list that no plan has."""
+
+    word: str
+    value: int
+    broken_rule: str | None
+    """The code, title and message of the rule that it breaks in the chosen plan; null where it breaks none there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchReport(_Numbers):
     """What a search found: the plan that it chose, and the next ones."""
 
@@ -56,6 +67,8 @@ class SearchReport(_Numbers):
     chosen: OtherPlan
     runners_up: list[OtherPlan]
     """The next plans, the fastest first."""
+    unused: list[UnusedValue]
+    """The values of lists that no plan has."""
 
     def as_data(self) -> dict[str, Any]:
         """The content of `report.json`."""
@@ -74,12 +87,22 @@ def other_plan(plan: Candidate) -> OtherPlan:
     )
 
 
-def report_of(choice: Choice | None) -> SearchReport | None:
-    """The report of a search; None for none."""
+def report_of(spec: Spec, choice: Choice | None) -> SearchReport | None:
+    """The report of what a search chose for the file `spec`; None for none."""
     if choice is None:
         return None
+    from moec.passes.search.rules import unused_values
+
     return SearchReport(
         candidates=PlannedCandidates(number=choice.candidates, fit=choice.fitting),
         chosen=other_plan(choice.chosen),
         runners_up=[other_plan(other) for other in choice.runners_up],
+        unused=[
+            UnusedValue(
+                word=word,
+                value=value,
+                broken_rule=None if rule is None else f"{rule.code}, {rule.title}: {rule.message}",
+            )
+            for word, value, rule in unused_values(spec, choice.chosen.spec)
+        ],
     )

@@ -55,8 +55,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     """
     from moec.codegen.plan import make_plan
     from moec.codegen.search_report import report_of
-    from moec.open_words import choice_of
-    from moec.passes.pipeline import compile_program
+    from moec.open_words import choice_of, compile_chosen
     from moec.passes.place.ranks import for_ranks
 
     require_source(source, "moec.compile")
@@ -66,8 +65,8 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     if world_size is not None:
         spec = for_ranks(spec, world_size)
     choice = choice_of(spec)
-    spec = spec if choice is None else choice.chosen.spec
-    return make_plan(spec, compile_program(spec).program, __version__, report_of(choice))
+    program = compile_chosen(spec, choice).program
+    return make_plan(choice.chosen.spec if choice else spec, program, __version__, report_of(spec, choice))
 
 
 @called("moec.load", **other_names.LOAD)

@@ -15,10 +15,10 @@ from moec.commands.console.output import print_json
 from moec.commands.console.terminal import success
 from moec.commands.inspecting.summary import summary
 from moec.commands.planning.choices import chosen_lines
-from moec.driver import read, run_passes
+from moec.driver import read
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.open_words import choice_of
+from moec.open_words import choice_of, compile_chosen
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
 
@@ -50,7 +50,7 @@ def run(
         stop_after = "lower"
     choice = choice_of(loaded.spec)
     spec = loaded.spec if choice is None else choice.chosen.spec
-    compilation = run_passes(spec, stop_after)
+    compilation = compile_chosen(loaded.spec, choice, stop_after)
     for record in compilation.records:
         if print_ir_after in ("all", record.name) or (print_ir_after == "changed" and _changed(record)):
             print(f"// after {record.name}{_op_change(record)}\n{print_program(record.after)}", file=sys.stderr)
@@ -59,7 +59,7 @@ def run(
     if emit == "ir" or emit == "placed":
         _emit_stage(emit, print_program(compilation.program), style)
         return loaded.diagnostics
-    plan = make_plan(spec, compilation.program, __version__, report_of(choice))
+    plan = make_plan(spec, compilation.program, __version__, report_of(loaded.spec, choice))
     if emit == "fx":
         from moec.commands.inspecting.inspect_fx import fx_of
 

@@ -35,7 +35,8 @@ def in_words(words: Mapping[str, object]) -> str:
 
 
 def chosen_lines(report: SearchReport | None) -> list[str]:
-    """Two lines: what was chosen of how many plans, and the next one; none where nothing was open."""
+    """What was chosen of how many plans, the next one, and the first value that no plan has; none where nothing was
+    open."""
     if report is None:
         return []
     chosen = in_words(_effective(report.chosen.words)) or in_words(report.chosen.words)
@@ -44,7 +45,7 @@ def chosen_lines(report: SearchReport | None) -> list[str]:
         other = report.runners_up[0]
         slower = other.step_time_s / report.chosen.step_time_s - 1
         lines.append(f"next {_changed(report.chosen, other)}{f' ({slower:.1%} slower)' if slower >= 0.0005 else ''}")
-    return lines
+    return [*lines, *_unused(report)[:1]]
 
 
 def runner_up_lines(report: SearchReport) -> Iterator[str]:
@@ -56,6 +57,7 @@ def runner_up_lines(report: SearchReport) -> Iterator[str]:
         seconds, memory = f"{other.step_time_s:.3g} s", amount_of_bytes(other.memory_gb * GIGABYTE)
         yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(report.chosen, other)}"
     yield f"  {_numbers(report.candidates)}"
+    yield from (f"  {line}" for line in _unused(report))
 
 
 def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
@@ -94,6 +96,14 @@ def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
         fits = "" if near.prediction.fits else ", which does not fit"
         alone = in_words({word: found.given[word]})
         yield f"  with {alone} only: {near.prediction.step.total:.3g} s{fits}{', ' if rest else ''}{in_words(rest)}"
+
+
+def _unused(report: SearchReport) -> list[str]:
+    """`no plan has tp = 3 (MOE0312, …: 4 / 3 is not whole)`, for each such value."""
+    return [
+        f"no plan has {in_words({of.word: of.value})}{f' ({of.broken_rule})' if of.broken_rule else ''}"
+        for of in report.unused
+    ]
 
 
 def _effective(words: Mapping[str, object]) -> dict[str, object]:

@@ -39,7 +39,7 @@ from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.search.candidate import Candidate, Choice, candidate_of
-from moec.subject import is_plan
+from moec.subject import is_plan, require_plan_folder
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
@@ -73,9 +73,11 @@ def run(
     given = None if words is None else given_words("--why-not", words)
     spec, report, warnings = _spec_of(source, lets)
     choice, plan = _planned(spec)
-    report = report or report_of(choice)
+    report = report or report_of(spec, choice)
     before = None
     if other is not None:
+        if other.is_dir():
+            require_plan_folder(other, "moec plan --against")
         _, before = _planned(_spec_of(other, {})[0], f"`{other}` is ")
         require_same_model(plan, before)
     found: WhyNot | None = None
@@ -232,6 +234,7 @@ def _document(planned: Planned) -> StepPrediction:
         calibrated=spec.cluster.is_calibrated,
         candidates=planned.report.candidates if planned.report else None,
         runners_up=planned.report.runners_up if planned.report else [],
+        unused=planned.report.unused if planned.report else [],
         why_not=None if planned.why_not is None else why_not_document(planned.why_not),
         against=None if planned.other is None else against(planned.plan, planned.other),
         ways_out=[way_out(way) for way in planned.ways_out],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moec.codegen.search_report import GIGABYTE, OtherPlan, PlannedCandidates, other_plan
+from moec.codegen.search_report import GIGABYTE, OtherPlan, PlannedCandidates, UnusedValue, other_plan
 from moec.commands.console.output import document
 from moec.passes.search.candidate import Candidate
 
@@ -140,6 +140,8 @@ class StepPrediction:
     """Null where no search chose a word."""
     runners_up: list[OtherPlan]
     """The next plans, the fastest first."""
+    unused: list[UnusedValue]
+    """The values of lists that no plan has."""
     why_not: WhyNotDocument | None
     """What speaks against the words of `--why-not`."""
     against: Against | None

@@ -137,6 +137,14 @@ def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.Capt
     assert all(set(other["words"]) == {"tp", "zero", "microbatches"} for other in found["runners_up"])
 
 
+def test_values_that_no_plan_has_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = file_of(tmp_path, "tp = [2, 3]; zero = auto")
+    run(file, {}, "full")
+    assert re.search(r"\n  no plan has tp = 3 \(MOE03\d\d, .*\)\n$", capsys.readouterr().out)
+    with pytest.raises(DiagnosticError, match=r"MOE0600.*this folder has no plan\.json"):
+        run(file, {}, "full", None, tmp_path)
+
+
 @each_row(
     ("other", "code"),
     [("epp = 2", "MOE0201"), ("ep = 3", "MOE0505"), ("layers 1 { ep = 2 }", "MOE0101"), ("ep = 2, ep = 4", "MOE0204")],
@@ -169,7 +177,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text(text(words).replace("1GB", "1KB"))
     assert not run(file, {}, "full")[0]
     assert re.search(r": it does not fit\n.*, of which 0 fit\n$", capsys.readouterr().out, re.DOTALL)
-    with pytest.raises(DiagnosticError, match="MOE0501"):
+    with pytest.raises(DiagnosticError, match=r"MOE0501.*; no plan of .* fits, and this one takes"):
         compile(file)
 
 
