@@ -26,7 +26,7 @@ from moec.commands.planning.terms import term_lines
 from moec.driver import read, valid_plan
 from moec.grammar.amounts import amount_of_bytes, si
 from moec.grammar.checking.supported import require_supported
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, printable
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.resolve.given_words import given_words
 from moec.grammar.spec import Spec, Zipf
@@ -162,7 +162,7 @@ def _lines(planned: Planned) -> Iterator[str]:
         yield f"           at {TWICE:g} the step takes {load.step_time_at_2_s:.3g} s"
     yield from (f"           {line}" for line in _fitting(load))
     if planned.report is not None:
-        yield from runner_up_lines(planned.report)
+        yield from map(printable, runner_up_lines(planned.report))  # a plan's report may be edited
     if planned.why_not is not None:
         yield ""
         yield from why_not_lines(planned.why_not, plan)
