@@ -1,4 +1,4 @@
-"""The JSON documents of all commands, and their JSON Schemas (docs/schemas)."""
+"""The JSON documents of all commands and `report.json` of a plan, and their JSON Schemas (docs/schemas)."""
 
 from __future__ import annotations
 
