@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [way["ranks"] for way in ways if not way["word"]] == [8]
     file.write_text(text(words).replace("1GB", "1KB"))
     assert not run(file, {}, "full")[0]
-    assert re.search(r": it does not fit\n.*, of which 0 fit\n  no plan has microbatches = 8 ", capsys.readouterr().out, re.DOTALL)
+    assert re.search(r": it does not fit\n.*, of which 0 fit\n  no plan has ", capsys.readouterr().out, re.DOTALL)
     with pytest.raises(DiagnosticError, match=r"MOE0501.*; no plan of .* fits, and this one takes"):
         compile(file)
 
