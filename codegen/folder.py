@@ -5,6 +5,7 @@ tiny.plan/
   spec.moe       the canonical text of the compiled Spec
   program.ir     the placed Program, as text
   tiles.json     the tiles that `moec tune` measured, if any
+  report.json    what a search found, if one chose words of the plan
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.folder_kinds import PLAN, PLAN_TEXT
 from moec.passes.ir.texts.text import print_program
 
-MANIFEST, SPEC, PROGRAM, TILES = PLAN, PLAN_TEXT, "program.ir", "tiles.json"
+MANIFEST, SPEC, PROGRAM, TILES, REPORT = PLAN, PLAN_TEXT, "program.ir", "tiles.json", "report.json"
 
 
 class PlanError(DiagnosticError):
@@ -33,10 +34,12 @@ class PlanError(DiagnosticError):
 
 
 def plan_files(plan: Plan) -> dict[str, bytes]:
-    """The files of a plan by their path in its folder. Equal plans give equal bytes."""
+    """The files of a plan by their path in its folder. Equal plans with equal reports give equal bytes."""
     files = {SPEC: plan.spec_text.encode(), PROGRAM: print_program(plan.program).encode()}
     if plan.tiles is not None:
         files[TILES] = canonical(plan.tiles.model_dump(mode="json"))
+    if plan.report is not None:
+        files[REPORT] = canonical(plan.report.as_data())
     manifest = {
         "format": FORMAT,
         "moec": plan.moec,

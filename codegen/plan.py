@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 if TYPE_CHECKING:  # the import of the kernels' model takes a tenth of the time of loading a plan
     from moec.codegen.kernels.stored_tiles import StoredTiles
+    from moec.codegen.search_report import SearchReport
 
 FORMAT = 5
 """Increased whenever this moec would misread a plan of an older one."""
@@ -119,7 +120,8 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     """A compiled model. `codegen/folder.py` writes it, `codegen/reading.py` reads it.
 
     `moec` is the version that compiled it, `spec_text` the canonical text of the compiled Spec, `tiles` the tiles that
-    `moec tune` measured. `groups` follow from the Program's meshes; a plan folder states them for people.
+    `moec tune` measured. `groups` follow from the Program's meshes; a plan folder states them for people. `report` is
+    what a search found that chose words of the Spec: plans are equal whatever it says.
     """
 
     moec: str
@@ -127,6 +129,7 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
     program: Program
     groups: Groups
     tiles: StoredTiles | None = None
+    report: SearchReport | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -279,11 +282,11 @@ class Plan(KnownNames, owner="plan", other_names=OTHER_NAMES):
         return write_plan(self, Path(path))
 
 
-def make_plan(spec: Spec, program: Program, version: str) -> Plan:
-    """Makes the plan of a Program that went through every pass."""
+def make_plan(spec: Spec, program: Program, version: str, report: SearchReport | None = None) -> Plan:
+    """Makes the plan of a Program that went through every pass; with the `report` of the search that chose words."""
     if not program.stages:
         raise InternalError("the Program is not partitioned")
-    return Plan(version, to_text(spec), program, groups_of(program))
+    return Plan(version, to_text(spec), program, groups_of(program), report=report)
 
 
 def groups_of(program: Program) -> Groups:

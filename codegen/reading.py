@@ -7,11 +7,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, TILES, PlanError, canonical, digest, plan_files
+from moec.codegen.folder import MANIFEST, PROGRAM, REPORT, SPEC, TILES, PlanError, canonical, digest, plan_files
 from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
-from moec.grammar.stated import open_words
+from moec.grammar.stated import OPEN_WORDS, open_words
 from moec.passes.ir import IrError, Program
 from moec.passes.ir.interface import forwards, result_role
 from moec.passes.ir.ops import Capacity
@@ -21,6 +21,7 @@ from moec.passes.lower.lower_model import lower
 
 if TYPE_CHECKING:
     from moec.codegen.kernels.stored_tiles import StoredTiles
+    from moec.codegen.search_report import SearchReport
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
@@ -49,11 +50,12 @@ def read_plan(path: str | Path) -> Plan:
     groups = groups_of(program)
     if manifest.groups != {name: [list(ranks) for ranks in lists] for name, lists in groups.items()}:
         raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
-    # A tiles.json that plan.json does not list is refused: if it were ignored, a user would think that it is in use.
-    has_tiles = TILES in manifest.files or (root / TILES).exists()
-    tiles = _tiles(root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
+    # A file that plan.json does not list is refused: if it were ignored, a user would think that it is in use.
+    has = {name: name in manifest.files or (root / name).exists() for name in (TILES, REPORT)}
+    tiles = _tiles(root / TILES, _listed(root, TILES, manifest.files)) if has[TILES] else None
+    report = _report(root / REPORT, _listed(root, REPORT, manifest.files)) if has[REPORT] else None
     spec = _text(root / SPEC, _listed(root, SPEC, manifest.files))
-    plan = Plan(manifest.moec, spec, program, groups, tiles)
+    plan = Plan(manifest.moec, spec, program, groups, tiles, report)
     _require_consistent(root, plan)
     for name, expected in plan_files(plan).items():
         if _read(root / name) != expected:
@@ -113,6 +115,23 @@ def _tiles(path: Path, content: bytes) -> StoredTiles:
         raise refuse(path, first_fault(error)) from error
     except RecursionError as error:
         raise refuse(path, "it is nested too deeply") from error
+
+
+def _report(path: Path, content: bytes) -> SearchReport:
+    from pydantic import TypeAdapter, ValidationError
+
+    from moec.codegen.data import first_fault
+    from moec.codegen.search_report import SearchReport
+
+    _strict_json(path, content)
+    try:
+        report: SearchReport = TypeAdapter(SearchReport).validate_json(content)
+    except ValidationError as error:
+        raise refuse(path, first_fault(error)) from error
+    words = {word for plan in (report.chosen, *report.runners_up) for word in plan.words}
+    if unknown := (words | {value.word for value in report.unused}) - {*OPEN_WORDS, "virtual"}:
+        raise refuse(path, f"no search chooses `{min(unknown)[:50]}`")
+    return report
 
 
 def _require_known(path: Path, plan: Plan, tiles: StoredTiles) -> None:

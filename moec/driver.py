@@ -54,9 +54,9 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     in the file, MOE0750 for a `world_size` below 1, and MOE0751 for a plan.
     """
     from moec.codegen.plan import make_plan
+    from moec.codegen.search_report import report_of
     from moec.measured_loads import with_loads
-    from moec.open_words import stated
-    from moec.passes.pipeline import compile_program
+    from moec.open_words import choice_of, compile_chosen
     from moec.passes.place.ranks import for_ranks
 
     require_source(source, "moec.compile")
@@ -65,8 +65,10 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     spec = _overridden(source, lets) if lets else to_spec(source)
     if world_size is not None:
         spec = for_ranks(spec, world_size)
-    spec = stated(with_loads(spec, source))
-    return make_plan(spec, compile_program(spec).program, __version__)
+    spec = with_loads(spec, source)
+    choice = choice_of(spec)
+    program = compile_chosen(spec, choice).program
+    return make_plan(choice.chosen.spec if choice else spec, program, __version__, report_of(spec, choice))
 
 
 @called("moec.load", **other_names.LOAD)

@@ -10,6 +10,7 @@ from moec.grammar.spec import Measured, Spec, Trace
 from moec.grammar.stated import open_words, pipeline_of, searched_words, with_words
 
 if TYPE_CHECKING:
+    from moec.passes.pipeline import Compilation
     from moec.passes.search.candidate import Choice
 
 
@@ -41,6 +42,22 @@ def choice_of(spec: Spec) -> Choice | None:
     from moec.passes.search.choose import choose
 
     return choose(spec)
+
+
+def compile_chosen(spec: Spec, choice: Choice | None, stop_after: str | None = None) -> Compilation:
+    """The passes on what a search chose for `spec`; on `spec` where nothing was open.
+
+    Raises `DiagnosticError` as a compilation does; where no plan fits, it says that this one takes the least memory.
+    """
+    from moec.passes.pipeline import compile_program
+
+    try:
+        return compile_program(spec if choice is None else choice.chosen.spec, stop_after)
+    except DiagnosticError as error:
+        if choice is None or choice.fitting:
+            raise
+        end = f"; no plan of {choice.candidates:,} fits, and this one takes the least memory"
+        raise DiagnosticError(found._replace(message=found.message + end) for found in error.diagnostics) from None
 
 
 def stated(spec: Spec) -> Spec:

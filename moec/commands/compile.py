@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.codegen.plan import make_plan
+from moec.codegen.search_report import report_of
 from moec.commands.compile_document import EmittedStage, Stage, compiled
 from moec.commands.console.output import emit as show_result
 from moec.commands.console.output import print_json
 from moec.commands.console.terminal import success
 from moec.commands.inspecting.summary import summary
 from moec.commands.planning.choices import chosen_lines
-from moec.driver import read, run_passes
+from moec.driver import read
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.measured_loads import with_loads
-from moec.open_words import choice_of
+from moec.open_words import choice_of, compile_chosen
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
 
@@ -50,8 +51,7 @@ def run(
         stop_after = "lower"
     spec = with_loads(loaded.spec, file)
     choice = choice_of(spec)
-    spec = spec if choice is None else choice.chosen.spec
-    compilation = run_passes(spec, stop_after)
+    compilation = compile_chosen(spec, choice, stop_after)
     for record in compilation.records:
         if print_ir_after in ("all", record.name) or (print_ir_after == "changed" and _changed(record)):
             print(f"// after {record.name}{_op_change(record)}\n{print_program(record.after)}", file=sys.stderr)
@@ -60,7 +60,8 @@ def run(
     if emit == "ir" or emit == "placed":
         _emit_stage(emit, print_program(compilation.program), style)
         return loaded.diagnostics
-    plan = make_plan(spec, compilation.program, __version__)
+    chosen = spec if choice is None else choice.chosen.spec
+    plan = make_plan(chosen, compilation.program, __version__, report_of(spec, choice))
     if emit == "fx":
         from moec.commands.inspecting.inspect_fx import fx_of
 
@@ -77,8 +78,8 @@ def run(
     program = compilation.program
     show_result(
         style,
-        lambda: [success(summary(plan, program, folder, seconds, chosen_lines(choice)))],
-        lambda: compiled(plan, program, folder, seconds, choice),
+        lambda: [success(summary(plan, program, folder, seconds, chosen_lines(plan.report)))],
+        lambda: compiled(plan, program, folder, seconds),
     )
     return loaded.diagnostics
 

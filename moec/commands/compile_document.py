@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from moec.codegen.plan import Plan
+from moec.codegen.search_report import OtherPlan, PlannedCandidates
 from moec.commands.console.output import document
 from moec.commands.inspecting.summary import recomputing_layers
-from moec.commands.planning.plan_document import OtherPlan, PlannedCandidates, candidates_of, runners_up_of
 from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.totals import tally
@@ -16,7 +16,6 @@ from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
 from moec.passes.degrees.stated_degrees import mixtures_of
 from moec.passes.ir import Program
-from moec.passes.search.candidate import Choice
 
 Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
 """The forms that `--emit` prints."""
@@ -136,8 +135,8 @@ class EmittedStage:
     text: str
 
 
-def compiled(plan: Plan, program: Program, path: Path, seconds: float, choice: Choice | None) -> CompiledPlan:
-    """The document of `plan`, which is in `path`. `choice`: the search that chose it."""
+def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> CompiledPlan:
+    """The document of `plan`, which is in `path`."""
     spec = plan.spec
     counts, degrees, memory = tally(program, spec), choose_degrees(spec), memory_of(program, spec)
 
@@ -195,8 +194,8 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float, choice: C
             Send(bytes=round(flow.bytes), group=str(flow.group), ranks=flow.ranks, purpose=flow.purpose)
             for flow in counts.traffic
         ],
-        candidates=candidates_of(choice),
-        runners_up=runners_up_of(choice),
+        candidates=plan.report.candidates if plan.report else None,
+        runners_up=plan.report.runners_up if plan.report else [],
         seconds=seconds,
         next=[f"moec verify {path}"],
     )

@@ -1,4 +1,4 @@
-"""The JSON documents of all commands, and their JSON Schemas (docs/schemas)."""
+"""The JSON documents of all commands and `report.json` of a plan, and their JSON Schemas (docs/schemas)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ DOCUMENTS = {
     "compile": "moec.commands.compile_document:CompiledPlan",
     "compile-emit": "moec.commands.compile_document:EmittedStage",
     "plan": "moec.commands.planning.plan_document:StepPrediction",
+    "plan-report": "moec.codegen.search_report:SearchReport",
     "inspect-file": "list moec.commands.console.documents:InspectedValue",
     "inspect-plan": "moec.commands.inspecting.inspect_plan_document:PlanDocument",
     "inspect-rank": "moec.commands.inspecting.inspect_plan_document:RankDocument",

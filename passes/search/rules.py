@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.spec import DeviceLoss, Moa, Parallel, Spec, Topology
 from moec.grammar.spec.base import Node
-from moec.grammar.stated import number_of, open_words, with_words
+from moec.grammar.stated import number_of, open_words, searched_words, with_words
 from moec.passes.degrees.degrees import choose_degrees
 
 
@@ -33,6 +33,24 @@ def _nothing_keeps_the_rules(spec: Spec) -> Diagnostic:
     message = f"no values of {', '.join(f'`{word}`' for word in words)} keep all rules{rule}"
     help = "allow more values, or leave more words open"
     return diagnose("MOE0505", spec.parallel.span(words[0]), message, help=help)
+
+
+def unused_values(spec: Spec, chosen: Spec) -> Iterator[tuple[str, int | str, Diagnostic | None]]:
+    """The values of lists that no plan of the file has, each with the rule that it breaks in the `chosen` plan: other
+    words that follow from it have their defaults. None where it breaks none there."""
+    from moec.passes.search.space import Space
+
+    for word in open_words(spec):
+        values = getattr(spec.parallel, word)
+        for value in values if isinstance(values, tuple) else ():
+            if next(Space(with_words(spec, {word: value})).plans(), None) is None:
+                following = dict.fromkeys({"dp", "ep", "microbatches", "virtual"}.intersection(searched_words(spec)))
+                try:
+                    choose_degrees(with_words(chosen, {**following, word: value}))
+                except DiagnosticError as error:
+                    yield word, value, error.diagnostics[0]
+                else:
+                    yield word, value, None
 
 
 def with_first_values(spec: Spec) -> Spec:

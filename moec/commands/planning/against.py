@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moec.codegen.search_report import GIGABYTE
 from moec.commands.inspecting.summary import recomputing_layers
 from moec.commands.planning.choices import NOTHING
-from moec.commands.planning.plan_document import GIGABYTE, Against, Change
+from moec.commands.planning.plan_document import Against, Change
 from moec.commands.planning.terms import difference_lines
 from moec.grammar.amounts import amount_of_bytes
 from moec.grammar.diagnostics import DiagnosticError, diagnose

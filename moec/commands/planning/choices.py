@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from moec.codegen.search_report import GIGABYTE, OtherPlan, PlannedCandidates, SearchReport
 from moec.commands.planning.terms import AXES, detail, difference_lines, differences, signed
 from moec.grammar.amounts import amount_of_bytes
 from moec.grammar.printer import written_value
 from moec.grammar.schema import fields
 from moec.grammar.spec import Parallel
-from moec.passes.search.candidate import Candidate, Choice
+from moec.passes.cost.seconds import Seconds
+from moec.passes.search.candidate import Candidate
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
@@ -33,42 +35,44 @@ def in_words(words: Mapping[str, object]) -> str:
     return ", ".join(f"{word} = {text}" for word, text in texts.items())
 
 
-def chosen_lines(choice: Choice | None) -> list[str]:
-    """Two lines: what was chosen of how many plans, and the next one; none where nothing was open."""
-    if choice is None:
+def chosen_lines(report: SearchReport | None) -> list[str]:
+    """What was chosen of how many plans, the next one, and the first value that no plan has; none where nothing was
+    open."""
+    if report is None:
         return []
-    chosen = in_words(_effective(choice.chosen.words)) or in_words(choice.chosen.words)
-    lines = [f"{chosen}: the fastest of {_numbers(choice)}"]
-    if choice.runners_up:
-        other = choice.runners_up[0]
-        slower = other.prediction.step.total / choice.chosen.prediction.step.total - 1
-        lines.append(f"next {_changed(choice.chosen, other)}{f' ({slower:.1%} slower)' if slower >= 0.0005 else ''}")
-    return lines
+    chosen = in_words(_effective(report.chosen.words)) or in_words(report.chosen.words)
+    lines = [f"{chosen}: the fastest of {_numbers(report.candidates)}"]
+    if report.runners_up:
+        other = report.runners_up[0]
+        slower = other.step_time_s / report.chosen.step_time_s - 1
+        lines.append(f"next {_changed(report.chosen, other)}{f' ({slower:.1%} slower)' if slower >= 0.0005 else ''}")
+    return [*lines, *_unused(report)[:1]]
 
 
-def runner_up_lines(choice: Choice) -> Iterator[str]:
+def runner_up_lines(report: SearchReport) -> Iterator[str]:
     """A table of the next plans: seconds, memory, and what differs."""
-    others = sorted(_different(choice)[:SHOWN], key=lambda other: other.prediction.step.total)
+    others = sorted(_different(report)[:SHOWN], key=lambda other: other.step_time_s)
     if others:
         yield f"  next     {'step':<10} {'memory':<9} against the plan"
     for number, other in enumerate(others, 1):
-        seconds, memory = f"{other.prediction.step.total:.3g} s", amount_of_bytes(_peak(other))
-        yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(choice.chosen, other)}"
-    yield f"  {_numbers(choice)}"
+        seconds, memory = f"{other.step_time_s:.3g} s", amount_of_bytes(other.memory_gb * GIGABYTE)
+        yield f"    {number:<5}  {seconds:<10} {memory:<9} {_changed(report.chosen, other)}"
+    yield f"  {_numbers(report.candidates)}"
+    yield from (f"  {line}" for line in _unused(report))
 
 
-def _different(choice: Choice) -> list[Candidate]:
+def _different(report: SearchReport) -> list[OtherPlan]:
     """The next plans: first the fastest of each other degrees and recomputation, then the rest."""
-    kinds, first, rest = {_kind(choice.chosen)}, list[Candidate](), list[Candidate]()
-    for other in choice.runners_up:
+    kinds, first, rest = {_kind(report.chosen)}, list[OtherPlan](), list[OtherPlan]()
+    for other in report.runners_up:
         (rest if _kind(other) in kinds else first).append(other)
         kinds.add(_kind(other))
     return first + rest
 
 
-def _kind(plan: Candidate) -> object:
-    parallel = plan.spec.parallel
-    return *(getattr(parallel, word) for word in ("pp", "cp", "tp", "ep", "etp", "recompute")), bool(parallel.layers)
+def _kind(plan: OtherPlan) -> tuple[object, ...]:
+    recompute = str(plan.words.get("recompute")).split(" in ")[0]
+    return *(plan.words.get(word) for word in ("pp", "cp", "tp", "ep", "etp")), recompute
 
 
 def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
@@ -110,27 +114,35 @@ def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
         yield f"  with {alone} only: {near.prediction.step.total:.3g} s{fits}{', ' if rest else ''}{in_words(rest)}"
 
 
+def _unused(report: SearchReport) -> list[str]:
+    """`no plan has tp = 3 (MOE0312, …: 4 / 3 is not whole)`, for each such value."""
+    return [
+        f"no plan has {in_words({of.word: of.value})}{f' ({of.broken_rule})' if of.broken_rule else ''}"
+        for of in report.unused
+    ]
+
+
 def _effective(words: Mapping[str, object]) -> dict[str, object]:
     """Without the words that do nothing."""
     return {word: value for word, value in words.items() if value != NOTHING.get(word, 1)}
 
 
-def _numbers(choice: Choice) -> str:
+def _numbers(of: PlannedCandidates) -> str:
     """`1,204 plans, of which 301 fit`."""
-    plans = f"{choice.candidates:,} plan{'s' * (choice.candidates != 1)}"
-    return f"{plans}, of which {choice.fitting:,} fit" if choice.fitting < choice.candidates else plans
+    plans = f"{of.number:,} plan{'s' * (of.number != 1)}"
+    return f"{plans}, of which {of.fit:,} fit" if of.fit < of.number else plans
 
 
-def _changed(chosen: Candidate, other: Candidate) -> str:
+def _changed(chosen: OtherPlan, other: OtherPlan) -> str:
     """`tp = 2, zero = 2: tensor parallel + 0.7, bubble - 0.6`."""
-    total = chosen.prediction.step.total
-    found = differences(chosen.prediction.step, other.prediction.step)
+    total = chosen.step_time_s
+    found = differences(Seconds(chosen.terms), Seconds(other.terms))
     every = sum(map(abs, found.values()))
     terms = [f"{name} {signed(of, total)}" for name, of in found.items() if of and abs(of) >= SMALL * every]
     return f"{in_words(_differing(chosen, other))}: {', '.join(terms) or 'as long'}"
 
 
-def _differing(chosen: Candidate, other: Candidate) -> dict[str, int | str]:
+def _differing(chosen: OtherPlan, other: OtherPlan) -> dict[str, int | str]:
     """The words of `other` that differ from those of `chosen`; `dp` follows from others, and counts only by itself."""
     found = {word: value for word, value in other.words.items() if chosen.words.get(word) != value}
     return {word: value for word, value in found.items() if word != "dp" or len(found) == 1}

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from moec.codegen.search_report import GIGABYTE
 from moec.commands.inspecting.summary import skew_lines
-from moec.commands.planning.plan_document import GIGABYTE, PlannedLoad, PlannedTrace
+from moec.commands.planning.plan_document import PlannedLoad, PlannedTrace
 from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.spec import GateBound, Measured, Spec, Trace, Zipf

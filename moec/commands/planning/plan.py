@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moec.codegen.plan_in_words import degrees_lines
+from moec.codegen.search_report import GIGABYTE, SearchReport, report_of
 from moec.commands.console.output import emit
 from moec.commands.inspecting.summary import peak_line, recomputing_layers
 from moec.commands.planning.against import against, against_lines, require_same_model
@@ -21,14 +22,11 @@ from moec.commands.planning.loads import (
     routing_in_words,
 )
 from moec.commands.planning.plan_document import (
-    GIGABYTE,
     PlannedDegrees,
     PlannedExperts,
     PlannedLoad,
     StepPrediction,
     Tenant,
-    candidates_of,
-    runners_up_of,
     way_out,
     why_not_document,
 )
@@ -36,7 +34,7 @@ from moec.commands.planning.terms import term_lines
 from moec.driver import read, valid_plan
 from moec.grammar.amounts import amount_of_bytes, si
 from moec.grammar.checking.supported import require_supported
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, printable
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.resolve.given_words import given_words
 from moec.grammar.spec import Spec
@@ -48,7 +46,7 @@ from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.search.candidate import Candidate, Choice, candidate_of
-from moec.subject import is_plan
+from moec.subject import is_plan, require_plan_folder
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
@@ -60,11 +58,11 @@ IN_ORDER = Placing()
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, its loads, and what a search says of other plans. `choice` is None where the file leaves no word open."""
+    """A plan, its loads, and what a search says of other plans. `report` is None where no search chose a word."""
 
     plan: Candidate
     load: PlannedLoad
-    choice: Choice | None
+    report: SearchReport | None
     why_not: WhyNot | None
     other: Candidate | None
     ways_out: Sequence[WayOut]
@@ -86,15 +84,18 @@ def run(
     does not compile.
     """
     given = None if words is None else given_words("--why-not", words)
-    spec, warnings = _spec_of(source, lets)
+    spec, report, warnings = _spec_of(source, lets)
     require_step(spec)
     if given is not None:
         require_no_other_words(placing)
     spec, loads = read_loads(spec, source, placing)
     choice, plan = _planned(spec)
+    report = report or report_of(spec, choice)
     before = None
     if other is not None:
-        file = _spec_of(other, {})[0]
+        if other.is_dir():
+            require_plan_folder(other, "moec plan --against")
+        file, _, _ = _spec_of(other, {})
         require_step(file, f"`{other}` is ")
         _, before = _planned(read_loads(file, other, IN_ORDER)[0])
         require_same_model(plan, before)
@@ -106,7 +107,7 @@ def run(
 
         found = why_not(spec, plan, given) if given is not None else None
         ways = () if plan.prediction.fits or not placing.is_default else tuple(ways_out(spec))
-    planned = Planned(plan, planned_load(plan, loads), choice, found, before, ways)
+    planned = Planned(plan, planned_load(plan, loads), report, found, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
     return plan.prediction.fits, warnings
 
@@ -130,11 +131,13 @@ def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
     return choice, candidate_of(spec) if choice is None else choice.chosen
 
 
-def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, tuple[Diagnostic, ...]]:
+def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, SearchReport | None, tuple[Diagnostic, ...]]:
+    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file."""
     if is_plan(source):
-        return valid_plan(source).spec, ()
+        plan = valid_plan(source)
+        return plan.spec, plan.report, ()
     loaded = read(source, **lets)
-    return loaded.unwrap(), loaded.diagnostics
+    return loaded.unwrap(), None, loaded.diagnostics
 
 
 def _lines(planned: Planned) -> Iterator[str]:
@@ -165,8 +168,8 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield f"           {tenants}"
     yield from way_out_lines(planned.ways_out, plan)
     yield from load_lines(load, spec, step.total)
-    if planned.choice is not None:
-        yield from runner_up_lines(planned.choice)
+    if planned.report is not None:
+        yield from map(printable, runner_up_lines(planned.report))  # a plan's report may be edited
     if planned.why_not is not None:
         yield ""
         yield from why_not_lines(planned.why_not, plan)
@@ -230,8 +233,9 @@ def _document(planned: Planned) -> StepPrediction:
         exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
         loads=planned.load,
         calibrated=spec.cluster.is_calibrated,
-        candidates=candidates_of(planned.choice),
-        runners_up=runners_up_of(planned.choice),
+        candidates=planned.report.candidates if planned.report else None,
+        runners_up=planned.report.runners_up if planned.report else [],
+        unused=planned.report.unused if planned.report else [],
         why_not=None if planned.why_not is None else why_not_document(planned.why_not),
         against=None if planned.other is None else against(planned.plan, planned.other),
         ways_out=[way_out(way) for way in planned.ways_out],

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from moec.codegen.search_report import GIGABYTE, OtherPlan, PlannedCandidates, UnusedValue, other_plan
 from moec.commands.console.output import document
-from moec.passes.search.candidate import Candidate, Choice
+from moec.passes.search.candidate import Candidate
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
     from moec.passes.search.why_not import WhyNot
-
-GIGABYTE = 1e9
 
 
 @document
@@ -101,27 +100,6 @@ class PlannedLoad:
 
 
 @document
-class PlannedCandidates:
-    """The plans among which a search chose."""
-
-    number: int
-    fit: int
-    """Of these, those whose estimated memory fits."""
-
-
-@document
-class OtherPlan:
-    """Another plan than the one that is predicted."""
-
-    words: dict[str, int | str]
-    """The words that the file leaves open."""
-    step_time_s: float
-    terms: dict[str, float]
-    memory_gb: float
-    fits: bool
-
-
-@document
 class WhyNotDocument:
     """Plans with the words of `--why-not`."""
 
@@ -197,37 +175,17 @@ class StepPrediction:
     calibrated: bool
     """Whether the cluster states what is achieved of its peaks and bandwidths."""
     candidates: PlannedCandidates | None
-    """Null where the file leaves no word open."""
+    """Null where no search chose a word."""
     runners_up: list[OtherPlan]
     """The next plans, the fastest first."""
+    unused: list[UnusedValue]
+    """The values of lists that no plan has."""
     why_not: WhyNotDocument | None
     """What speaks against the words of `--why-not`."""
     against: Against | None
     """What differs from the plan of `--against`."""
     ways_out: list[WayOutOfMemory]
     """Of a step that does not fit: what would make it fit."""
-
-
-def other_plan(plan: Candidate) -> OtherPlan:
-    """The document of a plan."""
-    step = plan.prediction.step
-    return OtherPlan(
-        words=dict(plan.words),
-        step_time_s=float(step.total),
-        terms={str(term): float(seconds) for term, seconds in step.of.items()},
-        memory_gb=float(plan.prediction.memory.peak.bytes.total) / GIGABYTE,
-        fits=plan.prediction.fits,
-    )
-
-
-def candidates_of(choice: Choice | None) -> PlannedCandidates | None:
-    """The numbers of a search; None for none."""
-    return None if choice is None else PlannedCandidates(number=choice.candidates, fit=choice.fitting)
-
-
-def runners_up_of(choice: Choice | None) -> list[OtherPlan]:
-    """The next plans of a search."""
-    return [] if choice is None else [other_plan(other) for other in choice.runners_up]
 
 
 def why_not_document(found: WhyNot) -> WhyNotDocument:

@@ -37,7 +37,9 @@ def test_there_is_no_page_of_nothing() -> None:
 
 
 def test_every_document_belongs_to_a_command() -> None:
-    assert sorted(["version", *(name for each in COMMANDS.values() for name in each.documents)]) == sorted(DOCUMENTS)
+    assert sorted(
+        ["version", "plan-report", *(name for each in COMMANDS.values() for name in each.documents)]
+    ) == sorted(DOCUMENTS)
 
 
 @each_row("path", COMMANDS)

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from support.plans import moe_text
 from support.tables import each_row
 
+from moec.codegen.folder import PlanError
 from moec.commands.planning.plan import run
+from moec.commands.schemas import type_of
 from moec.driver import check, compile, load, reference, to_spec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec.parallel import ParallelLayers
@@ -39,6 +42,30 @@ def test_a_plan_states_every_word_and_is_the_same_each_time(tmp_path: Path) -> N
     assert plan.spec.parallel.microbatches in (2, 4)
     plan.save(tmp_path / "a.plan")
     assert load(tmp_path / "a.plan", trust_nothing=True).spec_text == compile(text()).spec_text
+
+
+def test_a_plan_keeps_the_report_of_its_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, file, folder = compile(text()), file_of(tmp_path), tmp_path / "a.plan"
+    report = plan.save(folder) / "report.json"
+    kept = report.read_bytes()
+    assert compile(text()).save(tmp_path / "b.plan").joinpath("report.json").read_bytes() == kept
+    TypeAdapter(type_of("plan-report")).validate_json(kept)
+    assert load(folder).report == plan.report
+    shown = []
+    for source in (file, folder):
+        run(source, {}, "full")
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    report.write_bytes(kept.replace(b'"fits": true', b'"fits": false', 1))
+    with pytest.raises(PlanError, match=r"report\.json: its digest does not match plan\.json"):
+        load(folder)
+    stated = compile(plan.spec)
+    assert stated == plan
+    assert not stated.save(folder).joinpath("report.json").exists()
+    assert load(folder).report is None
+    report.write_bytes(kept)
+    with pytest.raises(PlanError, match="MOE0601"):
+        load(folder)
 
 
 def test_a_search_is_of_the_ranks_that_a_plan_is_for() -> None:
@@ -121,6 +148,14 @@ def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.Capt
     assert all(set(other["words"]) == {"tp", "zero", "microbatches"} for other in found["runners_up"])
 
 
+def test_values_that_no_plan_has_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = file_of(tmp_path, "tp = [2, 3]; zero = auto")
+    run(file, {}, "full")
+    assert re.search(r"\n  no plan has tp = 3 \(MOE03\d\d, .*\)\n$", capsys.readouterr().out)
+    with pytest.raises(DiagnosticError, match=r"MOE0600.*this folder has no plan\.json"):
+        run(file, {}, "full", None, tmp_path)
+
+
 @each_row(
     ("other", "code"),
     [("epp = 2", "MOE0201"), ("ep = 3", "MOE0505"), ("layers 1 { ep = 2 }", "MOE0101"), ("ep = 2, ep = 4", "MOE0204")],
@@ -152,8 +187,8 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [way["ranks"] for way in ways if not way["word"]] == [8]
     file.write_text(text(words).replace("1GB", "1KB"))
     assert not run(file, {}, "full")[0]
-    assert re.search(r": it does not fit\n.*, of which 0 fit\n$", capsys.readouterr().out, re.DOTALL)
-    with pytest.raises(DiagnosticError, match="MOE0501"):
+    assert re.search(r": it does not fit\n.*, of which 0 fit\n  no plan has ", capsys.readouterr().out, re.DOTALL)
+    with pytest.raises(DiagnosticError, match=r"MOE0501.*; no plan of .* fits, and this one takes"):
         compile(file)
 
 
