@@ -13,6 +13,7 @@ from support.tables import each_row
 from moec.commands.planning.plan import run
 from moec.driver import check, compile, load, reference, to_spec
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.source import Source, Span
 from moec.grammar.stated import open_words
 from moec.open_words import allows
 from moec.passes.search.candidate import candidate_of
@@ -117,7 +118,17 @@ def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.Capt
 def test_words_that_no_plan_has_are_refused(other: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(DiagnosticError) as refused:
         run(file_of(tmp_path), {}, "full", other)
-    assert code in {problem.code for problem in refused.value.diagnostics}
+    problems = refused.value.diagnostics
+    assert code in {problem.code for problem in problems}
+    assert {problem.span and problem.span.source for problem in problems} == {Source("--why-not", other)}
+
+
+def test_a_rule_that_given_words_break_has_its_place_in_the_argument(tmp_path: Path) -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        run(file_of(tmp_path, "tp = 2"), {}, "full", "zero = 1, tp = 3")
+    assert ("MOE0312", Span(Source("--why-not", "zero = 1, tp = 3"), 15, 16)) in {
+        (problem.code, problem.span) for problem in refused.value.diagnostics
+    }
 
 
 def test_words_of_a_stated_file_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
