@@ -171,3 +171,12 @@ def test_a_plan_against_another_names_each_word_and_second(tmp_path: Path, capsy
     ]
     difference = found["step_time_s"] - found["against"]["step_time_s"]
     assert sum(added) == pytest.approx(difference, abs=3e-3 * found["step_time_s"])
+
+
+def test_a_file_without_a_cluster_is_for_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.moe"
+    file.write_text(re.sub(r"^cluster .*\n", "", text("tp = 1", ranks=1), flags=re.MULTILINE))
+    run(file, {}, "full")
+    out = capsys.readouterr().out
+    assert " on 1 × cpu (one_rank)" in out
+    assert "\nno `cluster` in the file: one CPU process counts" in out
