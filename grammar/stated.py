@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.source import Span
 from moec.grammar.spec import Spec
 
@@ -43,6 +44,28 @@ def searched_words(spec: Spec) -> tuple[str, ...]:
     state."""
     words = open_words(spec)
     return (*words, "virtual") if "schedule" in words and spec.parallel.virtual is None else words
+
+
+class GivenWords(NamedTuple):
+    """Words of `parallel` that an argument of the command line gives, and their places in it."""
+
+    values: Mapping[str, object]
+    spans: Mapping[str, Span]
+    whole: Span
+
+    def only(self, word: str) -> GivenWords:
+        """One of the words."""
+        return self._replace(values={word: self.values[word]}, spans={word: self.spans[word]})
+
+    def in_file(self, spec: Spec) -> Spec:
+        """The file with these words instead of its own."""
+        return spec.replace(parallel=spec.parallel.replace(self.spans, **self.values))
+
+    def placed(self, diagnostic: Diagnostic) -> Diagnostic:
+        """What the words break: at the whole argument, if it has no place there."""
+        spans = (diagnostic.span, *(label.span for label in diagnostic.labels))
+        here = any(span and span.source == self.whole.source for span in spans)
+        return diagnostic if here else diagnostic._replace(span=self.whole)
 
 
 def with_words(spec: Spec, words: Mapping[str, object]) -> Spec:

@@ -295,11 +295,10 @@ def check_loaded(loaded: Loaded) -> tuple[Diagnostic, ...]:
 
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
-    """The passes on `spec`, or on what a search chooses for it, with the record of each."""
-    from moec.open_words import stated
+    """The passes on `spec`, which leaves no word open, with the record of each."""
     from moec.passes.pipeline import compile_program
 
-    return compile_program(stated(spec), stop_after)
+    return compile_program(spec, stop_after)
 
 
 def _plan_or_none(source: object) -> Plan | None:

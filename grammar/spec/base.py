@@ -98,13 +98,13 @@ class Node:
         """The same node with other spans."""
         return type(self).checked(self.__dict__, spans)
 
-    def replace(self, **changes: object) -> Self:
-        """A node with some fields changed, which is validated again, and with the same spans."""
+    def replace(self, spans: Mapping[str, Span] = _NOWHERE, /, **changes: object) -> Self:
+        """A node with some fields changed, which is validated again, and with the same spans but for `spans`."""
         cls = type(self)
         # A default need not be a value that the annotation allows: a Spec of one layer has the model None.
         kept = {name: value for name, value in self.__dict__.items() if value is not getattr(cls, name, _MISSING)}
         changed = cls(**{**kept, **changes})
-        changed._hold({}, self._given | frozenset(changes), self._spans)
+        changed._hold({}, self._given | frozenset(changes), {**self._spans, **spans} if spans else self._spans)
         return changed
 
     def __eq__(self, other: object) -> bool:

@@ -64,9 +64,9 @@ def _problems(spec: Spec) -> Iterator[Diagnostic]:
     words = open_words(spec)
     span = spec.parallel.span(words[0])
     if spec.train is None or not spec.has_model:
-        needed = "`train`" if spec.has_model else "a `model` and `train`"
-        help = f"state a number; a search needs {needed}, for it plans a step"
-        yield diagnose("MOE0502", span, f"`{words[0]}` is left open for the fastest step", help=help)
+        has, gives = ("a file without `train`", "") if spec.has_model else ("the file of one `layer`", "a `model` and ")
+        message = f"`{words[0]}` is left open for the fastest step, and {has} has no step"
+        yield diagnose("MOE0502", span, message, help=f"state `{words[0]}`, or give {gives}`train`")
         return
     for word in words:
         if getattr(spec.parallel, word) == ():

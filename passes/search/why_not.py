@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import with_words
+from moec.grammar.stated import GivenWords, with_words
 from moec.passes.search.candidate import Candidate
 from moec.passes.search.choose import best
 
@@ -26,18 +26,22 @@ class WhyNot:
     nearest: Mapping[str, Candidate]
 
 
-def why_not(spec: Spec, chosen: Candidate, given: Mapping[str, object]) -> WhyNot:
+def why_not(spec: Spec, chosen: Candidate, given: GivenWords) -> WhyNot:
     """What speaks against the words `given`, which replace those of the file `spec`, whose plan is `chosen`.
 
-    Raises `DiagnosticError` where no plan has them.
+    Raises `DiagnosticError` where no plan has them, with places in the argument that gives them.
     """
     nearest = dict[str, Candidate]()
-    for word, value in given.items() if len(given) > 1 else ():
+    for word in given.values if len(given.values) > 1 else ():
         try:
-            nearest[word] = best(with_words(spec, {word: value}))
+            nearest[word] = best(given.only(word).in_file(spec))
         except DiagnosticError:
             continue
-    return WhyNot(given, best(with_words(spec, given)), _alone(chosen, given), nearest)
+    try:
+        found = best(given.in_file(spec))
+    except DiagnosticError as error:
+        raise DiagnosticError(map(given.placed, error.diagnostics)) from None
+    return WhyNot(given.values, found, _alone(chosen, given.values), nearest)
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:

@@ -9,6 +9,7 @@ import pytest
 from moec.driver import run_passes, to_spec
 from moec.grammar.format import formatted
 from moec.grammar.source import Source
+from moec.open_words import stated
 from moec.passes.ir.texts.text import print_program
 
 HERE = Path(__file__).parent
@@ -19,7 +20,7 @@ FILES = [*sorted(HERE.glob("*.moe")), *sorted(EXAMPLES.glob("*.moe"))]
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_placed_program_is_the_one_on_record(file: Path, update_golden: bool):
-    text = print_program(run_passes(to_spec(file)).program)
+    text = print_program(run_passes(stated(to_spec(file))).program)
     golden = HERE / ("examples" if file.parent == EXAMPLES else "") / f"{file.stem}.ir"
     if update_golden:
         golden.write_text(text)

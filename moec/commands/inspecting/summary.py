@@ -25,6 +25,8 @@ from moec.passes.ir import Program
 
 LARGEST_PARTS = 4
 """The number of parts of the peak that the summary names."""
+NEARLY_FULL = 0.95
+"""The share of a device's memory above which the summary of a searched plan says so."""
 
 
 def summary(plan: Plan, program: Program, path: Path, seconds: float, chosen: Sequence[str] = ()) -> str:
@@ -111,8 +113,11 @@ def _activations(counts: Tally, microbatches: int) -> str:
 def _memory(plan: Plan, program: Program) -> list[str]:
     """The peak of a training step on the busiest rank, its parts, and the largest load of experts that fits."""
     memory = memory_of(program, plan.spec)
-    line = peak_line(memory, plan.spec.cluster.device.memory)
+    capacity = plan.spec.cluster.device.memory
+    line = peak_line(memory, capacity)
     details = (_parts_of(memory.peak.bytes), *skew_lines(largest_skew(program, plan.spec)))
+    if plan.report is not None and memory.peak.bytes.total > NEARLY_FULL * capacity:
+        details += (f"more than {NEARLY_FULL:.0%} is filled: less `memory` in the device makes the search leave room",)
     return [f"  memory    {line}", *(f"            {line}" for line in details)]
 
 

@@ -44,15 +44,14 @@ def against(plan: Candidate, other: Candidate) -> Against:
 
 def against_lines(plan: Candidate, other: Candidate) -> Iterator[str]:
     """The changes, and the seconds that each line of the step takes more."""
-    found, step, before = against(plan, other), plan.prediction.step, other.prediction.step
-    memory = amount_of_bytes(found.memory_gb * GIGABYTE)
-    yield f"against a step of {before.total:.3g} s and {memory}"
-    for change in found.changes:
+    before, changes = other.prediction, list(_changes(other, plan))
+    yield f"against a step of {before.step.total:.3g} s and {amount_of_bytes(before.memory.peak.bytes.total)}"
+    for change in changes:
         values = " -> ".join(_short(value) for value in (change.before, change.after) if value is not None)
         yield f"  {change.kind} {change.word} = {values}{', reshards a checkpoint' if change.reshards else ''}"
-    if not found.changes:
+    if not changes:
         yield "  the same words"
-    yield from (line for _, _, line in difference_lines(before, step))
+    yield from (line for _, _, line in difference_lines(before.step, plan.prediction.step))
 
 
 def _short(value: str) -> str:

@@ -33,6 +33,7 @@ from moec.commands.planning.plan_document import (
 from moec.commands.planning.terms import term_lines
 from moec.driver import read, valid_plan
 from moec.grammar.amounts import amount_of_bytes, si
+from moec.grammar.checking.rank_rules import states_cluster
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, printable
 from moec.grammar.layer_numbers import numbered
@@ -181,6 +182,8 @@ def _lines(planned: Planned) -> Iterator[str]:
 def _guesses(spec: Spec) -> Iterator[str]:
     """What the file does not say of the cluster, and what counts instead."""
     device, levels = spec.cluster.device, [level for level in spec.cluster.levels if level.size > 1]
+    if not states_cluster(spec):
+        yield "no `cluster` in the file: one CPU process counts, whatever this machine has"
     unmeasured = [f"device {device.name}"] if device.achieved is None else []
     unmeasured += [f"level {level.name}" for level in levels if level.achieved is None]
     if unmeasured:

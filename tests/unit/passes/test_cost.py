@@ -15,6 +15,7 @@ from support.tables import each_row
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
+from moec.open_words import stated
 from moec.passes.cost.totals import BlockCost, tally
 from moec.passes.ir import Op, Program
 from moec.passes.ir.mesh import Mesh
@@ -37,7 +38,7 @@ def costs_of(text: str, block: str = "layers[1..2]") -> dict[str, Cost]:
 @cache
 def compiled(file: Path) -> tuple[Spec, Program]:
     """A file and its Program: several tests look at all of them."""
-    spec = to_spec(file)
+    spec = stated(to_spec(file))
     return spec, run_passes(spec).program
 
 

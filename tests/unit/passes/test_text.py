@@ -13,6 +13,7 @@ from support.plans import moe_spec
 from support.tables import each_row
 
 from moec.driver import run_passes, to_spec
+from moec.open_words import stated
 from moec.passes.ir import Op, Program, SourceLine
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attributes import attribute_types
@@ -42,7 +43,7 @@ def test_text_reads_back_as_the_same_program_after_every_pass(stop_after: str, s
 
 @each_row("file", FILES)
 def test_programs_of_our_own_files_read_back_with_their_lines_and_pass_every_check(file: Path):
-    program = run_passes(to_spec(file)).program
+    program = run_passes(stated(to_spec(file))).program
     read = parse_program(print_program(program))
     assert read == program
     assert lines_of(read) == lines_of(program)

@@ -16,6 +16,7 @@ from moec.commands.planning.plan import run
 from moec.commands.schemas import type_of
 from moec.driver import check, compile, load, reference, to_spec
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.source import Source, Span
 from moec.grammar.spec.parallel import ParallelLayers
 from moec.grammar.stated import open_words
 from moec.open_words import allows
@@ -163,7 +164,17 @@ def test_values_that_no_plan_has_are_named(tmp_path: Path, capsys: pytest.Captur
 def test_words_that_no_plan_has_are_refused(other: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(DiagnosticError) as refused:
         run(file_of(tmp_path), {}, "full", other)
-    assert code in {problem.code for problem in refused.value.diagnostics}
+    problems = refused.value.diagnostics
+    assert code in {problem.code for problem in problems}
+    assert {problem.span and problem.span.source for problem in problems} == {Source("--why-not", other)}
+
+
+def test_a_rule_that_given_words_break_has_its_place_in_the_argument(tmp_path: Path) -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        run(file_of(tmp_path, "tp = 2"), {}, "full", "zero = 1, tp = 3")
+    assert ("MOE0312", Span(Source("--why-not", "zero = 1, tp = 3"), 15, 16)) in {
+        (problem.code, problem.span) for problem in refused.value.diagnostics
+    }
 
 
 def test_words_of_a_stated_file_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,3 +217,12 @@ def test_a_plan_against_another_names_each_word_and_second(tmp_path: Path, capsy
     ]
     difference = found["step_time_s"] - found["against"]["step_time_s"]
     assert sum(added) == pytest.approx(difference, abs=3e-3 * found["step_time_s"])
+
+
+def test_a_file_without_a_cluster_is_for_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.moe"
+    file.write_text(re.sub(r"^cluster .*\n", "", text("tp = 1", ranks=1), flags=re.MULTILINE))
+    run(file, {}, "full")
+    out = capsys.readouterr().out
+    assert " on 1 × cpu (one_rank)" in out
+    assert "\nno `cluster` in the file: one CPU process counts" in out
