@@ -81,7 +81,7 @@ def _read(archive: zipfile.ZipFile, file: IO[bytes], path: Path, span: Span | No
         shape, dtype = _header(stream, path, span)
         iterations, _, ranks, _ = shape
         of_each = math.prod(shape[1:]) * dtype.itemsize
-        if info.file_size < iterations * of_each:
+        if info.file_size < stream.tell() + iterations * of_each:
             _refuse(span, f"{path}: the file ends before its counts", "copy it again")
         every = -(-iterations // MOST_ITERATIONS)
         if info.compress_type == zipfile.ZIP_STORED:

@@ -14,13 +14,14 @@ from moec.passes.cost.optimizers import kind_of
 from moec.passes.cost.parameter_time import CARRIED, ParameterWork, parameter_work
 from moec.passes.cost.rates import Rates
 from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.update_time import update_seconds
 from moec.passes.cost.weights import WeightBytes, weight_bytes
 from moec.passes.ir import Layout, Mesh, Meshes, Parameter, Shard
 from moec.passes.ir.mesh import parts_of
 from moec.passes.ir.work.arrays import larger
 from moec.passes.place.communicate import sums_of
 from moec.passes.place.shard_zero import cut_by_zero
-from moec.passes.search.tables import Table
+from moec.passes.search.tables import Table, grouped
 
 Array = Any
 """A number for each plan."""
@@ -54,12 +55,14 @@ class Cut:
     rows: Array
     cost: BlockCost
     share: Array
+    every: tuple[BlockCost, Array]
+    """The block, not cut, and its share in all plans."""
 
 
 def cuts_of(table: Table, shares: Shares) -> list[Cut]:
     """Each block of a table, once for all plans in which ZeRO cuts the same of its parameters."""
     return [
-        Cut(rows, _cut(table, _at(cost, rows)), share[rows])
+        Cut(rows, _cut(table, _at(cost, rows)), share[rows], (cost, share))
         for cost, share in shares
         for rows in table.alike_for_zero(cost.block)
     ]
@@ -71,7 +74,7 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
     before, after, in_flight, casts, optimizer = (_zeros(plans) for _ in range(5))
     copies, in_turn = ({cut.cost.block.name: _zeros(plans) for cut in cuts} for _ in range(2))
     sent = {what: {of_all: _zeros(plans) for of_all in (False, True)} for what in CARRIED}
-    is_cut = np.zeros(plans, bool)
+    is_cut, adds = np.zeros(plans, bool), not kind_of(table.spec.update.optimizer).whole_matrices
     for cut in cuts:
         rows, share, cost = cut.rows, cut.share, _at_stage(cut.cost, stage)
         name, microbatches, in_pipeline = cost.block.name, table.sizes[rows, 5], table.sizes[rows, 0] > 1
@@ -85,12 +88,30 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
         in_turn[name][rows] = each.narrow_gradients + each.wide_gradients + sends
         work = parameter_work([(cost, share)], microbatches, table.spec, rates, in_pipeline=in_pipeline)
         casts[rows] += work.casts
-        optimizer[rows] += work.optimizer
+        if adds:
+            optimizer[rows] += work.optimizer
         for what, of in work.sent.items():
             for of_all, seconds in of.items():
                 sent[what][of_all][rows] += seconds
         is_cut[rows] |= any(p.gathered != "never" for p in cost.block.parameters)
+    if not adds:
+        optimizer = _updates(table, cuts, stage, rates)
     return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), is_cut)
+
+
+def _updates(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Array:
+    """Seconds of an update that takes matrices of all blocks together."""
+    seconds, numbers = _zeros(len(table.sizes)), dict[str, Array]()
+    for number, cut in enumerate(cuts):
+        numbers.setdefault(cut.cost.block.name, np.zeros(len(table.sizes), int))[cut.rows] = number
+    for rows in grouped([*numbers.values()]):
+        runs = list[tuple[BlockCost, Array]]()
+        for of_block in numbers.values():
+            cut = cuts[of_block[rows[0]]]
+            cost, share = cut.every
+            runs.append((replace(_at(cost, rows), block=_at_stage(cut.cost, stage).block), share[rows]))
+        seconds[rows] = update_seconds(runs, table.spec.update, rates)
+    return seconds
 
 
 def _zeros(plans: int) -> Array:
@@ -125,7 +146,7 @@ def _cut(table: Table, cost: BlockCost) -> BlockCost:
     """The block with its parameters as ZeRO 3 lays them out in its first plan, those that lie alike as one."""
     meshes, cut = _meshes_at(cost, 0), list[Parameter]()
     for p in cost.block.parameters:
-        axes = frozenset(part for axis in p.sum_over or () for part in parts_of(axis) if meshes.size(part) > 1)
+        axes = frozenset(axis for axis in table.summed[cost.block.name, p.name] if meshes.size(axis) > 1)
         p = cut_by_zero(p, meshes, 3, axes, table.hidden_dims.get((cost.block.name, p.name)))
         cut.append(replace(p, sum_over=() if p.frozen else sums_of(p, axes, meshes)))
     return replace(cost, block=replace(cost.block, parameters=tuple(_together(cost, table.spec, cut))))
@@ -136,12 +157,10 @@ def _at_stage(cost: BlockCost, stage: int) -> BlockCost:
     meshes, parameters = _meshes_at(cost, 0), list[Parameter]()
     for p in cost.block.parameters:
         axes = {part for axis in p.sum_over or () for part in parts_of(axis) if meshes.size(part) > 1}
-        p = replace(
-            p,
-            weight=p.weight if stage > 2 else p.layout,
-            gradient=p.gradient if stage > 1 else p.layout,
-            optimizer_state=p.optimizer_state if stage > 0 else p.layout,
-        )
+        is_cut = [stage > least and (stage > 2 or not p.frozen) for least in (2, 1, 0)]
+        layouts = zip(is_cut, (p.weight, p.gradient, p.optimizer_state), strict=True)
+        weight, gradient, state = (layout if cut else p.layout for cut, layout in layouts)
+        p = replace(p, weight=weight, gradient=gradient, optimizer_state=state)
         parameters.append(replace(p, sum_over=sums_of(p, axes, meshes)))
     return replace(cost, block=replace(cost.block, parameters=tuple(parameters)))
 

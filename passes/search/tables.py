@@ -13,7 +13,7 @@ import numpy as np
 from moec.grammar.spec import Spec
 from moec.passes.cost.totals import runs_of
 from moec.passes.degrees.degrees import Degrees, ExpertDegrees
-from moec.passes.ir import Block, Mesh, Program, Recompute, local_shape
+from moec.passes.ir import Block, Mesh, Parameter, Program, Recompute, local_shape
 from moec.passes.ir.mesh import ZERO_AXES, parts_of
 from moec.passes.pipeline import unverified
 from moec.passes.place.tensor_parallel import kv_heads_of
@@ -37,15 +37,27 @@ class Table:
 
     @classmethod
     def of(cls, spec: Spec, lowered: Program, sizes: Rows) -> Table:
-        """The table of plans with the same ops; the one with the largest `cp` is placed."""
-        placed = Sizes(*map(int, sizes[np.argmax(sizes[:, 1])]))
-        program = unverified(spec, _degrees_of(spec, placed), lowered, "partition")
-        return cls(spec, sizes, lowered, on_meshes(program, spec, sizes))
+        """The table of plans with the same ops."""
+        return cls(spec, sizes, lowered, on_meshes(_placed(spec, lowered, sizes), spec, sizes))
 
     @cached_property
     def hidden_dims(self) -> dict[tuple[str, str], int | None]:
         """The dim of each parameter that is the width of experts, by block and parameter."""
         return {(b.name, p.name): dict(p.shard).get("etp") for b in self.lowered.blocks for p in b.parameters}
+
+    @cached_property
+    def summed(self) -> dict[tuple[str, str], frozenset[str]]:
+        """The axes over which the gradient of each parameter is summed, by block and parameter; of one that is frozen,
+        those over which it would be."""
+        program = self.program
+        if any(p.frozen for block in program.blocks for p in block.parameters):
+            trained = (replace(b, parameters=_trained(b.parameters)) for b in self.lowered.blocks)
+            program = _placed(self.spec, replace(self.lowered, blocks=tuple(trained)), self.sizes)
+        return {
+            (block.name, p.name): frozenset(part for axis in p.sum_over or () for part in parts_of(axis))
+            for block in program.blocks
+            for p in block.parameters
+        }
 
     def alike_for_zero(self, block: Block) -> list[Any]:
         """The numbers of rows in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters of a
@@ -53,7 +65,7 @@ class Table:
         columns, meshes = dict[object, Any](), self.program.meshes_of(block)
         for p in block.parameters:
             assert p.layout is not None
-            axes = {part for axis in p.sum_over or () for part in parts_of(axis)} & set(ZERO_AXES)
+            axes = self.summed[block.name, p.name] & set(ZERO_AXES)
             hidden, local = self.hidden_dims.get((block.name, p.name)), local_shape(p.shape, p.layout, meshes)
             free = [d for d in range(len(p.shape)) if d == hidden or not p.layout.cuts(d)]
             columns |= {axis: meshes.size(axis) > 1 for axis in axes}
@@ -76,6 +88,16 @@ class Table:
                 taken = np.where(self.sizes[:, 0] > 1, 0.5, 1.0)
             shares.append((block, taken))
         return shares
+
+
+def _placed(spec: Spec, lowered: Program, sizes: Rows) -> Program:
+    """The Program of the plan with the largest `cp`."""
+    degrees = _degrees_of(spec, Sizes(*map(int, sizes[np.argmax(sizes[:, 1])])))
+    return unverified(spec, degrees, lowered, "partition")
+
+
+def _trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    return tuple(replace(p, frozen=False) for p in parameters)
 
 
 def _elements(block: Block) -> int:

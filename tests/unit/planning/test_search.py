@@ -123,6 +123,14 @@ def test_a_stated_word_is_kept_and_a_list_limits() -> None:
     assert {candidate.words["ep"] for candidate in (choice.chosen, *choice.runners_up)} <= {1, 4}
 
 
+@each_row("train", ["muon(lr = 1e-3)", "adafactor(lr = 1e-3)", "adamw(lr = 1e-3); frozen = [experts, embedding]"])
+def test_without_a_pipeline_estimated_seconds_are_exact(train: str) -> None:
+    """Of layers of two kinds, whose matrices an update takes together, and of weights that are gathered only."""
+    text = moe_text(levels=FOUR, batch=16, optimizer=train, memory="1GB")
+    spec = open_spec(text, **dict.fromkeys(("tp", "ep", "zero", "recompute", "microbatches"), "auto"))
+    assert [each.seconds for each in near(spec, number=12, seed=0)] == pytest.approx([1] * 12, rel=1e-9)
+
+
 def test_estimates_of_pipelines_are_near() -> None:
     """Of Mixtral 8x22B on 128 ranks; benchmarks/bench_search.py has more."""
     spec = open_file("mixtral_8x22b", nodes=16, batch=1024)
