@@ -49,7 +49,7 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
             return Choice(least, (), ranking.candidates, 0)
-    mixed = _placed(spec, ranking.mixed, MOST_NEAR, rates, min(map(_seconds, found)), MOST_CHANGED)
+    mixed = _placed(spec, ranking.mixed, 2 * MOST_CHANGED, rates, min(map(_seconds, found)), MOST_CHANGED)
     found += [recomputing_less(plan, Space(spec).recomputed, rates) for plan in mixed]
     first, *others = sorted({plan.spec: plan for plan in found}.values(), key=_seconds)
     return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
