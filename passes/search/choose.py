@@ -29,7 +29,7 @@ MOST_THAT_FIT = 8
 """Placing ends when so many of these fit."""
 
 MOST_CHANGED = 3
-"""The plans, by their estimates, of which some layers may compute less again than the others."""
+"""The plans, by their estimates, of which some layers may recompute less than others."""
 
 
 def choose(spec: Spec, rates: Rates | None = None) -> Choice:

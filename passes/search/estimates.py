@@ -35,7 +35,7 @@ Array = Any
 class Estimates:
     """Candidates of one table with one ZeRO stage and recomputation: rows of the table, each with a schedule.
 
-    `least`: seconds if no more layers compute so much again than have to.
+    `least`: seconds if only as many layers as have to recompute so much.
     """
 
     table: Table

@@ -39,7 +39,7 @@ class Ranked:
 @dataclass(frozen=True, slots=True)
 class Ranking:
     """The first candidates that fit, from the fastest on; those that nearly do; those that fit and would be the fastest
-    if no more layers computed so much again than have to; the ones with the least memory; and numbers of candidates."""
+    if only as many layers as have to recomputed so much; the ones with the least memory; and numbers of candidates."""
 
     first: tuple[Ranked, ...]
     near: tuple[Ranked, ...]

@@ -1,7 +1,7 @@
-"""Recomputation of some layers: of those of each pipeline rank no more than its memory asks for.
+"""Recomputation of some layers: on each pipeline rank no more than its memory asks for.
 
 Ranks of a pipeline keep different numbers of micro-batches, so that the first ones need more memory than the last.
-Where these compute less again, `partition` gives them more layers, and the slowest rank has fewer.
+Where the last ones recompute less, `partition` gives them more layers, and the slowest rank has fewer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUNDS = 4
 
 
 def recomputing_less(plan: Candidate, allowed: Sequence[Recompute], rates: Rates) -> Candidate:
-    """The fastest plan that is found of those in which some layers compute less again than all do in `plan`, which
-    fits; `plan` itself if none is faster.
+    """The fastest plan that is found in which some layers recompute less than all do in `plan`, which fits; `plan`
+    itself if none is faster.
 
     With other words `partition` chooses other stages. So the first round lowers words by the memory that ranks have
     left, and the others raise those of ranks that then lack some.
@@ -70,7 +70,7 @@ def _raise(levels: list[int], layers: Sequence[int], left: float, saved: Sequenc
 
 
 def _with(plan: Candidate, words: Sequence[Recompute]) -> PlacedPlan:
-    """The plan in which each layer computes its word again."""
+    """The plan in which each layer has its word of `recompute`."""
     spec = plan.spec
     pairs = zip(words, spec.subject.mixtures, strict=True)
     own: list[Recompute] = ["none" if word == "experts" and moe is None else word for word, moe in pairs]
