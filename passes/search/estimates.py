@@ -87,7 +87,7 @@ def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], mem
     for more in range(len(seconds)):
         for less in range(more):
             of_layer = np.maximum(memory[less] - memory[more], 1.0) / of_rank
-            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.like_first[new]
+            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.mean_over_first[new]
             mixed = seconds[less] + share * (seconds[more] - seconds[less])
             can_mix = (memory[less] > capacity) & (memory[more] <= capacity)
             found[more] = np.where(can_mix, np.minimum(found[more], mixed), found[more])

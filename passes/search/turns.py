@@ -21,9 +21,9 @@ QUEUES = frozenset({"zero_bubble", "zero_bubble_v", "dual_pipe_v"})
 BUBBLES: Mapping[str, float] = {"zero_bubble": 1 / 3, "zero_bubble_v": 1 / 6, "dual_pipe_v": 1 / 6}
 """The bubble of a schedule over that of 1F1B, where all parts of a stage's passes take equally long."""
 
-
-LIKE_THE_FIRST: Mapping[str, float] = {"one_f_one_b": 0.5, "interleaved": 0.5, "zero_bubble": 0.5}
-"""The activations of all ranks over those of as many first ones, where later ranks keep fewer micro-batches."""
+MEAN_OVER_FIRST: Mapping[str, float] = {"one_f_one_b": 0.5, "interleaved": 0.5, "zero_bubble": 0.5}
+"""The activations of a rank on average over those of the first one, where later ranks keep fewer micro-batches: about
+that of 1F1B with many ranks, which for the others is a guess. It only orders candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Turns:
     pipelined: Sequence[Pipelined]
     virtual: Array
     bubble: Array
-    like_first: Array
+    mean_over_first: Array
     backward: Sequence[tuple[Array, Array]]
     loss: Sequence[tuple[Array, Array]]
     """The micro-batches that are kept and that are queued at the worst moments."""
@@ -60,7 +60,7 @@ class Turns:
             [every[index][0] for index in taken.tolist()],
             np.array([each.virtual for each, _ in every])[taken],
             np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each, _ in every])[taken],
-            np.array([LIKE_THE_FIRST.get(each.schedule, 1.0) if of.ranks > 1 else 1.0 for each, of in every])[taken],
+            np.array([MEAN_OVER_FIRST.get(each.schedule, 1.0) if of.ranks > 1 else 1.0 for each, of in every])[taken],
             _in_arrays([of.backward for of in worst], taken),
             _in_arrays([of.loss for of in worst], taken),
         )
