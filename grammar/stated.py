@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.source import Span
 from moec.grammar.spec import Spec
+from moec.grammar.spec.parallel import ParallelLayers
 
 
 class Stated(NamedTuple):
@@ -29,21 +30,50 @@ class SharingDegrees(NamedTuple):
         return self.cp * self.tp
 
 
+WordOfLayers = Literal["ep", "etp", "recompute"]
+
 OPEN_WORDS = ("pp", "dp", "cp", "tp", "ep", "etp", "zero", "recompute", "microbatches", "schedule")
 """The words of `parallel` that may be `auto` or a list."""
 
+OF_LAYERS: tuple[WordOfLayers, ...] = ("ep", "etp", "recompute")
+"""The words of `parallel` that may have other values for some layers."""
+
 
 def open_words(spec: Spec) -> tuple[str, ...]:
-    """The words of `parallel` that the file leaves open, for a search to choose."""
-    stated = ((word, getattr(spec.parallel, word)) for word in OPEN_WORDS)
-    return tuple(word for word, value in stated if value == "auto" or isinstance(value, tuple))
+    """The words of `parallel` that the file leaves open, for some layers or for all, for a search to choose."""
+    return tuple(word for word in OPEN_WORDS if any(map(is_open, values_of(spec, word))))
+
+
+def is_open(value: object) -> bool:
+    """Whether a value of a word leaves it open."""
+    return value == "auto" or isinstance(value, tuple)
+
+
+def values_of(spec: Spec, word: str) -> list[Any]:
+    """The values that a file states for a word, of all layers and of some; None is for none."""
+    blocks = spec.parallel.layers if word in OF_LAYERS else ()
+    return [getattr(block, word) for block in (spec.parallel, *blocks)]
+
+
+def open_span(spec: Spec, word: str) -> Span | None:
+    """Where a file leaves a word open."""
+    blocks = (spec.parallel, *(spec.parallel.layers if word in OF_LAYERS else ()))
+    return next((block.span(word) for block in blocks if is_open(getattr(block, word))), None)
 
 
 def searched_words(spec: Spec) -> tuple[str, ...]:
-    """The words that a search states: those that the file leaves open, and with `schedule` a `virtual` that it does not
-    state."""
+    """The words that a search states: those that the file leaves open; with `schedule` a `virtual` that it does not
+    state, with those of layers the blocks that have other values for some."""
     words = open_words(spec)
-    return (*words, "virtual") if "schedule" in words and spec.parallel.virtual is None else words
+    if "schedule" in words and spec.parallel.virtual is None:
+        words = (*words, "virtual")
+    return (*words, "layers") if {"ep", "etp"}.intersection(words) else words
+
+
+def blocks_without(blocks: Iterable[ParallelLayers], words: Collection[str]) -> tuple[ParallelLayers, ...]:
+    """The blocks of layers without these words; one that then states nothing is left out."""
+    found = (block.replace(**dict.fromkeys(words)) for block in blocks)
+    return tuple(block for block in found if any(getattr(block, word) is not None for word in OF_LAYERS))
 
 
 class GivenWords(NamedTuple):
@@ -133,7 +163,7 @@ def data_parallel_size(spec: Spec) -> int:
     return number_of(spec.parallel.dp) or max(1, stage_ranks(spec) // sharing_degrees(spec).sharers)
 
 
-def stated_of_layers(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> list[tuple[Sequence[int], Stated]]:
+def stated_of_layers(spec: Spec, word: WordOfLayers) -> list[tuple[Sequence[int], Stated]]:
     """Every value of `word`, in the order of the file, with its layers; for a layer with several, the last counts."""
     all_layers, parallel = range(len(spec.model.layers if spec.has_model else spec.layers)), spec.parallel
     blocks = [(all_layers, parallel), *((block.layers or all_layers, block) for block in parallel.layers)]
@@ -144,6 +174,6 @@ def stated_of_layers(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> lis
     ]
 
 
-def stated_by_layer(spec: Spec, word: Literal["ep", "etp", "recompute"]) -> Mapping[int, Stated]:
+def stated_by_layer(spec: Spec, word: WordOfLayers) -> Mapping[int, Stated]:
     """The value of `word` that counts for each layer with one."""
     return {number: stated for layers, stated in stated_of_layers(spec, word) for number in layers}

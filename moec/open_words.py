@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from moec.grammar.checking.supported import unsupported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Measured, Spec, Trace
-from moec.grammar.stated import open_words, pipeline_of, searched_words, with_words
+from moec.grammar.stated import (
+    OF_LAYERS,
+    WordOfLayers,
+    open_words,
+    pipeline_of,
+    searched_words,
+    stated_by_layer,
+    with_words,
+)
 
 if TYPE_CHECKING:
     from moec.passes.pipeline import Compilation
@@ -83,20 +91,35 @@ def without_open_words(spec: Spec) -> Spec:
 def allows(file: Spec, plan: Spec) -> bool:
     """Whether `plan` is `file`, or has a value that it allows for each word that it leaves open."""
     chosen = {word: getattr(plan.parallel, word) for word in searched_words(file)}
-    lists = {word: getattr(file.parallel, word) for word in open_words(file)}
-    if "recompute" in chosen:  # some layers may compute something else again
+    if set(OF_LAYERS).intersection(chosen):
         chosen["layers"] = plan.parallel.layers
-        found = {chosen["recompute"], *(block.recompute for block in plan.parallel.layers)}
-        words = lists.pop("recompute")
-        # Layers without experts compute nothing again where others do their experts.
-        known = {*words, *(["none"] if "experts" in words else [])} if isinstance(words, tuple) else found
-        if not found <= known or any(block.ep or block.etp for block in plan.parallel.layers):
+        if not all(_allows_of_layers(file, plan, word) for word in OF_LAYERS):
             return False
+    lists = {word: getattr(file.parallel, word) for word in open_words(file) if word not in OF_LAYERS}
     if pipeline_of(plan).pp == 1 and chosen.get("schedule") is None:
         lists.pop("schedule", None)  # one stage has no schedule
     if any(isinstance(values, tuple) and chosen[word] not in values for word, values in lists.items()):
         return False
     return with_words(_with_kept(file, plan), chosen) == plan
+
+
+def _allows_of_layers(file: Spec, plan: Spec, word: WordOfLayers) -> bool:
+    """Whether each layer of the plan has a value of a word that the file allows it."""
+    stated, found = (stated_by_layer(spec, word) for spec in (file, plan))
+    for number, moe in enumerate(file.subject.mixtures):
+        if moe is None and word != "recompute":
+            continue
+        allowed, value = (of[number].value if number in of else None for of in (stated, found))
+        values = allowed if isinstance(allowed, tuple) else (allowed,)
+        if moe is None:  # these have no experts to compute again
+            value, values = _without_experts(value), tuple(map(_without_experts, values))
+        if value not in values and (value is None or "auto" not in values):
+            return False
+    return True
+
+
+def _without_experts(recompute: object) -> object:
+    return "none" if recompute == "experts" else recompute
 
 
 def _with_kept(file: Spec, plan: Spec) -> Spec:

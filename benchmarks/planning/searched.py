@@ -16,6 +16,7 @@ from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.lower.lower_model import lower
 from moec.passes.search.candidate import Candidate, candidate_of
 from moec.passes.search.estimates import estimates
+from moec.passes.search.fronts import rows_of
 from moec.passes.search.ranking import rank, words_of
 from moec.passes.search.rules import with_first_values
 from moec.passes.search.space import Space
@@ -59,9 +60,9 @@ def near(spec: Spec, number: int, seed: int) -> Iterator[Near]:
     devices'."""
     draw, rates = random.Random(seed), ClusterRates(spec.cluster)
     space, lowered = Space(spec), lower(with_first_values(spec))
-    found = []
-    for rows in structures(spec, lowered, np.array(list(space.sizes()))):
-        for of in estimates(space, Table.of(spec, lowered, rows), rates):
+    every, found = rows_of(space, lowered, rates), []
+    for rows in structures(space, lowered, every):
+        for of in estimates(Table.of(space, lowered, every[rows]), rates):
             fitting = np.flatnonzero(of.memory <= 4 * spec.cluster.device.memory)
             if len(fitting):
                 row = int(draw.choice(fitting))

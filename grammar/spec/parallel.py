@@ -36,12 +36,8 @@ class ParallelLayers(Node):
     layers: Annotated[
         tuple[Annotated[int, at_least(0)], ...], Doc("the layers that these degrees are for, ascending")
     ] = ()
-    ep: Annotated[
-        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
-    ] = None
-    etp: Annotated[
-        Degree, NotYet(("auto",), lists=True), Doc("expert slicing; divides the hidden widths of these layers' experts")
-    ] = None
+    ep: Annotated[Degree, Doc("expert parallel; divides the ranks and each such layer's experts")] = None
+    etp: Annotated[Degree, Doc("expert slicing; divides the hidden widths of these layers' experts")] = None
     recompute: Annotated[
         Recompute | Literal["auto"] | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")
     ] = None

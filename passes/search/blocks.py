@@ -24,6 +24,7 @@ from moec.passes.ir.ops import Conversion
 from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.workload import Workload
+from moec.passes.search.space import Sizes
 from moec.passes.search.tables import Table, numbered, on_meshes
 
 Array = Any
@@ -92,7 +93,8 @@ def runs_in(table: Table, block: Block, words: Iterable[Recompute], rates: Rates
 def _columns(table: Table, block: Block) -> list[Array]:
     """The numbers on which the costs of a block's ops depend: the sequences of a rank and micro-batch, and the sizes of
     the axes that they use and of those inside of these, which set the distance of a group's ranks."""
-    pp, cp, tp, ep, etp, microbatches = table.sizes.T
+    pp, cp, tp, microbatches, _ = table.sizes
+    ep, etp = table.pair_of(block)
     ranks = table.spec.cluster.ranks // pp
     sizes = {"cp": cp, "tp": tp, "ep": ep, "etp": etp, "dp": ranks // (cp * tp), "edp": ranks // (ep * etp)}
     cuts = {axis for v in block.scope.values() for axis in (v.layout.axes if v.layout else ())}
@@ -115,10 +117,10 @@ def _is_measured(table: Table) -> bool:
 def _cost(table: Table, block: Block, rows: Array, use: LoadUse) -> BlockCost:
     """The cost of a block in the plans of these rows; nothing of ZeRO is in it."""
     assert table.spec.train is not None
-    sizes = table.sizes[rows]
+    sizes = Sizes.of(table.rows[rows].T)
     program = on_meshes(table.program, table.spec, sizes)
     workload = Workload.of(table.spec, program).planned_for(use)
-    batch, mixtures = table.spec.train.batch // sizes[:, 5], -(-workload.mixtures // sizes[:, 0])
+    batch, mixtures = table.spec.train.batch // sizes.microbatches, -(-workload.mixtures // sizes.pp)
     return BlockCost.of(program, block, replace(workload, batch=batch, mixtures=mixtures))
 
 

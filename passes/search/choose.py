@@ -11,6 +11,7 @@ from moec.grammar.spec import Spec
 from moec.grammar.stated import open_words, searched_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.search.candidate import Candidate, Choice, PlacedPlan, candidate_of
+from moec.passes.search.kinds import in_short
 from moec.passes.search.ranking import Ranked, rank
 from moec.passes.search.recompute_less import recomputing_less
 from moec.passes.search.rules import require_choosable
@@ -87,5 +88,4 @@ def _seconds(candidate: Candidate) -> float:
 
 def _plan(spec: Spec, ranked: Ranked) -> PlacedPlan:
     words = {word: ranked.words[word] for word in searched_words(spec)}
-    shown = {word: value for word, value in words.items() if value is not None}
-    return PlacedPlan.of(with_words(spec, words), shown)
+    return PlacedPlan.of(with_words(spec, words), in_short(words))

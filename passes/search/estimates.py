@@ -24,7 +24,7 @@ from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.arrays import larger
 from moec.passes.search.blocks import BlockRun, runs_in
 from moec.passes.search.held import Held, cuts_of, held
-from moec.passes.search.space import STAGES, Pipelined, Space
+from moec.passes.search.space import STAGES, Pipelined, Sizes
 from moec.passes.search.tables import Table
 from moec.passes.search.turns import QUEUES, Turns
 
@@ -48,9 +48,9 @@ class Estimates:
     least: Array
 
 
-def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
+def estimates(table: Table, rates: Rates) -> Iterator[Estimates]:
     """The estimates of a table's plans, with every option that is open."""
-    turns = Turns.of(space, table.sizes)
+    space, turns = table.space, Turns.of(table.space, table.sizes)
     if not len(turns.rows):
         return
     splits, stages = any(each.schedule in QUEUES for each in turns.pipelined), space.values("zero", STAGES, 0)
@@ -58,21 +58,21 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
     shares = [(runs[block.name].cost, share) for block, share in table.shares]
     cuts = cuts_of(table, shares)
     of_stages = {stage: held(table, cuts, stage, rates) for stage in stages}
-    message = _message(space, table, rates, runs[table.program.layers[0].body].residual)
+    message = _message(table, rates, runs[table.program.layers[0].body].residual)
     device = DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
     works = dict[Recompute, tuple[Array, Array, _Activations]]()
     for word in space.recomputed:
         one = {name: of.of.get(word) or of.of["none"] for name, of in runs.items()}
         passes = _passes(table, one)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
-        computed = passes.computing * _spread(busy, turns.rows, len(table.sizes))
+        computed = passes.computing * _spread(busy, turns.rows, len(table.rows))
         works[word] = seconds, computed, _Activations.of(table, one)
     for stage, of in of_stages.items():
         new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
         rows, pipelined = turns.rows[new], [turns.pipelined[row] for row in new.tolist()]
         words, seconds, memory = list(works), list[Array](), list[Array]()
         for passes, computed, activations in works.values():
-            after: Array = of.work.seconds(computed, table.sizes[:, 5]).total
+            after: Array = of.work.seconds(computed, table.sizes.microbatches).total
             seconds.append((passes + after[turns.rows])[new])
             memory.append(device + _memory(of, activations, turns)[new])
         least = _least(table, turns, new, seconds, memory)
@@ -83,7 +83,7 @@ def estimates(space: Space, table: Table, rates: Rates) -> Iterator[Estimates]:
 def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], memory: Sequence[Array]) -> list[Array]:
     """Seconds with each word of `recompute` in as few layers as fit, and in the others with one that computes less."""
     capacity, found = table.spec.cluster.device.memory, list(seconds)
-    of_rank = np.ceil(table.spec.subject.depth / table.sizes[turns.rows[new], 0])
+    of_rank = np.ceil(table.spec.subject.depth / table.sizes.pp[turns.rows[new]])
     for more in range(len(seconds)):
         for less in range(more):
             of_layer = np.maximum(memory[less] - memory[more], 1.0) / of_rank
@@ -122,14 +122,14 @@ def _passes(table: Table, runs: Mapping[str, BlockRun]) -> _Passes:
     return _Passes(body, head, 1 - sent / (body + head))
 
 
-def _pipeline(spec: Spec, turns: Turns, sizes: Array, passes: _Passes, message: Array) -> tuple[Array, Array]:
+def _pipeline(spec: Spec, turns: Turns, sizes: Sizes, passes: _Passes, message: Array) -> tuple[Array, Array]:
     """Seconds in which the slowest rank computes in a step, and of all passes with the bubble.
 
     With more micro-batches than ranks, each takes the slowest rank's seconds, or those of its way through all stages
     over the number in flight, whichever is longer. With fewer, they follow each other one stage apart.
     """
     at, depth = turns.rows, spec.subject.depth
-    pp, parts, head = sizes[at, 0], sizes[at, 5], passes.head[at]
+    pp, parts, head = sizes.pp[at], sizes.microbatches[at], passes.head[at]
     layer, stages = passes.body[at] / depth, pp * turns.virtual
     total, way = depth * layer + head, 2 * (stages - 1) * message[at]
     slowest = np.where(pp > 1, np.inf, total)
@@ -148,9 +148,9 @@ def under_way(pp: Array, virtual: Array, parts: Array) -> Array:
     return np.minimum(parts, np.where(virtual > 1, pp + (pp - 1) / virtual, pp))
 
 
-def _message(space: Space, table: Table, rates: Rates, size: Array) -> Array:
+def _message(table: Table, rates: Rates, size: Array) -> Array:
     """Seconds of a message from stage to stage, on average."""
-    cluster, pp, seconds = space.spec.cluster, table.sizes[:, 0], np.zeros(len(table.sizes))
+    cluster, pp, seconds = table.spec.cluster, table.sizes.pp, np.zeros(len(table.rows))
     for number in np.unique(pp[pp > 1]):
         ranks = cluster.ranks // int(number)
         stages = [range(stage * ranks, (stage + 1) * ranks) for stage in range(int(number))]

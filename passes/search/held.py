@@ -70,14 +70,14 @@ def cuts_of(table: Table, shares: Shares) -> list[Cut]:
 
 def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
     """What ranks hold at this stage of ZeRO."""
-    plans = len(table.sizes)
+    plans = len(table.rows)
     before, after, in_flight, casts, optimizer = (_zeros(plans) for _ in range(5))
     copies, in_turn = ({cut.cost.block.name: _zeros(plans) for cut in cuts} for _ in range(2))
     sent = {what: {of_all: _zeros(plans) for of_all in (False, True)} for what in CARRIED}
     is_cut, adds = np.zeros(plans, bool), not kind_of(table.spec.update.optimizer).whole_matrices
     for cut in cuts:
         rows, share, cost = cut.rows, cut.share, _at_stage(cut.cost, stage)
-        name, microbatches, in_pipeline = cost.block.name, table.sizes[rows, 5], table.sizes[rows, 0] > 1
+        name, microbatches, in_pipeline = cost.block.name, table.sizes.microbatches[rows], table.sizes.pp[rows] > 1
         each = sum(weight_bytes(cost, table.spec, microbatches, in_pipeline=in_pipeline).values(), WeightBytes())
         always = each.masters + each.optimizer_states + each.step_copies
         before[rows] += share * (always + each.collected_gradients * (microbatches > 1))
@@ -101,9 +101,9 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
 
 def _updates(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Array:
     """Seconds of an update that takes matrices of all blocks together."""
-    seconds, numbers = _zeros(len(table.sizes)), dict[str, Array]()
+    seconds, numbers = _zeros(len(table.rows)), dict[str, Array]()
     for number, cut in enumerate(cuts):
-        numbers.setdefault(cut.cost.block.name, np.zeros(len(table.sizes), int))[cut.rows] = number
+        numbers.setdefault(cut.cost.block.name, np.zeros(len(table.rows), int))[cut.rows] = number
     for rows in grouped([*numbers.values()]):
         runs = list[tuple[BlockCost, Array]]()
         for of_block in numbers.values():

@@ -12,8 +12,10 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.rates import Rates
 from moec.passes.lower.lower_model import lower
 from moec.passes.search.estimates import Estimates, estimates
+from moec.passes.search.fronts import rows_of
+from moec.passes.search.kinds import words_of_pairs
 from moec.passes.search.rules import with_first_values
-from moec.passes.search.space import Space
+from moec.passes.search.space import Sizes, Space
 from moec.passes.search.tables import Table, structures
 
 KEPT = 64
@@ -54,8 +56,9 @@ def rank(spec: Spec, rates: Rates) -> Ranking:
     space, lowered, capacity = Space(spec), lower(with_first_values(spec)), spec.cluster.device.memory
     lists: tuple[list[Ranked], ...] = ([], [], [])
     smallest, candidates, fitting = list[Ranked](), 0, 0
-    for rows in structures(spec, lowered, np.array(list(space.sizes()))):
-        for each in estimates(space, Table.of(spec, lowered, rows), rates):
+    rows = rows_of(space, lowered, rates)
+    for numbers in structures(space, lowered, rows):
+        for each in estimates(Table.of(space, lowered, rows[numbers]), rates):
             fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
             candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
             chosen = (
@@ -90,18 +93,17 @@ def _ranked(spec: Spec, of: Estimates, number: int, seconds: Any) -> Ranked:
 
 def words_of(spec: Spec, of: Estimates, number: int) -> dict[str, Any]:
     """The words of `parallel` of a candidate."""
-    pp, cp, tp, ep, etp, microbatches = map(int, of.table.sizes[of.rows[number]])
+    sizes = Sizes.of(map(int, of.table.rows[of.rows[number]]))
     schedule, virtual = of.pipelined[number]
     return {
-        "pp": pp,
-        "dp": spec.cluster.ranks // (pp * cp * tp),
-        "cp": cp,
-        "tp": tp,
-        "ep": ep,
-        "etp": etp,
+        "pp": sizes.pp,
+        "dp": spec.cluster.ranks // (sizes.pp * sizes.cp * sizes.tp),
+        "cp": sizes.cp,
+        "tp": sizes.tp,
+        **words_of_pairs(spec, of.table.space.kinds, sizes.experts),
         "zero": of.zero,
         "recompute": of.recompute,
-        "microbatches": microbatches,
-        "schedule": schedule if pp > 1 else None,
+        "microbatches": sizes.microbatches,
+        "schedule": schedule if sizes.pp > 1 else None,
         "virtual": virtual if virtual > 1 else None,
     }

@@ -81,7 +81,7 @@ def _with(plan: Candidate, words: Sequence[Recompute]) -> PlacedPlan:
     )
     parts = ", ".join(f"{word} in {number}" for word, number in Counter(own).most_common() if word != "none")
     text = f"{parts} of {len(own)} layers" if others else most
-    stated = with_words(spec, {"recompute": most, "layers": blocks})
+    stated = with_words(spec, {"recompute": most, "layers": (*spec.parallel.layers, *blocks)})
     return PlacedPlan.of(stated, {**plan.words, "recompute": text})
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from moec.grammar.spec import Spec
-from moec.grammar.stated import STAGES_OF_RANK, SharingDegrees, open_words
-from moec.passes.degrees.expert_slices import sliced_experts
+from moec.grammar.stated import STAGES_OF_RANK, SharingDegrees, number_of, open_words
 from moec.passes.degrees.fitting_degrees import divides
 from moec.passes.degrees.schedules import Pipeline, takes
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.ir import Recompute
+from moec.passes.search.kinds import Kind, Pair, kinds_of
 
 SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dual_pipe_v")
 """The schedules among which a search chooses: `gpipe` and `looped_bfs` take as long or longer, with more memory."""
@@ -23,15 +24,32 @@ RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
 STAGES = (0, 1, 2, 3)
 
 
-class Sizes(NamedTuple):
-    """The sizes of the axes of one plan, and its micro-batches."""
+class Base(NamedTuple):
+    """The sizes of a plan's axes but for those of experts, and its micro-batches."""
 
     pp: int
     cp: int
     tp: int
-    ep: int
-    etp: int
     microbatches: int
+
+
+class Sizes(NamedTuple):
+    """The sizes of all axes of a plan, and its micro-batches; of several plans an array of each.
+
+    `experts`: `ep` and `etp` of each kind of mixtures.
+    """
+
+    pp: Any
+    cp: Any
+    tp: Any
+    microbatches: Any
+    experts: Sequence[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, columns: Iterable[Any]) -> Sizes:
+        """The sizes of a row, or of the columns of an array with a row for each plan."""
+        pp, cp, tp, microbatches, *experts = columns
+        return cls(pp, cp, tp, microbatches, tuple(zip(experts[::2], experts[1::2], strict=True)))
 
 
 class Pipelined(NamedTuple):
@@ -49,30 +67,34 @@ class Space:
 
     def values(self, word: str, every: Sequence[Any], default: Any) -> Sequence[Any]:
         """The values of a word, of `every` that it may have."""
-        stated = getattr(self.spec.parallel, word)
+        return self._allowed(getattr(self.spec.parallel, word), every, default)
+
+    def _allowed(self, stated: Any, every: Sequence[Any], default: Any) -> Sequence[Any]:
         if stated == "auto":
             return every
         if isinstance(stated, tuple):
             return [value for value in every if value in stated]
         return [value for value in every if value == (default if stated is None else stated)]
 
-    def sizes(self) -> Iterator[Sizes]:
-        """The sizes that break no rule of ranks, widths, experts and the batch."""
+    def bases(self) -> Iterator[tuple[Base, list[list[Pair]]]]:
+        """The sizes that break no rule of ranks, widths, experts and the batch: each base with the pairs of `ep` and
+        `etp` that each kind of mixtures may have with it."""
         for pp in self.values("pp", self._divisors, 1):
             if pp <= self.spec.subject.depth:
                 of_stage = divisors(self._ranks // pp)
-                pairs = list(self._of_experts(of_stage))
-                for sharing, sequences in self._shared(of_stage):
+                pairs = self._pairs(of_stage)
+                for sharing, sequences in self._shared(of_stage) if all(pairs) else ():
                     for parts in self._microbatches(pp, sequences):
-                        yield from (Sizes(pp, *sharing, ep, etp, parts) for ep, etp in pairs)
+                        yield Base(pp, *sharing, parts), pairs
 
     def plans(self) -> Iterator[tuple[Sizes, Pipelined]]:
         """Every plan but for `zero` and `recompute`, which no rule refuses."""
-        for sizes in self.sizes():
-            for pipelined in self.pipelined(sizes.pp, self.sequences(sizes), sizes.microbatches):
-                yield sizes, pipelined
+        for base, pairs in self.bases():
+            for pipelined in self.pipelined(base.pp, self.sequences(base), base.microbatches):
+                for experts in itertools.product(*pairs):
+                    yield Sizes(*base, experts), pipelined
 
-    def sequences(self, sizes: Sizes) -> int:
+    def sequences(self, sizes: Base | Sizes) -> int:
         """The sequences of a data-parallel rank in a step."""
         assert self.spec.train is not None
         return self.spec.train.batch * sizes.pp * sizes.cp * sizes.tp // self._ranks
@@ -126,23 +148,31 @@ class Space:
         pipelines = (Pipeline(pp, pipelined.virtual, number) for number in numbers)
         return next((each.microbatches for each in pipelines if takes(pipelined.schedule, each)), 0)
 
-    def _of_experts(self, of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """`ep` and `etp` of a stage's ranks."""
-        counts, widths = self._experts
-        for etp in self.values("etp", of_stage, 1):
-            if any(width % etp for width in widths):
+    def _pairs(self, of_stage: Sequence[int]) -> list[list[Pair]]:
+        """The `ep` and `etp` of a stage's ranks, of each kind of mixtures."""
+        return [list(self._of_kind(kind, of_stage)) for kind in self.kinds]
+
+    def _of_kind(self, kind: Kind, of_stage: Sequence[int]) -> Iterator[Pair]:
+        ranks = of_stage[-1]
+        for etp in self._allowed(kind.etp, of_stage, 1):
+            if any(width % etp for width in kind.widths):
                 continue
-            experts = math.gcd(of_stage[-1] // etp, *counts) if counts else 1
-            for ep in self.values("ep", of_stage, experts):
-                if of_stage[-1] % (ep * etp) == 0 and experts % ep == 0:
+            experts = math.gcd(ranks // etp, *kind.counts) if kind.counts else 1
+            default = math.gcd(experts, *self._of_default(ranks)) if kind.ep is None else experts
+            for ep in self._allowed(kind.ep, of_stage, default):
+                if ranks % (ep * etp) == 0 and experts % ep == 0:
                     yield ep, etp
 
     @cached_property
-    def _experts(self) -> tuple[set[int], set[int]]:
-        """The numbers of experts that `ep` divides, and the widths that `etp` divides."""
-        mixtures = {id(moe): moe for moe in self.spec.subject.mixtures if moe is not None}.values()
-        widths = {body.hidden for moe in mixtures for body in sliced_experts(self.spec, moe)}
-        return {count for moe in mixtures for count in moe.counts}, widths
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of mixtures, which may have other `ep` and `etp`."""
+        return kinds_of(self.spec)
+
+    def _of_default(self, ranks: int) -> Iterator[int]:
+        """What an `ep` that the file does not state divides: it is the same for all kinds without one."""
+        for kind in self.kinds:
+            if kind.ep is None:
+                yield from (ranks // (number_of(kind.etp) or 1), *kind.counts)
 
     def pipelined(self, pp: int, sequences: int, microbatches: int) -> Iterator[Pipelined]:
         """The schedules, and stages of a rank, that take so many micro-batches of a rank's sequences."""

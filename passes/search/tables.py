@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,11 +13,11 @@ import numpy as np
 from moec.grammar.spec import Spec
 from moec.passes.cost.totals import runs_of
 from moec.passes.degrees.degrees import Degrees, ExpertDegrees
-from moec.passes.ir import Block, Mesh, Parameter, Program, Recompute, local_shape
+from moec.passes.ir import Block, Parameter, Program, Recompute, local_shape
 from moec.passes.ir.mesh import ZERO_AXES, parts_of
 from moec.passes.pipeline import unverified
 from moec.passes.place.tensor_parallel import kv_heads_of
-from moec.passes.search.space import Sizes
+from moec.passes.search.space import Sizes, Space
 
 Rows = Any
 """An array with a row of `Sizes` for each plan."""
@@ -28,17 +28,33 @@ WIDE = 2
 
 @dataclass(frozen=True)
 class Table:
-    """Plans of one structure. `sizes`: a row for each plan, with the columns of `Sizes`."""
+    """Plans of one structure. `rows`: one for each plan, with the columns of `Sizes`."""
 
-    spec: Spec
-    sizes: Rows
+    space: Space
+    rows: Rows
     lowered: Program
     program: Program
 
     @classmethod
-    def of(cls, spec: Spec, lowered: Program, sizes: Rows) -> Table:
+    def of(cls, space: Space, lowered: Program, rows: Rows) -> Table:
         """The table of plans with the same ops."""
-        return cls(spec, sizes, lowered, on_meshes(_placed(spec, lowered, sizes), spec, sizes))
+        placed = _placed(space, lowered, rows)
+        return cls(space, rows, lowered, on_meshes(placed, space.spec, Sizes.of(rows.T)))
+
+    @property
+    def spec(self) -> Spec:
+        """The file."""
+        return self.space.spec
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the plans' axes: an array of each."""
+        return Sizes.of(self.rows.T)
+
+    def pair_of(self, block: Block) -> tuple[Any, Any]:
+        """`ep` and `etp` of the experts of a block, in each plan; 1 where it has none."""
+        meshes = [mesh.name for mesh in self.program.meshes if mesh.name != "dense"]
+        return self.sizes.experts[meshes.index(block.experts)] if block.experts else (1, 1)
 
     @cached_property
     def hidden_dims(self) -> dict[tuple[str, str], int | None]:
@@ -52,7 +68,7 @@ class Table:
         program = self.program
         if any(p.frozen for block in program.blocks for p in block.parameters):
             trained = (replace(b, parameters=_trained(b.parameters)) for b in self.lowered.blocks)
-            program = _placed(self.spec, replace(self.lowered, blocks=tuple(trained)), self.sizes)
+            program = _placed(self.space, replace(self.lowered, blocks=tuple(trained)), self.rows)
         return {
             (block.name, p.name): frozenset(part for axis in p.sum_over or () for part in parts_of(axis))
             for block in program.blocks
@@ -73,27 +89,27 @@ class Table:
             if axes and key not in columns:
                 ranks = math.prod(map(meshes.size, axes))
                 columns[key] = np.any([local[d] % ranks == 0 for d in free], axis=0)
-        return list(grouped([*columns.values()] or [self.sizes[:, 0] > 0]))
+        return list(grouped([*columns.values()] or [self.sizes.pp > 0]))
 
     @cached_property
     def shares(self) -> list[tuple[Block, Any]]:
         """Each block that a pass runs, and how often on the rank with most layers: of layers the largest first."""
         runs, layers = runs_of(self.program), self.program.layer_blocks
-        left, shares = np.ceil(self.spec.subject.depth / self.sizes[:, 0]), list[tuple[Block, Any]]()
+        left, shares = np.ceil(self.spec.subject.depth / self.sizes.pp), list[tuple[Block, Any]]()
         for block in sorted((self.program.block(name) for name in runs), key=_elements, reverse=True):
             if block.name in layers:
                 taken = np.minimum(left, runs[block.name])
                 left = left - taken
             else:
-                taken = np.where(self.sizes[:, 0] > 1, 0.5, 1.0)
+                taken = np.where(self.sizes.pp > 1, 0.5, 1.0)
             shares.append((block, taken))
         return shares
 
 
-def _placed(spec: Spec, lowered: Program, sizes: Rows) -> Program:
+def _placed(space: Space, lowered: Program, rows: Rows) -> Program:
     """The Program of the plan with the largest `cp`."""
-    degrees = _degrees_of(spec, Sizes(*map(int, sizes[np.argmax(sizes[:, 1])])))
-    return unverified(spec, degrees, lowered, "partition")
+    degrees = _degrees_of(space, Sizes.of(map(int, rows[np.argmax(rows[:, 1])])))
+    return unverified(space.spec, degrees, lowered, "partition")
 
 
 def _trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
@@ -104,54 +120,62 @@ def _elements(block: Block) -> int:
     return sum(math.prod(dim for dim in p.shape if isinstance(dim, int)) for p in block.parameters)
 
 
-def on_meshes(program: Program, spec: Spec, sizes: Rows) -> Program:
+def on_meshes(program: Program, spec: Spec, sizes: Sizes) -> Program:
     """The Program on the meshes of these plans."""
-    ranks = spec.cluster.ranks // sizes[:, 0]
-    _, cp, tp, ep, etp, _ = sizes.T
-    dense = (("dp", ranks // (cp * tp)), ("cp", cp), ("tp", tp))
-    experts = (("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp))
-    meshes = tuple(Mesh(m.name, dense if m.name == "dense" else experts) for m in program.meshes)
-    return replace(program, meshes=meshes, microbatches=sizes[:, 5])
+    ranks = spec.cluster.ranks // sizes.pp
+    dense, *experts = program.meshes
+    axes = (("dp", ranks // (sizes.cp * sizes.tp)), ("cp", sizes.cp), ("tp", sizes.tp))
+    meshes = [replace(dense, axes=axes)]
+    for mesh, (ep, etp) in zip(experts, sizes.experts, strict=False):  # a model without mixtures has no mesh
+        meshes.append(replace(mesh, axes=(("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp))))
+    return replace(program, meshes=tuple(meshes), microbatches=sizes.microbatches)
 
 
-def _degrees_of(spec: Spec, sizes: Sizes) -> Degrees:
+def _degrees_of(space: Space, sizes: Sizes) -> Degrees:
     """The degrees of a single stage of plans that place alike."""
-    layers = tuple(number for number, moe in enumerate(spec.subject.mixtures) if moe is not None)
+    pairs = zip(space.kinds, sizes.experts, strict=True)
     return Degrees(
-        ranks=spec.cluster.ranks // sizes.pp,
+        ranks=space.spec.cluster.ranks // sizes.pp,
         dp=WIDE,
         cp=sizes.cp,
         tp=sizes.tp,
-        experts=(ExpertDegrees(layers, sizes.ep, sizes.etp, WIDE, stated=True),) if layers else (),
+        experts=tuple(ExpertDegrees(of.layers, *pair, WIDE, stated=True) for of, pair in pairs if of.layers),
         zero=0,
-        recompute=tuple[Recompute, ...](["none"] * spec.subject.depth),
+        recompute=tuple[Recompute, ...](["none"] * space.spec.subject.depth),
         microbatches=sizes.microbatches,
-        sequence_parallel=spec.parallel.sequence_parallel,
+        sequence_parallel=space.spec.parallel.sequence_parallel,
     )
 
 
-def structures(spec: Spec, lowered: Program, sizes: Rows) -> Iterator[Rows]:
-    """The rows of sizes that place alike: the same of `tp`, `ep` and `etp` are wide and divide the same dims of
+def structures(space: Space, lowered: Program, rows: Rows) -> Iterator[Any]:
+    """The numbers of rows that place alike: the same of `tp`, `ep` and `etp` are wide and divide the same dims of
     parameters, and kv heads are copied as often.
 
     `dp` and `cp` are placed as wide: all that they add are conversions, which cost nothing where there is one rank.
     """
-    _, cp, tp, ep, etp, _ = sizes.T
-    dims = {
-        (axis, size)
-        for block in lowered.blocks
-        for p in block.parameters
-        for axis, dim in p.shard
-        if isinstance(size := p.shape[dim], int)
-    }
-    of_axis = {"tp": tp, "ep": ep, "etp": etp}
-    columns = [tp > 1, ep > 1, etp > 1]
-    columns += [size % of_axis[axis] == 0 for axis, size in sorted(dims)]
+    sizes = Sizes.of(rows.T)
+    columns = [sizes.tp > 1, *_dividing("tp", sizes.tp, lowered.blocks)]
+    for kind, (ep, etp) in zip(space.kinds, sizes.experts, strict=True):
+        blocks = blocks_of(lowered, kind.layers)
+        columns += [ep > 1, etp > 1, *_dividing("ep", ep, blocks), *_dividing("etp", etp, blocks)]
     for heads in {kv_heads_of(block) for block in lowered.blocks} - {None}:
-        copies = np.where(heads % tp > 0, tp // heads, 1)
-        on_rank = heads * copies // tp
-        columns += [copies, np.where(on_rank % cp > 0, cp // on_rank, 1)]
-    yield from (sizes[rows] for rows in grouped(columns))
+        copies = np.where(heads % sizes.tp > 0, sizes.tp // heads, 1)
+        on_rank = heads * copies // sizes.tp
+        columns += [copies, np.where(on_rank % sizes.cp > 0, sizes.cp // on_rank, 1)]
+    yield from grouped(columns)
+
+
+def blocks_of(program: Program, layers: Collection[int]) -> list[Block]:
+    """The distinct blocks of these layers."""
+    names = dict.fromkeys(layer.body for layer in program.layers if layer.number in layers)
+    return [program.block(name) for name in names]
+
+
+def _dividing(axis: str, size: Any, blocks: Iterable[Block]) -> list[Any]:
+    """Of each dim of parameters that the axis may cut, whether it does."""
+    parameters = (p for block in blocks for p in block.parameters)
+    dims = {p.shape[dim] for p in parameters for of_axis, dim in p.shard if of_axis == axis}
+    return [dim % size == 0 for dim in sorted(dim for dim in dims if isinstance(dim, int))]
 
 
 def grouped(columns: list[Any]) -> Iterator[Any]:

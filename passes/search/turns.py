@@ -40,9 +40,8 @@ class Turns:
     """The micro-batches that are kept and that are queued at the worst moments."""
 
     @classmethod
-    def of(cls, space: Space, sizes: Array) -> Turns:
-        sequences = space.sequences(Sizes(*sizes.T))
-        columns = np.stack([sizes[:, 0], sequences, sizes[:, 5]], 1)
+    def of(cls, space: Space, sizes: Sizes) -> Turns:
+        columns = np.stack([sizes.pp, space.sequences(sizes), sizes.microbatches], 1)
         where = numbered(columns.T)
         kinds = columns[np.unique(where, return_index=True)[1]]
         of_kinds = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import GivenWords, with_words
+from moec.grammar.stated import OF_LAYERS, GivenWords, blocks_without, with_words
 from moec.passes.search.candidate import Candidate
 from moec.passes.search.choose import best
 
@@ -50,8 +50,7 @@ def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagno
     parallel = chosen.spec.parallel
     following = {"dp": None, "virtual": None if given.keys() & {"schedule", "pp"} else parallel.virtual}
     follows: dict[str, object] = {word: value for word, value in following.items() if word in chosen.words}
-    if "recompute" in given and "recompute" in chosen.words:
-        follows["layers"] = ()
+    follows["layers"] = blocks_without(parallel.layers, [w for w in OF_LAYERS if w in given and w in chosen.words])
     try:
         return best(with_words(chosen.spec, {**follows, **given}))
     except DiagnosticError as error:

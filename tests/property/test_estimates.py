@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from random_specs import specs
@@ -18,6 +17,7 @@ from moec.passes.cost.rates import ClusterRates
 from moec.passes.lower.lower_model import lower
 from moec.passes.pipeline import compile_program
 from moec.passes.search.estimates import estimates
+from moec.passes.search.fronts import rows_of
 from moec.passes.search.ranking import words_of
 from moec.passes.search.rules import require_choosable, with_first_values
 from moec.passes.search.space import Space
@@ -39,8 +39,9 @@ def test_without_a_pipeline_estimated_seconds_are_exact(spec: Spec):
         lower(with_first_values(spec)),
         random.Random(0),
     )
-    for rows in structures(spec, lowered, np.array(list(space.sizes()))):
-        each = chosen.choice(list(estimates(space, Table.of(spec, lowered, rows), rates)))
+    every = rows_of(space, lowered, rates)
+    for rows in structures(space, lowered, every):
+        each = chosen.choice(list(estimates(Table.of(space, lowered, every[rows]), rates)))
         number = chosen.randrange(len(each.seconds))
         words = words_of(spec, each, number)
         stated = spec.replace(parallel=Parallel(**words))

@@ -119,7 +119,10 @@ def test_no_result_depends_on_open_words() -> None:
         (WORDS, []),
         ("tp = [3, 5]", ["MOE0312"]),
         ("offload = auto", ["MOE0202"]),
-        ("layers 1 { ep = auto }", ["MOE0202"]),
+        ("ep = auto; layers 1 { ep = [2, 4] }", []),
+        ("ep = auto; layers 1 { recompute = auto }", ["MOE0202"]),
+        ("ep = auto; layers 1 { recompute = layer }", ["MOE0503"]),
+        ("etp = auto; layers 1 { etp = 2 }", ["MOE0503"]),
     ],
 )
 def test_check_finds_what_keeps_a_search_from_its_plan(words: str, codes: list[str], tmp_path: Path) -> None:
