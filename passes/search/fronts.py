@@ -1,7 +1,8 @@
 """The sizes that a search compares: with several kinds of mixtures only pairs of `ep` and `etp` that may be the best.
 
 Kinds add up, and of two pairs with the same product, to whose ranks the same sums of gradients go, one is worse if it
-takes no less in anything. So each kind by itself leaves a few pairs for each base, and these are combined.
+takes no less in anything. So each kind by itself leaves a few pairs for each base, and these are combined. Of more than
+two kinds also those combinations go that take no less in any sum.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,35 +24,56 @@ from moec.passes.search.tables import Rows, Table, blocks_of, structures
 Bases = Sequence[tuple[Base, Sequence[Sequence[Pair]]]]
 
 
+class Option(NamedTuple):
+    """A pair of each of some kinds, and the sums of what their layers take: an array of quantities."""
+
+    pairs: tuple[Pair, ...]
+    taken: Any
+
+
 def rows_of(space: Space, lowered: Program, rates: Rates) -> Rows:
     """A row of `Sizes` for each plan of a file that may be the fastest of those that fit."""
     bases: Bases = list(space.bases())
+    options = [[Option((), 0.0)] for _ in bases]
     several = [number for number in range(len(space.kinds)) if any(len(pairs[number]) > 1 for _, pairs in bases)]
-    if len(several) > 1:
-        fronts = {number: _front(space, lowered, rates, bases, number) for number in several}
-        bases = [
-            (base, [fronts[number][place] if number in fronts else each for number, each in enumerate(pairs)])
-            for place, (base, pairs) in enumerate(bases)
-        ]
-    combined = ((base, experts) for base, pairs in bases for experts in itertools.product(*pairs))
-    return np.array([(*base, *itertools.chain(*experts)) for base, experts in combined])
+    for number in range(len(space.kinds)):
+        if len(several) > 1 and number in several:
+            of_kind = _front(space, lowered, rates, bases, number)
+        else:
+            of_kind = [[Option((pair,), 0.0) for pair in pairs[number]] for _, pairs in bases]
+        options = list(map(_combined, options, of_kind))
+        if number in several[1:-1]:
+            options = list(map(_best, options))
+    rows = ((base, option.pairs) for (base, _), of in zip(bases, options, strict=True) for option in of)
+    return np.array([(*base, *itertools.chain(*pairs)) for base, pairs in rows])
 
 
-def _front(space: Space, lowered: Program, rates: Rates, bases: Bases, kind: int) -> list[list[Pair]]:
+def _combined(options: Sequence[Option], of_kind: Sequence[Option]) -> list[Option]:
+    return [Option(one.pairs + other.pairs, one.taken + other.taken) for one in options for other in of_kind]
+
+
+def _best(options: Sequence[Option]) -> list[Option]:
+    """The options of which none takes no less."""
+    if len(options) < 2:
+        return list(options)
+    return [options[number] for number in _undominated(np.stack([option.taken for option in options]))]
+
+
+def _front(space: Space, lowered: Program, rates: Rates, bases: Bases, kind: int) -> list[list[Option]]:
     """For each base the pairs of a kind of which none is better."""
     every = [(place, pair) for place, (_, pairs) in enumerate(bases) for pair in pairs[kind]]
     rows = np.array([_row(*bases[place], kind, pair) for place, pair in every])
-    taken: Any = None
-    for numbers in structures(space, lowered, rows):
-        of = _taken(Table.of(space, lowered, rows[numbers]), kind, rates)
-        taken = np.zeros((len(rows), of.shape[1])) if taken is None else taken
-        taken[numbers] = of
-    alike = dict[tuple[int, int], list[int]]()
-    for number, (place, pair) in enumerate(every):
-        alike.setdefault((place, math.prod(pair)), []).append(number)
-    fronts: list[list[Pair]] = [[] for _ in bases]
-    for (place, _), numbers in alike.items():
-        fronts[place] += [every[numbers[best]][1] for best in _undominated(taken[numbers])]
+    parts = [
+        (numbers, _taken(Table.of(space, lowered, rows[numbers]), kind, rates))
+        for numbers in structures(space, lowered, rows)
+    ]
+    taken = np.concatenate([of for _, of in parts])[np.argsort(np.concatenate([numbers for numbers, _ in parts]))]
+    alike = dict[tuple[int, int], list[Option]]()
+    for (place, pair), of in zip(every, taken, strict=True):
+        alike.setdefault((place, math.prod(pair)), []).append(Option((pair,), of))
+    fronts: list[list[Option]] = [[] for _ in bases]
+    for (place, _), options in alike.items():
+        fronts[place] += _best(options)
     return fronts
 
 
@@ -63,20 +85,21 @@ def _row(base: Base, pairs: Sequence[Sequence[Pair]], kind: int, pair: Pair) -> 
 
 def _taken(table: Table, kind: int, rates: Rates) -> Any:
     """What the layers of a kind take in each plan, a column for each quantity of which less is better."""
-    columns = list[Any]()
-    for block in blocks_of(table.program, table.space.kinds[kind].layers):
+    layers, columns = table.space.kinds[kind].layers, list[Any]()
+    for block in blocks_of(table.program, layers):
         meshes = table.program.meshes_of(block)
-        elements = (math.prod(local_shape(p.shape, p.layout, meshes)) for p in block.parameters if p.layout is not None)
-        columns.append(sum(elements))
-        for run in runs_in(table, block, table.space.recomputed, rates, splits=True).of.values():
-            columns += run
-    return np.stack([np.broadcast_to(column, len(table.rows)) for column in columns], 1)
+        shapes: Any = (local_shape(p.shape, p.layout, meshes) for p in block.parameters if p.layout is not None)
+        runs = runs_in(table, block, table.space.recomputed, rates, splits=True).of.values()
+        times = sum(layer.body == block.name for layer in table.program.layers if layer.number in layers)
+        of_block = [sum(map(math.prod, shapes)), *itertools.chain(*runs)]
+        columns.append([times * np.broadcast_to(column, len(table.rows)) for column in of_block])
+    return np.sum(columns, 0).T
 
 
 def _undominated(taken: Any) -> list[int]:
     """The rows of which no other one takes no more of anything; of equal ones the first."""
     kept = list[int]()
     for row in np.lexsort(taken.T[::-1]).tolist():
-        if not any(np.all(taken[other] <= taken[row]) for other in kept):
+        if not (taken[kept] <= taken[row]).all(1).any():
             kept.append(row)
     return sorted(kept)

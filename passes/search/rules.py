@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -53,8 +54,8 @@ def unused_values(spec: Spec, chosen: Spec) -> Iterator[tuple[str, int | str, Di
     """The values of lists that no plan of the file has, each with the rule that it breaks in the `chosen` plan: other
     words that follow from it have their defaults. None where it breaks none there."""
     for word in open_words(spec):
-        values = getattr(spec.parallel, word)
-        for value in values if isinstance(values, tuple) else ():
+        lists = (stated for stated in values_of(spec, word) if isinstance(stated, tuple))
+        for value in dict.fromkeys(itertools.chain(*lists)):
             if not _has_plan(spec, word, value):
                 following = dict.fromkeys({"dp", "ep", "microbatches", "virtual"}.intersection(searched_words(spec)))
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planning.searched import near, open_file
@@ -14,6 +15,7 @@ from support.tables import each_row
 from moec.driver import to_spec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Parallel, Spec
+from moec.grammar.spec.parallel import ParallelLayers
 from moec.open_words import allows
 from moec.passes.cost.prediction import Prediction, predict
 from moec.passes.degrees.degrees import choose_degrees
@@ -69,6 +71,51 @@ def test_the_chosen_plan_is_the_fastest_of_all() -> None:
     assert choice.chosen.prediction.fits
     assert predicted(choice.chosen.spec).step == choice.chosen.prediction.step
     assert choose(open_spec(text, **values | {"zero": "auto"})) == choice
+
+
+KINDS = """model "kinds" {
+  vocab = 64; dim = 32; depth = 3; dtype = fp32
+  layers 0 { attention = mha(heads = 2); moe { experts = 2 * gelu(256); gate = topk(1); balance = [] } }
+  layers 1..2 { attention = mha(heads = 2); moe { experts = 8 * gelu(64); gate = topk(4); balance = [] } }
+}
+device "small" { kind = cpu; memory = 1GB; bandwidth = 20GB/s; peak { fp32 = 1TFLOPS } }
+cluster "eight" { device = small; level "node" { size = 2; bandwidth = 4GB/s }; level "rail" { size = 4 } }
+train { batch = 16; sequence = 64; optimizer = adamw(lr = 1e-3) }
+"""
+"""Few wide experts in one layer, many narrow ones in two."""
+
+
+@each_row(
+    ("stated", "own"),
+    [
+        ({"ep": "auto", "etp": (1, 2)}, {}),
+        ({"ep": 2, "zero": (0, 3), "tp": 2}, {"ep": (1, 4, 5)}),
+    ],
+)
+def test_each_kind_of_mixtures_has_the_degrees_that_are_best_for_it(
+    stated: dict[str, object], own: dict[str, object]
+) -> None:
+    """The words of the block are for layers 1 and 2."""
+    blocks = (ParallelLayers(layers=(1, 2), **own),) if own else ()
+    file, degrees, found = to_spec(KINDS).replace(parallel=Parallel(**stated, layers=blocks)), (1, 2, 4, 8), []
+    zeros = stated.get("zero", (0,))
+    for ep, etp, own_ep, own_etp, zero in itertools.product(degrees, degrees, degrees, degrees, zeros):
+        block = ParallelLayers(layers=(1, 2), ep=own_ep, etp=own_etp)
+        spec = file.replace(parallel=Parallel(ep=ep, etp=etp, zero=zero, tp=stated.get("tp"), layers=(block,)))
+        free = {"ep": (ep, own_ep), "etp": (etp, own_etp)}
+        if keeps_rules(spec) and all(_is_allowed(*pair, stated.get(w), own.get(w)) for w, pair in free.items()):
+            found.append(predicted(spec).step.total)
+    choice = choose(file)
+    assert len(found) > 3
+    assert choice.chosen.prediction.step.total == pytest.approx(min(found), rel=1e-9)
+    assert [of.layers for of in choose_degrees(choice.chosen.spec).experts] == [(0,), (1, 2)]
+    assert allows(file, choice.chosen.spec)
+
+
+def _is_allowed(value: int, own_value: int, stated: Any, own: Any) -> bool:
+    own = stated if own is None else own
+    pairs = ((value, stated), (own_value, own))
+    return all(of == "auto" or (v in of if isinstance(of, tuple) else v == (of or 1)) for v, of in pairs)
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:
