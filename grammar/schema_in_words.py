@@ -105,7 +105,7 @@ def row(known: Field) -> list[str]:
         meaning += f" (not compiled yet: {', '.join(f'`{word}`' for word in known.not_yet.words)})"
     elif known.not_yet:
         above = "" if known.not_yet.neutral is None else f"above {known.not_yet.neutral} "
-        meaning += " (a list is not compiled yet)" if known.not_yet.lists else f" ({above}not compiled yet)"
+        meaning += f" ({above}not compiled yet)"
     takes = " or ".join(_takes(kind) for kind in known.kinds)
     shown = "required" if known.required else f"`{text}`" if (text := default(known)) != "…" else ""
     return [f"`{known.word}`", takes.replace("|", "\\|"), shown, meaning]

@@ -43,10 +43,8 @@ def _marked(known: Field, value: object) -> str:
     mark = known.not_yet
     if mark is None or (mark.neutral is not None and value == mark.neutral):
         return ""
-    if not mark.words and not mark.lists:
+    if not mark.words:
         return f"`{known.word}`"
-    if mark.lists and isinstance(value, tuple):
-        return f"a list for `{known.word}`"
     return f"`{known.word} = {value}`" if value in mark.words else ""
 
 

@@ -30,14 +30,14 @@ def expected(kinds: Sequence[Kind]) -> str:
 def supported(known: Field) -> list[Kind]:
     """The kinds of a field without those that cannot be compiled yet."""
     mark = known.not_yet
-    if mark is None or not (mark.words or mark.lists):
+    if mark is None or not mark.words:
         return list(known.kinds)
     kinds_left: list[Kind] = []
     for kind in known.kinds:
         if isinstance(kind, WordKind):
             kept = {word: value for word, value in kind.values.items() if word not in mark.words}
             kinds_left += [WordKind(kept)] if kept else []
-        elif not (isinstance(kind, ListKind) and mark.lists):
+        else:
             kinds_left.append(kind)
     return kinds_left
 

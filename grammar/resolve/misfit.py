@@ -55,7 +55,7 @@ def operands(value: Operation) -> list[Expression]:
 def _help(known: Field, value: Expression) -> str:
     """A help with a value of this field, which has the number of the file."""
     kinds = known.kinds
-    if known.not_yet and not known.not_yet.words and not known.not_yet.lists:
+    if known.not_yet and not known.not_yet.words:
         return f"moec cannot compile `{known.word}` yet: leave it out"
     if isinstance(value, Name) and value.text.lower() in NONE and known.word and not known.required:
         return f"for none, leave `{known.word}` out"

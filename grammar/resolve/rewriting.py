@@ -27,7 +27,7 @@ def value_in(scope: Scope, known: Field, expression: Expression) -> object:
     trial = Scope(lets=scope.lets, trial=True)
     value = resolve(trial, known.kinds, expression, known)
     mark = known.not_yet
-    if trial.diagnostics or (mark and ((not mark.words and not mark.lists) or value in mark.words)):
+    if trial.diagnostics or (mark and (not mark.words or value in mark.words)):
         return BROKEN
     for node in value if isinstance(value, tuple) else (value,):
         if isinstance(node, Node) and (not node.implemented or any(marked(node, None, set()))):

@@ -230,14 +230,13 @@ class Doc(NamedTuple):
 
 
 class NotYet(NamedTuple):
-    """Marks a field that moec cannot compile yet, or only its `words` or lists. `help` suggests an alternative.
+    """Marks a field that moec cannot compile yet, or only its `words`. `help` suggests an alternative.
 
     `numbers`: without it the model computes other numbers; else only speed and memory differ. `neutral`: a value that
     asks for nothing.
     """
 
     words: tuple[str, ...] = ()
-    lists: bool = False
     help: str = ""
     numbers: bool = False
     neutral: int | None = None

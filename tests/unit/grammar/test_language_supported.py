@@ -30,9 +30,6 @@ def refused(**given: str) -> list[Diagnostic]:
 @each_row(
     ("given", "what", "today"),
     [
-        ({"tail": "parallel { layers 1..2 { ep = auto } }"}, "`ep = auto`", ""),
-        ({"tail": "parallel { layers 1..2 { ep = [2, 4] } }"}, "a list for `ep`", ""),
-        ({"tail": "parallel { layers 1..2 { ep = 2; etp = [1, 2] } }"}, "a list for `etp`", ""),
         ({"tail": "parallel { layers 1..2 { recompute = auto } }"}, "`recompute = auto`", "experts, layer, none"),
         ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
         ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "a `layer` beside a `model`", ""),
