@@ -20,7 +20,7 @@ from moec.passes.search.fronts import rows_of
 from moec.passes.search.ranking import rank, words_of
 from moec.passes.search.rules import with_first_values
 from moec.passes.search.space import Space
-from moec.passes.search.tables import Table, structures
+from moec.passes.search.tables import Table
 from planning.rows import Published
 from planning.score import AsRun
 
@@ -56,17 +56,14 @@ class Near:
 
 
 def near(spec: Spec, number: int, seed: int) -> Iterator[Near]:
-    """Candidates drawn from all structures, ZeRO stages and recomputations alike, of those whose memory is below four
+    """Candidates drawn from all ZeRO stages and recomputations alike, of those whose memory is below four
     devices'."""
     draw, rates = random.Random(seed), ClusterRates(spec.cluster)
-    space, lowered = Space(spec), lower(with_first_values(spec))
-    every, found = rows_of(space, lowered, rates), []
-    for rows in structures(space, lowered, every):
-        for of in estimates(Table.of(space, lowered, every[rows]), rates):
-            fitting = np.flatnonzero(of.memory <= 4 * spec.cluster.device.memory)
-            if len(fitting):
-                row = int(draw.choice(fitting))
-                found.append((words_of(spec, of, row), float(of.seconds[row]), float(of.memory[row])))
+    space, lowered, found = Space(spec), lower(with_first_values(spec)), []
+    for of in estimates(Table.of(space, lowered, rows_of(space, lowered, rates)), rates):
+        fitting = np.flatnonzero(of.memory <= 4 * spec.cluster.device.memory)
+        for row in draw.choices(fitting.tolist(), k=number) if len(fitting) else ():
+            found.append((words_of(of, row), float(of.seconds[row]), float(of.memory[row])))
     for words, seconds, memory in draw.sample(found, min(number, len(found))):
         exact = candidate_of(spec.replace(parallel=spec.parallel.replace(**words))).prediction
         yield Near(words, seconds / float(exact.step.total), memory / float(exact.memory.peak.bytes.total))

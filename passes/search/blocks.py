@@ -6,7 +6,7 @@ equal are costed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.workload import Workload
 from moec.passes.search.space import Sizes
-from moec.passes.search.tables import Table, numbered, on_meshes
+from moec.passes.search.tables import Part, Table, axes_of, numbered, on_meshes
 
 Array = Any
 """A number for each plan."""
@@ -46,23 +46,44 @@ class BlockRun(NamedTuple):
 class BlockRuns:
     """A block in each plan: its run with each word of `recompute`, and the bytes of its residual input.
 
-    `cost` has the parameters that ops save, and nothing else of them.
+    `costs` have the parameters that ops save, and nothing else of them; their meshes are those of all plans.
     """
 
-    cost: BlockCost
+    costs: Sequence[tuple[Part, BlockCost]]
     of: Mapping[Recompute, BlockRun]
     residual: Array
 
 
-def runs_in(table: Table, block: Block, words: Iterable[Recompute], rates: Rates, *, splits: bool) -> BlockRuns:
+def runs_in(table: Table, name: str, words: Iterable[Recompute], rates: Rates, *, splits: bool) -> BlockRuns:
     """The runs of a block of the table; one outside of layers has that of `none` only.
 
     `splits`: a schedule computes gradients of weights apart from those of inputs.
     """
-    numbers = numbered(_columns(table, block))
-    firsts = np.unique(numbers, return_index=True)[1]
-    cost, is_layer = _cost(table, block, firsts, "kept"), block.name in table.program.layer_blocks
-    of_time = _cost(table, block, firsts, "time") if _is_measured(table) else cost
+    words = tuple(words) if name in table.program.layer_blocks else ("none",)
+    runs = [_runs_of(table, part, name, words, rates, splits=splits) for part in table.parts[name]]
+
+    def of_all(values: Iterable[Array]) -> Array:
+        joined = np.empty(len(table.rows))
+        for part, value in zip(table.parts[name], values, strict=True):
+            joined[part.plans] = value
+        return joined
+
+    return BlockRuns(
+        [pair for run in runs for pair in run.costs],
+        {word: BlockRun(*map(of_all, zip(*(run.of[word] for run in runs), strict=True))) for word in words},
+        of_all(run.residual for run in runs),
+    )
+
+
+def _runs_of(
+    table: Table, part: Part, name: str, words: Sequence[Recompute], rates: Rates, *, splits: bool
+) -> BlockRuns:
+    """The runs in the plans of one part."""
+    block, is_layer = part.placement.program.block(name), name in table.program.layer_blocks
+    numbers = numbered(column[part.plans] for column in _columns(table, part, block))
+    firsts = part.plans[np.unique(numbers, return_index=True)[1]]
+    cost = _cost(table, part, block, firsts, "kept")
+    of_time = _cost(table, part, block, firsts, "time") if _is_measured(table) else cost
     work, steps = work_of(of_time, rates), steps_of(cost)
 
     def of_plans(value: Array) -> Array:
@@ -84,17 +105,17 @@ def runs_in(table: Table, block: Block, words: Iterable[Recompute], rates: Rates
         return BlockRun(*map(of_plans, found))
 
     return BlockRuns(
-        _of_parameters(cost, table.program),
-        {word: run(word) for word in (words if is_layer else ("none",))},
+        [(part, _of_parameters(cost, on_meshes(part.placement.program, table.axes)))],
+        {word: run(word) for word in words},
         of_plans(cost.workload.bytes(*inputs)),
     )
 
 
-def _columns(table: Table, block: Block) -> list[Array]:
+def _columns(table: Table, part: Part, block: Block) -> list[Array]:
     """The numbers on which the costs of a block's ops depend: the sequences of a rank and micro-batch, and the sizes of
     the axes that they use and of those inside of these, which set the distance of a group's ranks."""
     pp, cp, tp, microbatches, _ = table.sizes
-    ep, etp = table.pair_of(block)
+    ep, etp = table.pair_of(part, block)
     ranks = table.spec.cluster.ranks // pp
     sizes = {"cp": cp, "tp": tp, "ep": ep, "etp": etp, "dp": ranks // (cp * tp), "edp": ranks // (ep * etp)}
     cuts = {axis for v in block.scope.values() for axis in (v.layout.axes if v.layout else ())}
@@ -114,18 +135,18 @@ def _is_measured(table: Table) -> bool:
     return table.spec.train is not None and isinstance(table.spec.train.routing, Measured)
 
 
-def _cost(table: Table, block: Block, rows: Array, use: LoadUse) -> BlockCost:
-    """The cost of a block in the plans of these rows; nothing of ZeRO is in it."""
+def _cost(table: Table, part: Part, block: Block, plans: Array, use: LoadUse) -> BlockCost:
+    """The cost of a block in these plans; nothing of ZeRO is in it."""
     assert table.spec.train is not None
-    sizes = Sizes.of(table.rows[rows].T)
-    program = on_meshes(table.program, table.spec, sizes)
+    sizes = Sizes.of(table.rows[plans].T)
+    program = on_meshes(part.placement.program, axes_of(table.spec, sizes))
     workload = Workload.of(table.spec, program).planned_for(use)
     batch, mixtures = table.spec.train.batch // sizes.microbatches, -(-workload.mixtures // sizes.pp)
     return BlockCost.of(program, block, replace(workload, batch=batch, mixtures=mixtures))
 
 
 def _of_parameters(cost: BlockCost, program: Program) -> BlockCost:
-    """The block in all plans of a Program, with no cost but the parameters that ops save."""
+    """The block on the meshes of a Program, with no cost but the parameters that ops save."""
     saved = ((op, [Saved(s.name, 0.0) for s in of.saved if s.is_parameter]) for op, of in cost.costs)
     workload = replace(cost.workload, meshes=program.meshes_of(cost.block))
     return BlockCost(cost.block, workload, tuple((op, Cost(saved=tuple(names))) for op, names in saved))

@@ -33,7 +33,8 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Candidates of one table with one ZeRO stage and recomputation: rows of the table, each with a schedule.
+    """Candidates of a table with one ZeRO stage and recomputation: `rows` of the table, each with a schedule, one of
+    `kinds` by its number in `pipelined`.
 
     `least`: seconds if only as many layers as have to recompute so much.
     """
@@ -42,7 +43,8 @@ class Estimates:
     zero: int
     recompute: Recompute
     rows: Array
-    pipelined: Sequence[Pipelined]
+    kinds: Sequence[Pipelined]
+    pipelined: Array
     seconds: Array
     memory: Array
     least: Array
@@ -51,13 +53,9 @@ class Estimates:
 def estimates(table: Table, rates: Rates) -> Iterator[Estimates]:
     """The estimates of a table's plans, with every option that is open."""
     space, turns = table.space, Turns.of(table.space, table.sizes)
-    if not len(turns.rows):
-        return
-    splits, stages = any(each.schedule in QUEUES for each in turns.pipelined), space.values("zero", STAGES, 0)
-    runs = {b.name: runs_in(table, b, space.recomputed, rates, splits=splits) for b, _ in table.shares}
-    shares = [(runs[block.name].cost, share) for block, share in table.shares]
-    cuts = cuts_of(table, shares)
-    of_stages = {stage: held(table, cuts, stage, rates) for stage in stages}
+    splits, stages = any(each.schedule in QUEUES for each in turns.kinds), space.values("zero", STAGES, 0)
+    runs = {b.name: runs_in(table, b.name, space.recomputed, rates, splits=splits) for b, _ in table.shares}
+    cuts = cuts_of(table, runs)
     message = _message(table, rates, runs[table.program.layers[0].body].residual)
     device = DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
     works = dict[Recompute, tuple[Array, Array, _Activations]]()
@@ -67,9 +65,10 @@ def estimates(table: Table, rates: Rates) -> Iterator[Estimates]:
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
         computed = passes.computing * _spread(busy, turns.rows, len(table.rows))
         works[word] = seconds, computed, _Activations.of(table, one)
-    for stage, of in of_stages.items():
+    for stage in stages:
+        of = held(table, cuts, stage, rates)
         new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
-        rows, pipelined = turns.rows[new], [turns.pipelined[row] for row in new.tolist()]
+        rows, kinds = turns.rows[new], turns.kind[new]
         words, seconds, memory = list(works), list[Array](), list[Array]()
         for passes, computed, activations in works.values():
             after: Array = of.work.seconds(computed, table.sizes.microbatches).total
@@ -77,7 +76,9 @@ def estimates(table: Table, rates: Rates) -> Iterator[Estimates]:
             memory.append(device + _memory(of, activations, turns)[new])
         least = _least(table, turns, new, seconds, memory)
         for number, word in enumerate(words if len(new) else ()):
-            yield Estimates(table, stage, word, rows, pipelined, seconds[number], memory[number], least[number])
+            yield Estimates(
+                table, stage, word, rows, turns.kinds, kinds, seconds[number], memory[number], least[number]
+            )
 
 
 def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], memory: Sequence[Array]) -> list[Array]:
@@ -87,7 +88,7 @@ def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], mem
     for more in range(len(seconds)):
         for less in range(more):
             of_layer = np.maximum(memory[less] - memory[more], 1.0) / of_rank
-            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.mean_over_first[new]
+            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.mean_over_first[turns.kind[new]]
             mixed = seconds[less] + share * (seconds[more] - seconds[less])
             can_mix = (memory[less] > capacity) & (memory[more] <= capacity)
             found[more] = np.where(can_mix, np.minimum(found[more], mixed), found[more])
@@ -130,17 +131,30 @@ def _pipeline(spec: Spec, turns: Turns, sizes: Sizes, passes: _Passes, message: 
     """
     at, depth = turns.rows, spec.subject.depth
     pp, parts, head = sizes.pp[at], sizes.microbatches[at], passes.head[at]
-    layer, stages = passes.body[at] / depth, pp * turns.virtual
+    virtual = turns.virtual[turns.kind]
+    layer, stages = passes.body[at] / depth, pp * virtual
     total, way = depth * layer + head, 2 * (stages - 1) * message[at]
-    slowest = np.where(pp > 1, np.inf, total)
-    for of_last in range(-(-depth // 2) + 1 if np.max(pp) > 1 else 0):
-        rest = layer * np.ceil((depth - of_last) / np.maximum(stages - 1, 1))
-        slow = np.maximum(turns.virtual * rest, (turns.virtual - 1) * rest + of_last * layer + head)
-        slowest = np.where(pp > 1, np.minimum(slowest, slow), slowest)
-    each = np.maximum(slowest, (total + way) / under_way(pp, turns.virtual, parts))
-    in_rounds = parts * each + turns.bubble * np.maximum(total - each, 0)
-    one_by_one = total + (parts - 1) * slowest / turns.virtual
+    slowest = _slowest(stages, virtual, depth, layer, head)
+    each = np.maximum(slowest, (total + way) / under_way(pp, virtual, parts))
+    in_rounds = parts * each + turns.bubble[turns.kind] * np.maximum(total - each, 0)
+    one_by_one = total + (parts - 1) * slowest / virtual
     return parts * slowest, np.where(parts > pp, in_rounds, one_by_one) + way
+
+
+def _slowest(stages: Array, virtual: Array, depth: int, layer: Array, head: Array) -> Array:
+    """Seconds of the slowest rank with a micro-batch: of the best number of layers of the last stage, which also has
+    the head. Of the numbers that leave the other stages equally long, it is the smallest."""
+    found = depth * layer + head
+    for number in np.unique(stages[stages > 1]).tolist():
+        at = np.flatnonzero(stages == number)
+        few, many = (-(-layers // (number - 1)) for layers in (depth - -(-depth // 2), depth))
+        found[at] = np.inf
+        for longest in range(few, many + 1):
+            of_last = max(0, depth - longest * (number - 1))
+            rest, turns = layer[at] * longest, virtual[at]
+            slow = np.maximum(turns * rest, (turns - 1) * rest + of_last * layer[at] + head[at])
+            found[at] = np.minimum(found[at], slow)
+    return found
 
 
 def under_way(pp: Array, virtual: Array, parts: Array) -> Array:
@@ -192,14 +206,25 @@ def _memory(of: Held, activations: _Activations, turns: Turns) -> Array:
     """Bytes at the worst moment: of the first rank, in the backward of a layer or when its gradients are summed, and of
     the last rank, in the loss."""
     at = turns.rows
-    of_each, of_stage = (activations.kept + of.in_flight)[at], 1 / turns.virtual
-    backward, loss = (
-        np.max([kept * of_each + queued * activations.queued[at] for kept, queued in moments], axis=0)
-        for moments in (turns.backward, turns.loss)
-    )
+    of_each, queued = (activations.kept + of.in_flight)[at], activations.queued[at]
+    backward, loss = (_most(moments, turns.kind, of_each, queued) for moments in (turns.backward, turns.loss))
     worst = 0.0
     for name, (kept, most) in activations.turns.items():
         in_turn = larger(most + of.copies[name], of.in_turn[name]) - kept
         worst = larger(worst, in_turn[at])
-    at_layer = larger(of.before[at], of.after[at] - of_stage * of_each) + backward + activations.ends[at] + worst
+    at_layer = (
+        larger(of.before[at], of.after[at] - of_each / turns.virtual[turns.kind])
+        + backward
+        + activations.ends[at]
+        + worst
+    )
     return larger(at_layer, of.before[at] + loss + activations.loss[at])
+
+
+def _most(moments: Array, of: Array, kept: Array, queued: Array) -> Array:
+    """The most bytes at any of the `moments` (`Turns`)."""
+    most: Array = 0.0
+    for number in range(moments.shape[1]):
+        of_moment = moments[of, number]
+        most = larger(most, of_moment[:, 0] * kept + of_moment[:, 1] * queued)
+    return most

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moec.passes.cost.rates import Rates
-from moec.passes.ir import Program, local_shape
+from moec.passes.ir import Program
 from moec.passes.search.blocks import runs_in
 from moec.passes.search.kinds import Pair
 from moec.passes.search.space import Base, Space
-from moec.passes.search.tables import Rows, Table, blocks_of, structures
+from moec.passes.search.tables import Rows, Table
 
 Bases = Sequence[tuple[Base, Sequence[Sequence[Pair]]]]
 
@@ -63,11 +64,7 @@ def _front(space: Space, lowered: Program, rates: Rates, bases: Bases, kind: int
     """For each base the pairs of a kind of which none is better."""
     every = [(place, pair) for place, (_, pairs) in enumerate(bases) for pair in pairs[kind]]
     rows = np.array([_row(*bases[place], kind, pair) for place, pair in every])
-    parts = [
-        (numbers, _taken(Table.of(space, lowered, rows[numbers]), kind, rates))
-        for numbers in structures(space, lowered, rows)
-    ]
-    taken = np.concatenate([of for _, of in parts])[np.argsort(np.concatenate([numbers for numbers, _ in parts]))]
+    taken = _taken(Table.of(space, lowered, rows), kind, rates)
     alike = dict[tuple[int, int], list[Option]]()
     for (place, pair), of in zip(every, taken, strict=True):
         alike.setdefault((place, math.prod(pair)), []).append(Option((pair,), of))
@@ -85,14 +82,15 @@ def _row(base: Base, pairs: Sequence[Sequence[Pair]], kind: int, pair: Pair) -> 
 
 def _taken(table: Table, kind: int, rates: Rates) -> Any:
     """What the layers of a kind take in each plan, a column for each quantity of which less is better."""
-    layers, columns = table.space.kinds[kind].layers, list[Any]()
-    for block in blocks_of(table.program, layers):
-        meshes = table.program.meshes_of(block)
-        shapes: Any = (local_shape(p.shape, p.layout, meshes) for p in block.parameters if p.layout is not None)
-        runs = runs_in(table, block, table.space.recomputed, rates, splits=True).of.values()
-        times = sum(layer.body == block.name for layer in table.program.layers if layer.number in layers)
-        of_block = [sum(map(math.prod, shapes)), *itertools.chain(*runs)]
-        columns.append([times * np.broadcast_to(column, len(table.rows)) for column in of_block])
+    times = Counter(of.body for of in table.program.layers if of.number in table.space.kinds[kind].layers)
+    columns = list[list[Any]]()
+    for name, number in times.items():
+        runs = runs_in(table, name, table.space.recomputed, rates, splits=True)
+        elements = np.zeros(len(table.rows))
+        for part, cost in runs.costs:
+            shapes = (cost.workload.shape(p) for p in cost.block.parameters)
+            elements[part.plans] = np.broadcast_to(sum(map(math.prod, shapes)), len(elements))[part.plans]
+        columns.append([number * column for column in (elements, *itertools.chain(*runs.of.values()))])
     return np.sum(columns, 0).T
 
 

@@ -16,18 +16,17 @@ from moec.passes.cost.rates import Rates
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.update_time import update_seconds
 from moec.passes.cost.weights import WeightBytes, weight_bytes
-from moec.passes.ir import Layout, Mesh, Meshes, Parameter, Shard
-from moec.passes.ir.mesh import parts_of
+from moec.passes.ir import Layout, Mesh, Meshes, Parameter, Shard, local_shape
+from moec.passes.ir.mesh import ZERO_AXES, parts_of
 from moec.passes.ir.work.arrays import larger
 from moec.passes.place.communicate import sums_of
 from moec.passes.place.shard_zero import cut_by_zero
-from moec.passes.search.tables import Table, grouped
+from moec.passes.search.blocks import BlockRuns
+from moec.passes.search.placement import Placement
+from moec.passes.search.tables import Part, Table, grouped
 
 Array = Any
 """A number for each plan."""
-
-Shares = list[tuple[BlockCost, Array]]
-"""Blocks, and how often each runs on a rank of each plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,30 @@ class Cut:
     """The block, not cut, and its share in all plans."""
 
 
-def cuts_of(table: Table, shares: Shares) -> list[Cut]:
+def cuts_of(table: Table, runs: Mapping[str, BlockRuns]) -> list[Cut]:
     """Each block of a table, once for all plans in which ZeRO cuts the same of its parameters."""
     return [
-        Cut(rows, _cut(table, _at(cost, rows)), share[rows], (cost, share))
-        for cost, share in shares
-        for rows in table.alike_for_zero(cost.block)
+        Cut(rows, _cut(part.placement, _at(cost, rows), table.spec), share[rows], (cost, share))
+        for block, share in table.shares
+        for part, cost in runs[block.name].costs
+        for rows in _alike(part, cost)
     ]
+
+
+def _alike(part: Part, cost: BlockCost) -> list[Array]:
+    """The plans of a part in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters."""
+    columns, meshes, placement = dict[object, Any](), _meshes_at(cost, part.plans), part.placement
+    for p in cost.block.parameters:
+        assert p.layout is not None
+        axes = placement.summed[cost.block.name, p.name] & set(ZERO_AXES)
+        hidden, local = placement.hidden_dims.get((cost.block.name, p.name)), local_shape(p.shape, p.layout, meshes)
+        free = [d for d in range(len(p.shape)) if d == hidden or not p.layout.cuts(d)]
+        columns |= {axis: meshes.size(axis) > 1 for axis in axes}
+        key = (tuple(sorted(axes)), tuple((p.shape[d], p.layout.cuts(d)) for d in free))
+        if axes and key not in columns:
+            ranks = math.prod(map(meshes.size, axes))
+            columns[key] = np.any([local[d] % ranks == 0 for d in free], axis=0)
+    return [part.plans[rows] for rows in grouped([*columns.values()])] if columns else [part.plans]
 
 
 def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
@@ -142,14 +158,14 @@ def _mesh_at(mesh: Mesh, rows: Array) -> Mesh:
     return replace(mesh, axes=tuple((axis, size if np.ndim(size) else int(size)) for axis, size in sizes))
 
 
-def _cut(table: Table, cost: BlockCost) -> BlockCost:
+def _cut(placement: Placement, cost: BlockCost, spec: Spec) -> BlockCost:
     """The block with its parameters as ZeRO 3 lays them out in its first plan, those that lie alike as one."""
     meshes, cut = _meshes_at(cost, 0), list[Parameter]()
     for p in cost.block.parameters:
-        axes = frozenset(axis for axis in table.summed[cost.block.name, p.name] if meshes.size(axis) > 1)
-        p = cut_by_zero(p, meshes, 3, axes, table.hidden_dims.get((cost.block.name, p.name)))
+        axes = frozenset(axis for axis in placement.summed[cost.block.name, p.name] if meshes.size(axis) > 1)
+        p = cut_by_zero(p, meshes, 3, axes, placement.hidden_dims.get((cost.block.name, p.name)))
         cut.append(replace(p, sum_over=() if p.frozen else sums_of(p, axes, meshes)))
-    return replace(cost, block=replace(cost.block, parameters=tuple(_together(cost, table.spec, cut))))
+    return replace(cost, block=replace(cost.block, parameters=tuple(_together(cost, spec, cut))))
 
 
 def _at_stage(cost: BlockCost, stage: int) -> BlockCost:

@@ -16,7 +16,7 @@ from moec.passes.search.fronts import rows_of
 from moec.passes.search.kinds import words_of_pairs
 from moec.passes.search.rules import with_first_values
 from moec.passes.search.space import Sizes, Space
-from moec.passes.search.tables import Table, structures
+from moec.passes.search.tables import Table
 
 KEPT = 64
 """The candidates that a ranking keeps of those that fit, and that nearly do."""
@@ -56,24 +56,21 @@ def rank(spec: Spec, rates: Rates) -> Ranking:
     space, lowered, capacity = Space(spec), lower(with_first_values(spec)), spec.cluster.device.memory
     lists: tuple[list[Ranked], ...] = ([], [], [])
     smallest, candidates, fitting = list[Ranked](), 0, 0
-    rows = rows_of(space, lowered, rates)
-    for numbers in structures(space, lowered, rows):
-        for each in estimates(Table.of(space, lowered, rows[numbers]), rates):
-            fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
-            candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
-            chosen = (
-                (fits, each.seconds),
-                (may_fit & ~fits, each.seconds),
-                (fits & (each.least < each.seconds), each.least),
-            )
-            for kept, (which, seconds) in zip(lists, chosen, strict=True):
-                numbers = _least(np.where(which, seconds, np.inf), KEPT)
-                kept += [_ranked(spec, each, number, seconds) for number in numbers]
-            smallest += [_ranked(spec, each, number, each.seconds) for number in _least(each.memory, SMALLEST)]
-        lists = tuple(sorted(kept, key=_order)[:KEPT] for kept in lists)
-        smallest = sorted(smallest, key=lambda ranked: (ranked.memory, *_order(ranked)))[:SMALLEST]
-    first, near, mixed = map(tuple, lists)
-    return Ranking(first, near, mixed, tuple(smallest), candidates, fitting)
+    table = Table.of(space, lowered, rows_of(space, lowered, rates))
+    for each in estimates(table, rates):
+        fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
+        candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
+        chosen = (
+            (fits, each.seconds),
+            (may_fit & ~fits, each.seconds),
+            (fits & (each.least < each.seconds), each.least),
+        )
+        for kept, (which, seconds) in zip(lists, chosen, strict=True):
+            kept += [_ranked(each, number, seconds) for number in _least(np.where(which, seconds, np.inf), KEPT)]
+        smallest += [_ranked(each, number, each.seconds) for number in _least(each.memory, SMALLEST)]
+    first, near, mixed = (tuple(sorted(kept, key=_order)[:KEPT]) for kept in lists)
+    smallest.sort(key=lambda ranked: (ranked.memory, *_order(ranked)))
+    return Ranking(first, near, mixed, tuple(smallest[:SMALLEST]), candidates, fitting)
 
 
 def _least(values: Any, number: int) -> Any:
@@ -87,20 +84,20 @@ def _order(ranked: Ranked) -> tuple[float, float, str]:
     return ranked.seconds, ranked.memory, str(ranked.words)
 
 
-def _ranked(spec: Spec, of: Estimates, number: int, seconds: Any) -> Ranked:
-    return Ranked(float(seconds[number]), float(of.memory[number]), words_of(spec, of, number))
+def _ranked(of: Estimates, number: int, seconds: Any) -> Ranked:
+    return Ranked(float(seconds[number]), float(of.memory[number]), words_of(of, number))
 
 
-def words_of(spec: Spec, of: Estimates, number: int) -> dict[str, Any]:
+def words_of(of: Estimates, number: int) -> dict[str, Any]:
     """The words of `parallel` of a candidate."""
-    sizes = Sizes.of(map(int, of.table.rows[of.rows[number]]))
-    schedule, virtual = of.pipelined[number]
+    space, sizes = of.table.space, Sizes.of(map(int, of.table.rows[of.rows[number]]))
+    schedule, virtual = of.kinds[of.pipelined[number]]
     return {
         "pp": sizes.pp,
-        "dp": spec.cluster.ranks // (sizes.pp * sizes.cp * sizes.tp),
+        "dp": space.spec.cluster.ranks // (sizes.pp * sizes.cp * sizes.tp),
         "cp": sizes.cp,
         "tp": sizes.tp,
-        **words_of_pairs(spec, of.table.space.kinds, sizes.experts),
+        **words_of_pairs(space.spec, space.kinds, sizes.experts),
         "zero": of.zero,
         "recompute": of.recompute,
         "microbatches": sizes.microbatches,

@@ -1,98 +1,95 @@
-"""All plans that have the same ops: one placement, on meshes with arrays as sizes."""
+"""All plans of a file: their sizes as arrays, and placements for those that have the same ops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.totals import runs_of
-from moec.passes.degrees.degrees import Degrees, ExpertDegrees
-from moec.passes.ir import Block, Parameter, Program, Recompute, local_shape
-from moec.passes.ir.mesh import ZERO_AXES, parts_of
-from moec.passes.pipeline import unverified
+from moec.passes.ir import Block, Program
 from moec.passes.place.tensor_parallel import kv_heads_of
+from moec.passes.search.placement import Placement
 from moec.passes.search.space import Sizes, Space
 
 Rows = Any
 """An array with a row of `Sizes` for each plan."""
 
-WIDE = 2
-"""The size of `dp` and of `edp` in a placement that serves all."""
+Array = Any
+"""A number for each plan."""
+
+
+class Part(NamedTuple):
+    """Plans in which a block has the same ops: their numbers, and a placement of it."""
+
+    plans: Array
+    placement: Placement
 
 
 @dataclass(frozen=True)
 class Table:
-    """Plans of one structure. `rows`: one for each plan, with the columns of `Sizes`."""
+    """Plans of a file. `parts`: of each block, by its name, all of them."""
 
     space: Space
     rows: Rows
-    lowered: Program
-    program: Program
+    parts: Mapping[str, Sequence[Part]]
 
     @classmethod
     def of(cls, space: Space, lowered: Program, rows: Rows) -> Table:
-        """The table of plans with the same ops."""
-        placed = _placed(space, lowered, rows)
-        return cls(space, rows, lowered, on_meshes(placed, space.spec, Sizes.of(rows.T)))
+        """The table of some plans.
+
+        Two plans place a block alike if the same of `tp`, and of its own `ep` and `etp`, are wide and divide the same
+        dims of parameters, and kv heads are copied as often. `dp` and `cp` are placed as wide: all that they add are
+        conversions, which cost nothing where there is one rank.
+        """
+        sizes, parts = Sizes.of(rows.T), dict[str, list[Part]]()
+        dense, *of_kinds = structures(space, lowered, sizes)
+        for plans in grouped([dense]):
+            base = Sizes.of(map(int, rows[plans[np.argmax(sizes.cp[plans])]]))
+            kinds = [[plans[part] for part in grouped([of_kind[plans]])] for of_kind in of_kinds]
+            for number in range(max(map(len, kinds))):
+                firsts = [of_kind[min(number, len(of_kind) - 1)][0] for of_kind in kinds]
+                pairs = [Sizes.of(map(int, rows[first])).experts[kind] for kind, first in enumerate(firsts)]
+                placement = Placement(space, lowered, base._replace(experts=pairs))
+                for block in placement.program.blocks:
+                    kind = placement.kind_of(block)
+                    of_block = [plans] if kind is None else kinds[kind]
+                    if number < len(of_block):
+                        parts.setdefault(block.name, []).append(Part(of_block[number], placement))
+        return cls(space, rows, parts)
 
     @property
     def spec(self) -> Spec:
         """The file."""
         return self.space.spec
 
+    @property
+    def program(self) -> Program:
+        """The Program of some plan: blocks, how often they run, and layers are those of all."""
+        return next(iter(self.parts.values()))[0].placement.program
+
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of the plans' axes: an array of each."""
         return Sizes.of(self.rows.T)
 
-    def pair_of(self, block: Block) -> tuple[Any, Any]:
+    @cached_property
+    def axes(self) -> Axes:
+        """The axes of the plans' meshes."""
+        return axes_of(self.spec, self.sizes)
+
+    def pair_of(self, part: Part, block: Block) -> tuple[Array, Array]:
         """`ep` and `etp` of the experts of a block, in each plan; 1 where it has none."""
-        meshes = [mesh.name for mesh in self.program.meshes if mesh.name != "dense"]
-        return self.sizes.experts[meshes.index(block.experts)] if block.experts else (1, 1)
+        kind = part.placement.kind_of(block)
+        return (np.ones_like(self.sizes.pp),) * 2 if kind is None else self.sizes.experts[kind]
 
     @cached_property
-    def hidden_dims(self) -> dict[tuple[str, str], int | None]:
-        """The dim of each parameter that is the width of experts, by block and parameter."""
-        return {(b.name, p.name): dict(p.shard).get("etp") for b in self.lowered.blocks for p in b.parameters}
-
-    @cached_property
-    def summed(self) -> dict[tuple[str, str], frozenset[str]]:
-        """The axes over which the gradient of each parameter is summed, by block and parameter; of one that is frozen,
-        those over which it would be."""
-        program = self.program
-        if any(p.frozen for block in program.blocks for p in block.parameters):
-            trained = (replace(b, parameters=_trained(b.parameters)) for b in self.lowered.blocks)
-            program = _placed(self.space, replace(self.lowered, blocks=tuple(trained)), self.rows)
-        return {
-            (block.name, p.name): frozenset(part for axis in p.sum_over or () for part in parts_of(axis))
-            for block in program.blocks
-            for p in block.parameters
-        }
-
-    def alike_for_zero(self, block: Block) -> list[Any]:
-        """The numbers of rows in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters of a
-        block."""
-        columns, meshes = dict[object, Any](), self.program.meshes_of(block)
-        for p in block.parameters:
-            assert p.layout is not None
-            axes = self.summed[block.name, p.name] & set(ZERO_AXES)
-            hidden, local = self.hidden_dims.get((block.name, p.name)), local_shape(p.shape, p.layout, meshes)
-            free = [d for d in range(len(p.shape)) if d == hidden or not p.layout.cuts(d)]
-            columns |= {axis: meshes.size(axis) > 1 for axis in axes}
-            key = (tuple(sorted(axes)), tuple((p.shape[d], p.layout.cuts(d)) for d in free))
-            if axes and key not in columns:
-                ranks = math.prod(map(meshes.size, axes))
-                columns[key] = np.any([local[d] % ranks == 0 for d in free], axis=0)
-        return list(grouped([*columns.values()] or [self.sizes.pp > 0]))
-
-    @cached_property
-    def shares(self) -> list[tuple[Block, Any]]:
+    def shares(self) -> list[tuple[Block, Array]]:
         """Each block that a pass runs, and how often on the rank with most layers: of layers the largest first."""
         runs, layers = runs_of(self.program), self.program.layer_blocks
         left, shares = np.ceil(self.spec.subject.depth / self.sizes.pp), list[tuple[Block, Any]]()
@@ -106,72 +103,42 @@ class Table:
         return shares
 
 
-def _placed(space: Space, lowered: Program, rows: Rows) -> Program:
-    """The Program of the plan with the largest `cp`."""
-    degrees = _degrees_of(space, Sizes.of(map(int, rows[np.argmax(rows[:, 1])])))
-    return unverified(space.spec, degrees, lowered, "partition")
-
-
-def _trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    return tuple(replace(p, frozen=False) for p in parameters)
-
-
 def _elements(block: Block) -> int:
     return sum(math.prod(dim for dim in p.shape if isinstance(dim, int)) for p in block.parameters)
 
 
-def on_meshes(program: Program, spec: Spec, sizes: Sizes) -> Program:
-    """The Program on the meshes of these plans."""
+Axes = Sequence[tuple[tuple[str, Any], ...]]
+"""The axes of the dense mesh, and of that of each kind of mixtures."""
+
+
+def axes_of(spec: Spec, sizes: Sizes) -> Axes:
+    """The axes of the meshes of these plans."""
     ranks = spec.cluster.ranks // sizes.pp
-    dense, *experts = program.meshes
-    axes = (("dp", ranks // (sizes.cp * sizes.tp)), ("cp", sizes.cp), ("tp", sizes.tp))
-    meshes = [replace(dense, axes=axes)]
-    for mesh, (ep, etp) in zip(experts, sizes.experts, strict=False):  # a model without mixtures has no mesh
-        meshes.append(replace(mesh, axes=(("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp))))
-    return replace(program, meshes=tuple(meshes), microbatches=sizes.microbatches)
+    dense = (("dp", ranks // (sizes.cp * sizes.tp)), ("cp", sizes.cp), ("tp", sizes.tp))
+    return [dense, *((("edp", ranks // (ep * etp)), ("ep", ep), ("etp", etp)) for ep, etp in sizes.experts)]
 
 
-def _degrees_of(space: Space, sizes: Sizes) -> Degrees:
-    """The degrees of a single stage of plans that place alike."""
-    pairs = zip(space.kinds, sizes.experts, strict=True)
-    return Degrees(
-        ranks=space.spec.cluster.ranks // sizes.pp,
-        dp=WIDE,
-        cp=sizes.cp,
-        tp=sizes.tp,
-        experts=tuple(ExpertDegrees(of.layers, *pair, WIDE, stated=True) for of, pair in pairs if of.layers),
-        zero=0,
-        recompute=tuple[Recompute, ...](["none"] * space.spec.subject.depth),
-        microbatches=sizes.microbatches,
-        sequence_parallel=space.spec.parallel.sequence_parallel,
-    )
+def on_meshes(program: Program, axes: Axes) -> Program:
+    """The Program on meshes with these axes; a model without mixtures has the dense one only."""
+    meshes = (replace(mesh, axes=of_mesh) for mesh, of_mesh in zip(program.meshes, axes, strict=False))
+    return replace(program, meshes=tuple(meshes))
 
 
-def structures(space: Space, lowered: Program, rows: Rows) -> Iterator[Any]:
-    """The numbers of rows that place alike: the same of `tp`, `ep` and `etp` are wide and divide the same dims of
-    parameters, and kv heads are copied as often.
-
-    `dp` and `cp` are placed as wide: all that they add are conversions, which cost nothing where there is one rank.
-    """
-    sizes = Sizes.of(rows.T)
+def structures(space: Space, lowered: Program, sizes: Sizes) -> Iterator[Array]:
+    """The numbers of the ways in which plans place what is no mixture, and the mixtures of each kind."""
     columns = [sizes.tp > 1, *_dividing("tp", sizes.tp, lowered.blocks)]
-    for kind, (ep, etp) in zip(space.kinds, sizes.experts, strict=True):
-        blocks = blocks_of(lowered, kind.layers)
-        columns += [ep > 1, etp > 1, *_dividing("ep", ep, blocks), *_dividing("etp", etp, blocks)]
     for heads in {kv_heads_of(block) for block in lowered.blocks} - {None}:
         copies = np.where(heads % sizes.tp > 0, sizes.tp // heads, 1)
         on_rank = heads * copies // sizes.tp
         columns += [copies, np.where(on_rank % sizes.cp > 0, sizes.cp // on_rank, 1)]
-    yield from grouped(columns)
+    yield (dense := numbered(columns))
+    for kind, (ep, etp) in zip(space.kinds, sizes.experts, strict=True):
+        blocks = [lowered.block(name) for name in {of.body for of in lowered.layers if of.number in kind.layers}]
+        dims = [*_dividing("ep", ep, blocks), *_dividing("etp", etp, blocks)]
+        yield numbered([dense, ep > 1, etp > 1, *dims])
 
 
-def blocks_of(program: Program, layers: Collection[int]) -> list[Block]:
-    """The distinct blocks of these layers."""
-    names = dict.fromkeys(layer.body for layer in program.layers if layer.number in layers)
-    return [program.block(name) for name in names]
-
-
-def _dividing(axis: str, size: Any, blocks: Iterable[Block]) -> list[Any]:
+def _dividing(axis: str, size: Array, blocks: Iterable[Block]) -> list[Array]:
     """Of each dim of parameters that the axis may cut, whether it does."""
     parameters = (p for block in blocks for p in block.parameters)
     dims = {p.shape[dim] for p in parameters for of_axis, dim in p.shard if of_axis == axis}

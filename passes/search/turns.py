@@ -28,16 +28,20 @@ that of 1F1B with many ranks, which for the others is a guess. It only orders ca
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Rows of a table, each with every schedule that takes it."""
+    """Rows of a table, each with every schedule that takes it: `kinds`, by their number in `kind`.
+
+    Of each kind: stages of a rank, what its schedule leaves of a bubble, and the micro-batches that are kept and that
+    are queued at the worst moments (`[kinds, moments, 2]`).
+    """
 
     rows: Array
-    pipelined: Sequence[Pipelined]
+    kind: Array
+    kinds: Sequence[Pipelined]
     virtual: Array
     bubble: Array
     mean_over_first: Array
-    backward: Sequence[tuple[Array, Array]]
-    loss: Sequence[tuple[Array, Array]]
-    """The micro-batches that are kept and that are queued at the worst moments."""
+    backward: Array
+    loss: Array
 
     @classmethod
     def of(cls, space: Space, sizes: Sizes) -> Turns:
@@ -56,17 +60,17 @@ class Turns:
         worst = [worst_of(each.schedule, pipeline) for each, pipeline in every]
         return cls(
             rows,
-            [every[index][0] for index in taken.tolist()],
-            np.array([each.virtual for each, _ in every])[taken],
-            np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each, _ in every])[taken],
-            np.array([MEAN_OVER_FIRST.get(each.schedule, 1.0) if of.ranks > 1 else 1.0 for each, of in every])[taken],
-            _in_arrays([of.backward for of in worst], taken),
-            _in_arrays([of.loss for of in worst], taken),
+            taken,
+            [each for each, _ in every],
+            np.array([each.virtual for each, _ in every]),
+            np.array([BUBBLES.get(each.schedule, 1 / each.virtual) for each, _ in every]),
+            np.array([MEAN_OVER_FIRST.get(each.schedule, 1.0) if of.ranks > 1 else 1.0 for each, of in every]),
+            _in_array([of.backward for of in worst]),
+            _in_array([of.loss for of in worst]),
         )
 
 
-def _in_arrays(worst: Sequence[Sequence[Waiting]], taken: Array) -> list[tuple[Array, Array]]:
+def _in_array(worst: Sequence[Sequence[Waiting]]) -> Array:
     """What is kept and queued at each of the worst moments; who has fewer of them has the first one again."""
     longest = max(map(len, worst), default=0)
-    filled = np.array([(*moments, *[moments[0]] * (longest - len(moments))) for moments in worst])
-    return [(filled[taken, moment, 0], filled[taken, moment, 1]) for moment in range(longest)]
+    return np.array([(*moments, *[moments[0]] * (longest - len(moments))) for moments in worst])

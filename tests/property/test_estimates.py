@@ -21,13 +21,13 @@ from moec.passes.search.fronts import rows_of
 from moec.passes.search.ranking import words_of
 from moec.passes.search.rules import require_choosable, with_first_values
 from moec.passes.search.space import Space
-from moec.passes.search.tables import Table, structures
+from moec.passes.search.tables import Table
 
 
 @examples(4, 200)
 @given(specs(max_ranks=8))
 def test_without_a_pipeline_estimated_seconds_are_exact(spec: Spec):
-    """Of each table a plan with any stage of ZeRO and recomputation."""
+    """Of some plans with any stage of ZeRO and recomputation."""
     spec = spec.replace(parallel=Parallel(**dict.fromkeys(OPEN_WORDS, "auto") | {"pp": 1}))
     try:
         require_choosable(spec)
@@ -39,11 +39,10 @@ def test_without_a_pipeline_estimated_seconds_are_exact(spec: Spec):
         lower(with_first_values(spec)),
         random.Random(0),
     )
-    every = rows_of(space, lowered, rates)
-    for rows in structures(space, lowered, every):
-        each = chosen.choice(list(estimates(Table.of(space, lowered, every[rows]), rates)))
+    every = list(estimates(Table.of(space, lowered, rows_of(space, lowered, rates)), rates))
+    for each in chosen.choices(every, k=8):
         number = chosen.randrange(len(each.seconds))
-        words = words_of(spec, each, number)
+        words = words_of(each, number)
         stated = spec.replace(parallel=Parallel(**words))
         step = predict(compile_program(stated, "schedule").program, stated).step
         assert each.seconds[number] == pytest.approx(step.total, rel=1e-9), words
