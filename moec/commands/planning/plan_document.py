@@ -94,7 +94,7 @@ class PlannedLoad:
     trace: PlannedTrace | None
     """Null without the file of a trace."""
     largest_that_fits: float | None
-    """Null where every load fits."""
+    """With the copies of a placement, and the same rank the busiest in every layer; null where every load fits."""
     step_time_at_2_s: float | None
     """The step's seconds where the busiest rank has twice the mean; null where no load is so uneven."""
 
@@ -168,6 +168,7 @@ class StepPrediction:
     """The ranks that have it."""
     capacity_gb: float
     fits: bool
+    """With the copies of a placement."""
     largest_tenants: list[Tenant]
     exposed_communication_s: float
     """Collectives beside which nothing is computed."""
