@@ -100,7 +100,7 @@ def run(
     spec, found, plan, loads = _planned(spec, source, placing)
     before = None
     if other is not None:
-        if other.is_dir():
+        if other.is_dir() or not (other.suffix == ".moe" or other.exists()):
             require_plan_folder(other, "moec plan --against")
         file, _, _ = _spec_of(other, {})
         require_step(file, f"`{other}` is ")

@@ -171,6 +171,8 @@ def test_values_that_no_plan_has_are_named(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"\n  no plan has tp = 3 \(MOE03\d\d, .*\)\n$", capsys.readouterr().out)
     with pytest.raises(DiagnosticError, match=r"MOE0600.*this folder has no plan\.json"):
         run(file, {}, "full", None, tmp_path)
+    with pytest.raises(DiagnosticError, match=r"MOE0600.*there is no such folder"):
+        run(file, {}, "full", None, tmp_path / "old.plan")
 
 
 @each_row(
