@@ -48,6 +48,7 @@ from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.search.candidate import Candidate, candidate_of
+from moec.stale import stale
 from moec.subject import is_plan, require_plan_folder
 
 if TYPE_CHECKING:
@@ -162,10 +163,11 @@ def _ways_out(spec: Spec) -> Sequence[WayOut]:
 
 
 def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, SearchReport | None, tuple[Diagnostic, ...]]:
-    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file."""
+    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file or plan."""
     if is_plan(source):
         plan = valid_plan(source)
-        return plan.spec, plan.report, ()
+        warning = stale(source, plan)
+        return plan.spec, plan.report, () if warning is None else (warning,)
     loaded = read(source, **lets)
     return loaded.unwrap(), None, loaded.diagnostics
 

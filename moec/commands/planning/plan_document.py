@@ -178,7 +178,7 @@ class StepPrediction:
     candidates: PlannedCandidates | None
     """Null where no search chose a word."""
     runners_up: list[OtherPlan]
-    """The next plans, the fastest first."""
+    """The next plans, the fastest first, with experts in order."""
     unused: list[UnusedValue]
     """The values of lists that no plan has."""
     why_not: WhyNotDocument | None
