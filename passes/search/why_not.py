@@ -34,6 +34,13 @@ def why_not(
     `at`: is called before each search, with the words that are fixed. Raises `DiagnosticError` where no plan has the
     words, with places in the argument that gives them.
     """
+    if _is_of(chosen, given.values):
+        return WhyNot(given.values, chosen, chosen, {})
+    at(list(given.values))
+    try:
+        found = best(given.in_file(spec))
+    except DiagnosticError as error:
+        raise DiagnosticError(map(given.placed, error.diagnostics)) from None
     nearest = dict[str, Candidate]()
     for word in given.values if len(given.values) > 1 else ():
         one = given.only(word)
@@ -45,20 +52,7 @@ def why_not(
             nearest[word] = best(one.in_file(spec))
         except DiagnosticError:
             continue
-    found = next((near for word, near in nearest.items() if _has_all(near, given, word)), None)
-    if found is None:
-        at(list(given.values))
-        try:
-            found = best(given.in_file(spec))
-        except DiagnosticError as error:
-            raise DiagnosticError(map(given.placed, error.diagnostics)) from None
     return WhyNot(given.values, found, _alone(chosen, given.values), nearest)
-
-
-def _has_all(near: Candidate, given: GivenWords, word: str) -> bool:
-    """Whether the best plan with `word` has all words, so that it is the best with them."""
-    others = {other: value for other, value in given.values.items() if other != word}
-    return near.prediction.fits and _is_of(near, others)
 
 
 def _is_of(plan: Candidate, words: Mapping[str, object]) -> bool:

@@ -109,7 +109,7 @@ class WhyNotDocument:
     broken_rule: str | None
     """The code and message of that rule."""
     with_one_word: dict[str, OtherPlan]
-    """Of several words, the best plan with each and without the others."""
+    """Of several words, the best plan with each and without the others; empty where the plan has all of them."""
 
 
 @document

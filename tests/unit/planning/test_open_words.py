@@ -153,7 +153,9 @@ def test_why_not_searches_only_for_words_that_the_plan_has_not(
     run(file, {}, "json", f"tp = {chosen['tp']}, zero = {3 - chosen['zero']}")
     found = json.loads(capsys.readouterr().out)["why_not"]
     assert found["with_one_word"]["tp"]["words"]["zero"] == chosen["zero"]
-    assert len(searches) == 2 + (found["with_one_word"]["zero"]["words"]["tp"] != chosen["tp"])
+    assert len(searches) == 3  # both words, one of them, and all else as in the plan
+    run(file, {}, "json", f"tp = {chosen['tp']}, zero = {chosen['zero']}")
+    assert len(searches) == 3
 
 
 def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
