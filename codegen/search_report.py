@@ -33,7 +33,7 @@ class PlannedCandidates(_Numbers):
 
     number: int
     fit: int
-    """Of these, those whose estimated memory fits."""
+    """An estimate: of these, those whose estimated memory fits; 0 if none does."""
 
 
 @dataclass(frozen=True, kw_only=True)

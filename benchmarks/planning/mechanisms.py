@@ -1,10 +1,13 @@
-"""The error of predictions when one mechanism of the cost model is left out, or a constant is fitted to other rows."""
+"""The error of predictions when one mechanism of the cost model is left out, or a constant is fitted to other rows.
+
+Both replace names of the cost model. A replaced name that nothing uses changes no prediction, and that is an error.
+"""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,10 +168,17 @@ def leave_one_out(folding: Sequence[Run], newer: Sequence[Run]) -> list[WithoutO
     for name, left in MECHANISMS.items():
         with left():
             scored = [(Run.of(run.row) if left is _one_chunk else run).scored() for run in runs]
+        _require_change(name, (row.error - was for row, was in zip(scored, before, strict=True)))
         shows = max(range(len(runs)), key=lambda at: abs(scored[at].error - before[at]))
         means = (mean_error(rows) for rows in (scored[: len(folding)], scored[len(folding) :]))
         found.append(WithoutOne(name, *means, scored[shows], before[shows]))
     return sorted(found, key=lambda each: -each.folding)
+
+
+def _require_change(name: str, changes: Iterable[float]) -> None:
+    """Raises `LookupError` where no prediction changes."""
+    if not any(changes):
+        raise LookupError(f"no prediction changes without `{name}`: the cost model does not use the name replaced here")
 
 
 def mean_error(rows: Sequence[Scored]) -> float:
@@ -193,7 +203,9 @@ def fitted(runs: Sequence[Run]) -> dict[str, float]:
     while (error := error_with(constants, runs)) < least:
         least = error
         for name, (_, tried, _) in FITTED.items():
-            constants[name] = min(tried, key=lambda x, name=name: error_with(constants | {name: x}, runs))
+            errors = {x: error_with(constants | {name: x}, runs) for x in tried}
+            _require_change(name, (error - errors[tried[0]] for error in errors.values()))
+            constants[name] = min(tried, key=errors.__getitem__)
     return constants
 
 

@@ -42,7 +42,9 @@ class Trace(Node):
     word = "trace"
     source = "SmartMoE, Zhai et al. 2023, whose artifact has one"
     positional = ("path",)
-    path: Annotated[Text, Doc("the `.npz` file, relative to this one")]
+    path: Annotated[
+        Text, Doc("the `.npz` file, relative to this one; of a text or a Spec in Python, to the working folder")
+    ]
 
 
 LoadUse = Literal["time", "kept", "most"]

@@ -14,12 +14,12 @@ from moec.commands.console.output import emit as show_result
 from moec.commands.console.output import print_json
 from moec.commands.console.terminal import success
 from moec.commands.inspecting.summary import summary
-from moec.commands.planning.choices import chosen_lines
+from moec.commands.planning.choices import chosen_lines, searched
 from moec.driver import read
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.measured_loads import with_loads
-from moec.open_words import choice_of, compile_chosen
+from moec.open_words import compile_chosen
 from moec.passes.ir.texts.text import print_program
 from moec.passes.pipeline import Record
 
@@ -50,7 +50,7 @@ def run(
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
     spec = with_loads(loaded.spec, file)
-    choice = choice_of(spec)
+    choice = searched(spec)
     compilation = compile_chosen(spec, choice, stop_after)
     for record in compilation.records:
         if print_ir_after in ("all", record.name) or (print_ir_after == "changed" and _changed(record)):

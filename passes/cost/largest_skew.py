@@ -14,8 +14,9 @@ STEEPEST = 8.0
 """The exponent of the most uneven load that is tried: nearly all rows go to the first expert."""
 
 
-def largest_skew(program: Program, spec: Spec) -> float | None:
-    """The largest ratio of the busiest rank's load to the mean at which a step still fits the device.
+def largest_skew(program: Program, spec: Spec, beside: float = 0.0) -> float | None:
+    """The largest ratio of the busiest rank's load to the mean at which a step still fits the device, with so many
+    bytes `beside` it. The same rank is the busiest in every layer.
 
     0 if it does not fit under an even load either; None if no load exceeds the device.
     """
@@ -23,7 +24,7 @@ def largest_skew(program: Program, spec: Spec) -> float | None:
 
     def fits(exponent: float) -> bool:
         peak = memory_of(program, spec, replace(even, exponent=exponent)).peak.bytes.total
-        return peak <= spec.cluster.device.memory
+        return peak + beside <= spec.cluster.device.memory
 
     if fits(STEEPEST):
         return None

@@ -14,7 +14,6 @@ from moec.grammar.amounts import count
 from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.spec import Spec, Trace
-from moec.grammar.stated import open_words
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.loads.figures import Rows, measured
@@ -122,9 +121,6 @@ def _unplaceable(spec: Spec, placement: Placement) -> Iterator[Diagnostic]:
         yield diagnose(
             "MOE0513", spec.train.span("routing") if spec.train else None, f"{what} needs a trace", help=help
         )
-    elif words := open_words(spec):
-        message = f"{what} is not supported yet where `{words[0]}` is left open"
-        yield diagnose("MOE0513", spec.parallel.span(words[0]), message, help="state the words of the plan to price")
 
 
 def _of_another_model(spec: Spec, routing: Trace, trace: TraceCounts, placement: Placement) -> Iterator[Diagnostic]:

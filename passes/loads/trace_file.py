@@ -1,7 +1,8 @@
 """Reads a trace of loads: `counts` [iterations, layers, ranks, experts] in an `.npz` file. Nothing is unpickled.
 
 The size is known from the array's header before anything is read. Few iterations are in memory at once, and of many
-evenly spaced ones are read.
+evenly spaced ones are read. The checksum is of all bytes, which are not read of an array that is larger than
+`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MOST_ITERATIONS = 512
 """The most iterations that are read, evenly spaced: a percentile needs no more."""
 
 MOST_BYTES = 2**30
-"""The most bytes of a compressed array, all of which has to be decompressed: a few seconds."""
+"""The most bytes of a compressed array, all of which has to be decompressed, and of another whose checksum is checked:
+a few seconds."""
 
 MOST_CHOICES = 2.0**53
 """The most choices of an expert: larger numbers are not exact."""
@@ -86,6 +88,8 @@ def _read(archive: zipfile.ZipFile, file: IO[bytes], path: Path, span: Span | No
         every = -(-iterations // MOST_ITERATIONS)
         if info.compress_type == zipfile.ZIP_STORED:
             first = _start_of(info, file) + stream.tell()
+            if info.file_size <= MOST_BYTES:
+                _require_checksum(stream)
             parts = _in_place(file, first, of_each, range(0, iterations, every))
         else:
             if info.file_size > MOST_BYTES:
@@ -121,6 +125,12 @@ def _header(stream: IO[bytes], path: Path, span: Span | None) -> tuple[tuple[int
     return shape, dtype
 
 
+def _require_checksum(stream: IO[bytes]) -> None:
+    """Reads the rest of a file in an archive. `zipfile` raises `BadZipFile` at its end if the checksum differs."""
+    while stream.read(2**22):
+        pass
+
+
 def _start_of(info: zipfile.ZipInfo, file: IO[bytes]) -> int:
     """Where the bytes of a file in an archive begin that is not compressed."""
     file.seek(info.header_offset)
@@ -141,6 +151,7 @@ def _in_order(stream: IO[bytes], size: int, iterations: int, every: int) -> Iter
         left = min(every - 1, iterations - number - 1) * size
         while left:
             left -= len(_exactly(stream, min(left, 2**22)))
+    _require_checksum(stream)
 
 
 def _exactly(stream: IO[bytes], size: int) -> bytes:

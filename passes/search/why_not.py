@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -26,22 +26,38 @@ class WhyNot:
     nearest: Mapping[str, Candidate]
 
 
-def why_not(spec: Spec, chosen: Candidate, given: GivenWords) -> WhyNot:
+def why_not(
+    spec: Spec, chosen: Candidate, given: GivenWords, at: Callable[[Sequence[str]], None] = lambda words: None
+) -> WhyNot:
     """What speaks against the words `given`, which replace those of the file `spec`, whose plan is `chosen`.
 
-    Raises `DiagnosticError` where no plan has them, with places in the argument that gives them.
+    `at`: is called before each search, with the words that are fixed. Raises `DiagnosticError` where no plan has the
+    words, with places in the argument that gives them.
     """
-    nearest = dict[str, Candidate]()
-    for word in given.values if len(given.values) > 1 else ():
-        try:
-            nearest[word] = best(given.only(word).in_file(spec))
-        except DiagnosticError:
-            continue
+    if _is_of(chosen, given.values):
+        return WhyNot(given.values, chosen, chosen, {})
+    at(list(given.values))
     try:
         found = best(given.in_file(spec))
     except DiagnosticError as error:
         raise DiagnosticError(map(given.placed, error.diagnostics)) from None
+    nearest = dict[str, Candidate]()
+    for word in given.values if len(given.values) > 1 else ():
+        one = given.only(word)
+        if _is_of(chosen, one.values):  # the best plan of all is also the best with its own words
+            nearest[word] = chosen
+            continue
+        at([word])
+        try:
+            nearest[word] = best(one.in_file(spec))
+        except DiagnosticError:
+            continue
     return WhyNot(given.values, found, _alone(chosen, given.values), nearest)
+
+
+def _is_of(plan: Candidate, words: Mapping[str, object]) -> bool:
+    """Whether a search chose these values for the plan."""
+    return all(plan.words.get(word) == value for word, value in words.items())
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:

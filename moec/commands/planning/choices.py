@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moec.codegen.search_report import GIGABYTE, OtherPlan, PlannedCandidates, SearchReport
+from moec.commands.console.progress import progress
 from moec.commands.planning.terms import AXES, detail, difference_lines, differences, signed
 from moec.grammar.amounts import amount_of_bytes
 from moec.grammar.printer import written_value
 from moec.grammar.schema import fields
-from moec.grammar.spec import Parallel
+from moec.grammar.spec import Parallel, Spec
+from moec.grammar.stated import OPEN_WORDS, open_words
+from moec.open_words import choice_of
 from moec.passes.cost.seconds import Seconds
-from moec.passes.search.candidate import Candidate
+from moec.passes.search.candidate import Candidate, Choice
 
 if TYPE_CHECKING:
     from moec.passes.search.ways_out import WayOut
@@ -24,8 +27,19 @@ SHOWN = 3
 SMALL = 0.1
 """The part of all differences below which one is not named."""
 
+ORDER = (*OPEN_WORDS, "virtual")
+"""The words that a search states, as they are shown."""
+
 NOTHING: Mapping[str, object] = {"zero": 0, "recompute": "none"}
 """The values by which words do nothing; for others it is 1."""
+
+
+def searched(spec: Spec) -> Choice | None:
+    """`choice_of`, with a line on a terminal while it searches."""
+    if not open_words(spec):
+        return None
+    with progress("searching plans"):
+        return choice_of(spec)
 
 
 def in_words(words: Mapping[str, object]) -> str:
@@ -42,8 +56,7 @@ def chosen_lines(report: SearchReport | None) -> list[str]:
         return []
     chosen = in_words(_effective(report.chosen.words)) or in_words(report.chosen.words)
     lines = [f"{chosen}: the fastest of {_numbers(report.candidates)}"]
-    if report.runners_up:
-        other = report.runners_up[0]
+    for other in _next_plans(report)[:1]:
         slower = other.step_time_s / report.chosen.step_time_s - 1
         lines.append(f"next {_changed(report.chosen, other)}{f' ({slower:.1%} slower)' if slower >= 0.0005 else ''}")
     return [*lines, *_unused(report)[:1]]
@@ -51,7 +64,7 @@ def chosen_lines(report: SearchReport | None) -> list[str]:
 
 def runner_up_lines(report: SearchReport) -> Iterator[str]:
     """A table of the next plans: seconds, memory, and what differs."""
-    others = sorted(_different(report)[:SHOWN], key=lambda other: other.step_time_s)
+    others = _next_plans(report)
     if others:
         yield f"  next     {'step':<10} {'memory':<9} against the plan"
     for number, other in enumerate(others, 1):
@@ -61,13 +74,14 @@ def runner_up_lines(report: SearchReport) -> Iterator[str]:
     yield from (f"  {line}" for line in _unused(report))
 
 
-def _different(report: SearchReport) -> list[OtherPlan]:
-    """The next plans: first the fastest of each other degrees and recomputation, then the rest."""
+def _next_plans(report: SearchReport) -> list[OtherPlan]:
+    """The next plans that are shown, the fastest first: of each other degrees and recomputation the fastest, then the
+    rest."""
     kinds, first, rest = {_kind(report.chosen)}, list[OtherPlan](), list[OtherPlan]()
     for other in report.runners_up:
         (rest if _kind(other) in kinds else first).append(other)
         kinds.add(_kind(other))
-    return first + rest
+    return sorted((first + rest)[:SHOWN], key=lambda other: other.step_time_s)
 
 
 def _kind(plan: OtherPlan) -> tuple[object, ...]:
@@ -123,14 +137,15 @@ def _unused(report: SearchReport) -> list[str]:
 
 
 def _effective(words: Mapping[str, object]) -> dict[str, object]:
-    """Without the words that do nothing."""
-    return {word: value for word, value in words.items() if value != NOTHING.get(word, 1)}
+    """Without the words that do nothing, in one order: a plan's report has them by their names."""
+    return {word: words[word] for word in ORDER if word in words and words[word] != NOTHING.get(word, 1)}
 
 
 def _numbers(of: PlannedCandidates) -> str:
-    """`1,204 plans, of which 301 fit`."""
+    """`1,204 plans, of which an estimated 301 fit`."""
     plans = f"{of.number:,} plan{'s' * (of.number != 1)}"
-    return f"{plans}, of which {of.fit:,} fit" if of.fit < of.number else plans
+    fitting = f"an estimated {of.fit:,} fit" if of.fit else "none fits"
+    return f"{plans}, of which {fitting}" if of.fit < of.number else plans
 
 
 def _changed(chosen: OtherPlan, other: OtherPlan) -> str:
@@ -144,7 +159,8 @@ def _changed(chosen: OtherPlan, other: OtherPlan) -> str:
 
 def _differing(chosen: OtherPlan, other: OtherPlan) -> dict[str, int | str]:
     """The words of `other` that differ from those of `chosen`; `dp` follows from others, and counts only by itself."""
-    found = {word: value for word, value in other.words.items() if chosen.words.get(word) != value}
+    words = {word: other.words[word] for word in ORDER if word in other.words}
+    found = {word: value for word, value in words.items() if chosen.words.get(word) != value}
     return {word: value for word, value in found.items() if word != "dp" or len(found) == 1}
 
 

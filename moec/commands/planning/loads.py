@@ -22,6 +22,7 @@ from moec.passes.search.candidate import Candidate
 
 if TYPE_CHECKING:
     from moec.passes.loads.placed_loads import PlacedLoads
+    from moec.passes.loads.step_figures import Copies
 
 TWICE = 2.0
 """The load whose step is shown beside that of the file: rows of the busiest rank over the mean."""
@@ -72,6 +73,7 @@ def planned_load(plan: Candidate, loads: PlacedLoads | None) -> PlannedLoad:
     uneven, workload = workload_of_skew(program, spec, TWICE), Workload.of_microbatch(spec, program)
     kept, most = (float(largest_load(program, workload.planned_for(use))) for use in ("kept", "most"))
     time, step = float(prediction.skew), float(prediction.step.total)
+    copies = _copies(plan, loads)
     load = PlannedLoad(
         busiest=time,
         layer_p50=time,
@@ -81,19 +83,27 @@ def planned_load(plan: Candidate, loads: PlacedLoads | None) -> PlannedLoad:
         kept=kept,
         one_layer=most,
         trace=None,
-        largest_that_fits=largest_skew(program, spec),
+        largest_that_fits=largest_skew(program, spec, copies.bytes if copies else 0.0),
         step_time_at_2_s=float(step_of(program, spec, uneven).total) if uneven else None,
     )
     if loads is not None:
-        return _with_trace(load, plan, loads)
+        return _with_trace(load, plan, loads, copies)
     return load if workload.measured is None else replace(load, layer_p50=None, layer_p95=None, step_time_p50_s=None)
 
 
-def _with_trace(load: PlannedLoad, plan: Candidate, loads: PlacedLoads) -> PlannedLoad:
-    from moec.passes.loads.step_figures import copies_of, step_figures
+def _copies(plan: Candidate, loads: PlacedLoads | None) -> Copies | None:
+    """What the copies of a placement cost; None without copies."""
+    if loads is None or not loads.placement.extra:
+        return None
+    from moec.passes.loads.step_figures import copies_of
+
+    return copies_of(plan.program, plan.spec, loads)
+
+
+def _with_trace(load: PlannedLoad, plan: Candidate, loads: PlacedLoads, copies: Copies | None) -> PlannedLoad:
+    from moec.passes.loads.step_figures import step_figures
 
     train, found = plan.spec.train, step_figures(plan.program, plan.spec, loads)
-    copies = copies_of(plan.program, plan.spec, loads) if loads.placement.extra else None
     assert train is not None
     assert isinstance(train.routing, Measured)
     trace = PlannedTrace(
@@ -140,7 +150,9 @@ def load_lines(load: PlannedLoad, spec: Spec, step: float) -> Iterator[str]:
     if load.largest_that_fits is None:
         yield "           every load fits the memory"
     else:
-        yield from (f"           {line}" for line in skew_lines(load.largest_that_fits) or ["no load fits the memory"])
+        same = ", the same rank's in every layer" if load.trace is not None else ""
+        lines = [f"{line}{same}" for line in skew_lines(load.largest_that_fits)]
+        yield from (f"           {line}" for line in lines or ["no load fits the memory"])
 
 
 def _trace_lines(trace: PlannedTrace) -> Iterator[str]:

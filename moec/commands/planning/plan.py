@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from moec.codegen.plan_in_words import degrees_lines
 from moec.codegen.search_report import GIGABYTE, SearchReport, report_of
 from moec.commands.console.output import emit
+from moec.commands.console.progress import progress
 from moec.commands.inspecting.summary import peak_line, recomputing_layers
 from moec.commands.planning.against import against, against_lines, require_same_model
-from moec.commands.planning.choices import runner_up_lines, way_out_lines, why_not_lines
+from moec.commands.planning.choices import in_words, runner_up_lines, searched, way_out_lines, why_not_lines
 from moec.commands.planning.loads import (
     Placing,
     load_lines,
@@ -38,18 +39,20 @@ from moec.grammar.checking.supported import require_supported
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, printable
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.resolve.given_words import given_words
-from moec.grammar.spec import Spec
-from moec.open_words import choice_of
+from moec.grammar.spec import Spec, Trace
+from moec.grammar.stated import GivenWords, open_words
 from moec.passes.cost.memory import ranks_in_words
 from moec.passes.cost.prediction import Prediction
 from moec.passes.cost.rates import NETWORK_SHARE, peak
 from moec.passes.cost.seconds import EXPOSED
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
-from moec.passes.search.candidate import Candidate, Choice, candidate_of
+from moec.passes.search.candidate import Candidate, candidate_of
+from moec.stale import stale
 from moec.subject import is_plan, require_plan_folder
 
 if TYPE_CHECKING:
+    from moec.passes.loads.placed_loads import PlacedLoads
     from moec.passes.search.ways_out import WayOut
     from moec.passes.search.why_not import WhyNot
 
@@ -67,6 +70,12 @@ class Planned:
     why_not: WhyNot | None
     other: Candidate | None
     ways_out: Sequence[WayOut]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits its devices, with the copies of a placement."""
+        copies = self.load.trace.copies_gb * GIGABYTE if self.load.trace is not None else 0.0
+        return self.plan.prediction.memory.peak.bytes.total + copies <= self.plan.prediction.capacity
 
 
 def run(
@@ -89,28 +98,20 @@ def run(
     require_step(spec)
     if given is not None:
         require_no_other_words(placing)
-    spec, loads = read_loads(spec, source, placing)
-    choice, plan = _planned(spec)
-    report = report or report_of(spec, choice)
+    spec, found, plan, loads = _planned(spec, source, placing)
     before = None
     if other is not None:
-        if other.is_dir():
+        if other.is_dir() or not (other.suffix == ".moe" or other.exists()):
             require_plan_folder(other, "moec plan --against")
         file, _, _ = _spec_of(other, {})
         require_step(file, f"`{other}` is ")
-        _, before = _planned(read_loads(file, other, IN_ORDER)[0])
+        _, _, before, _ = _planned(file, other, IN_ORDER)
         require_same_model(plan, before)
-    found: WhyNot | None = None
-    ways: Sequence[WayOut] = ()
-    if given is not None or not plan.prediction.fits:
-        from moec.passes.search.ways_out import ways_out
-        from moec.passes.search.why_not import why_not
-
-        found = why_not(spec, plan, given) if given is not None else None
-        ways = () if plan.prediction.fits or not placing.is_default else tuple(ways_out(spec))
-    planned = Planned(plan, planned_load(plan, loads), report, found, before, ways)
+    why_not = None if given is None else _why_not(spec, plan, given)
+    ways = () if plan.prediction.fits or not placing.is_default else _ways_out(spec)
+    planned = Planned(plan, planned_load(plan, loads), report or found, why_not, before, ways)
     emit(style, lambda: _lines(planned), lambda: _document(planned))
-    return plan.prediction.fits, warnings
+    return planned.fits, warnings
 
 
 def require_step(spec: Spec, which: str = "") -> None:
@@ -126,17 +127,47 @@ def require_step(spec: Spec, which: str = "") -> None:
     require_supported(spec)
 
 
-def _planned(spec: Spec) -> tuple[Choice | None, Candidate]:
-    """The plan of a file, with the search that chose it if it leaves words open."""
-    choice = choice_of(spec)
-    return choice, candidate_of(spec) if choice is None else choice.chosen
+def _planned(
+    spec: Spec, source: Path, placing: Placing
+) -> tuple[Spec, SearchReport | None, Candidate, PlacedLoads | None]:
+    """The file with what a plan keeps of its trace, the report of a search, the plan, and the loads of the trace.
+
+    Open words are chosen for experts in order, and the chosen plan is predicted with the placement.
+    """
+    is_chosen = bool(open_words(spec)) and spec.train is not None and isinstance(spec.train.routing, Trace)
+    file, loads = read_loads(spec, source, IN_ORDER if is_chosen else placing)
+    choice = searched(file)
+    if choice is None:
+        return file, None, candidate_of(file), loads
+    plan = choice.chosen
+    if not placing.is_default:
+        placed, loads = read_loads(spec.replace(parallel=plan.spec.parallel), source, placing)
+        plan = candidate_of(placed, plan.words)
+    return file, report_of(file, choice), plan, loads
+
+
+def _why_not(spec: Spec, plan: Candidate, given: GivenWords) -> WhyNot:
+    from moec.passes.search.why_not import why_not
+
+    with progress("comparing plans") as bar:
+        return why_not(
+            spec, plan, given, lambda words: bar.at(f"with {in_words({w: given.values[w] for w in words})}", 0, 0)
+        )
+
+
+def _ways_out(spec: Spec) -> Sequence[WayOut]:
+    from moec.passes.search.ways_out import ways_out
+
+    with progress("searching plans that fit"):
+        return tuple(ways_out(spec))
 
 
 def _spec_of(source: Path, lets: Mapping[str, str]) -> tuple[Spec, SearchReport | None, tuple[Diagnostic, ...]]:
-    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file."""
+    """The Spec of a file or a plan, the report that the plan has, and the warnings of the file or plan."""
     if is_plan(source):
         plan = valid_plan(source)
-        return plan.spec, plan.report, ()
+        warning = stale(source, plan)
+        return plan.spec, plan.report, () if warning is None else (warning,)
     loaded = read(source, **lets)
     return loaded.unwrap(), None, loaded.diagnostics
 
@@ -164,12 +195,15 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield from term_lines(step, program, spec)
     memory = prediction.memory
     where = f" of {ranks_in_words(program, memory.stages)}" if len(program.stages) > 1 else ""
-    yield f"  memory   {peak_line(memory, prediction.capacity)}{where}{'' if prediction.fits else ': it does not fit'}"
+    yield f"  memory   {peak_line(memory, prediction.capacity)}{where}{_not_fitting(planned)}"
     tenants = ", ".join(f"{tenant.kind} {amount_of_bytes(tenant.gb * GIGABYTE)}" for tenant in _tenants(prediction))
     yield f"           {tenants}"
     yield from way_out_lines(planned.ways_out, plan)
     yield from load_lines(load, spec, step.total)
     if planned.report is not None:
+        if load.trace is not None and load.trace.age is not None:
+            seconds = f"{planned.report.chosen.step_time_s:.3g} s"
+            yield f"  chosen   with experts in order: {seconds}, with which the next plans are compared"
         yield from map(printable, runner_up_lines(planned.report))  # a plan's report may be edited
     if planned.why_not is not None:
         yield ""
@@ -177,6 +211,12 @@ def _lines(planned: Planned) -> Iterator[str]:
     if planned.other is not None:
         yield ""
         yield from against_lines(plan, planned.other)
+
+
+def _not_fitting(planned: Planned) -> str:
+    if planned.fits:
+        return ""
+    return ": it does not fit" + " with its copies of experts" * planned.plan.prediction.fits
 
 
 def _guesses(spec: Spec) -> Iterator[str]:
@@ -231,7 +271,7 @@ def _document(planned: Planned) -> StepPrediction:
         peak_event=memory.peak.event,
         peak_ranks=ranks_in_words(program, memory.stages),
         capacity_gb=prediction.capacity / GIGABYTE,
-        fits=prediction.fits,
+        fits=planned.fits,
         largest_tenants=_tenants(prediction),
         exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
         loads=planned.load,

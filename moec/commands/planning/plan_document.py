@@ -94,7 +94,7 @@ class PlannedLoad:
     trace: PlannedTrace | None
     """Null without the file of a trace."""
     largest_that_fits: float | None
-    """Null where every load fits."""
+    """With the copies of a placement, and the same rank the busiest in every layer; null where every load fits."""
     step_time_at_2_s: float | None
     """The step's seconds where the busiest rank has twice the mean; null where no load is so uneven."""
 
@@ -109,7 +109,7 @@ class WhyNotDocument:
     broken_rule: str | None
     """The code and message of that rule."""
     with_one_word: dict[str, OtherPlan]
-    """Of several words, the best plan with each and without the others."""
+    """Of several words, the best plan with each and without the others; empty where the plan has all of them."""
 
 
 @document
@@ -168,6 +168,7 @@ class StepPrediction:
     """The ranks that have it."""
     capacity_gb: float
     fits: bool
+    """With the copies of a placement."""
     largest_tenants: list[Tenant]
     exposed_communication_s: float
     """Collectives beside which nothing is computed."""
@@ -177,7 +178,7 @@ class StepPrediction:
     candidates: PlannedCandidates | None
     """Null where no search chose a word."""
     runners_up: list[OtherPlan]
-    """The next plans, the fastest first."""
+    """The next plans, the fastest first, with experts in order."""
     unused: list[UnusedValue]
     """The values of lists that no plan has."""
     why_not: WhyNotDocument | None

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from running import Run
+from support.plans import moe_text
+from support.traces import trace_of, write_traced
 
-from moec import load
+from moec import compile, load
 
 SAID = (
     "warning[MOE0605]: the file no longer says what its plan has\n"
@@ -51,6 +53,19 @@ def test_a_file_that_it_uses_counts_and_so_does_an_older_one_put_in_its_place(mo
     assert moec("load", "model.plan").err.startswith(SAID)
     older.rename(compiled)
     assert moec("load", "model.plan").err.startswith(SAID)
+
+
+def test_another_trace_of_loads_counts(tmp_path: Path) -> None:
+    file, plan = write_traced(tmp_path, moe_text()), tmp_path / "traced.plan"
+    compile(file).save(plan)
+    newer(tmp_path / "loads.npz")
+    load(plan)
+    write_traced(tmp_path, moe_text(), trace_of(seed=1))
+    newer(tmp_path / "loads.npz")
+    with pytest.warns(UserWarning, match=r"MOE0605: .*the trace of `.*traced\.moe` has changed since"):
+        load(plan)
+    (tmp_path / "loads.npz").unlink()
+    load(plan)
 
 
 def test_a_script_is_told_on_rank_0(moec: Run, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.plans import FOUR, moe_text
-from support.traces import trace_of, with_trace, write_traced
+from support.traces import trace_of, write_traced
 
 import moec
 from moec.commands.planning.loads import Placing
@@ -77,7 +77,8 @@ def test_bad_counts_are_diagnosed_at_the_path(code: str, counts: Any, tmp_path: 
 def test_bad_files_are_diagnosed_and_nothing_is_unpickled(tmp_path: Path) -> None:
     file = write_traced(tmp_path, moe_text())
     good = (tmp_path / "loads.npz").read_bytes()
-    for content in (b"", b"no archive", good[: len(good) // 2], b"\x80\x04]."):
+    flipped = good[:500] + bytes([good[500] ^ 1]) + good[501:]
+    for content in (b"", b"no archive", good[: len(good) // 2], b"\x80\x04].", flipped):
         (tmp_path / "loads.npz").write_bytes(content)
         with pytest.raises(DiagnosticError, match="MOE0510"):
             moec.compile(file)
@@ -192,9 +193,27 @@ def test_placements_that_cannot_be_priced(tmp_path: Path, capsys: pytest.Capture
     for placing in (("greedy", 0, 12), ("replicate", 9)):
         with pytest.raises(DiagnosticError, match="MOE0513"):
             planned(file, capsys, *placing)
-    file.write_text(with_trace(moe_text(levels=FOUR, ep=2).replace("ep = 2", "ep = auto")))
-    with pytest.raises(DiagnosticError, match="not supported yet"):
-        planned(file, capsys, "greedy")
+
+
+def test_a_placement_is_priced_for_the_plan_that_a_search_chooses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = moe_text(levels=FOUR, ep=2)
+    stated = planned(write_traced(tmp_path, text), capsys, "greedy")
+    found = planned(write_traced(tmp_path, text.replace("ep = 2", "ep = [2]; tp = [1]")), capsys, "greedy")
+    assert found["candidates"]["number"] == 1
+    for key in ("step_time_s", "memory_gb", "loads"):
+        assert found[key] == stated[key]
+
+
+def test_copies_of_experts_have_to_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placed = planned(write_traced(tmp_path, moe_text(levels=FOUR, memory="1GB")), capsys, "replicate", 4)
+    bytes_left = int(1e9 * (placed["memory_gb"] + placed["loads"]["trace"]["copies_gb"])) - 1000
+    file = write_traced(tmp_path, moe_text(levels=FOUR, memory=f"{bytes_left}B"))
+    assert planned(file, capsys)["fits"]
+    assert not planned(file, capsys, "replicate", 4)["fits"]
+    run(file, {}, "full", placing=Placing("replicate", 4))
+    assert ": it does not fit with its copies of experts\n" in capsys.readouterr().out
 
 
 def test_experts_of_several_sizes_are_not_supported_yet(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from moec.grammar.spec.parallel import ParallelLayers
 from moec.grammar.stated import open_words
 from moec.open_words import allows
 from moec.passes.search.candidate import candidate_of
+from moec.passes.search.choose import best
 
 WORDS = "tp = [1, 2]; zero = auto; microbatches = [2, 4]"
 
@@ -46,10 +47,12 @@ def test_a_plan_states_every_word_and_is_the_same_each_time(tmp_path: Path) -> N
 
 
 def test_a_plan_keeps_the_report_of_its_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, file, folder = compile(text()), file_of(tmp_path), tmp_path / "a.plan"
+    text_of_file = text("schedule = auto; pp = [2]; ep = auto; microbatches = [4]", depth=4)
+    plan, file, folder = compile(text_of_file), tmp_path / "open.moe", tmp_path / "a.plan"
+    file.write_text(text_of_file)
     report = plan.save(folder) / "report.json"
     kept = report.read_bytes()
-    assert compile(text()).save(tmp_path / "b.plan").joinpath("report.json").read_bytes() == kept
+    assert compile(text_of_file).save(tmp_path / "b.plan").joinpath("report.json").read_bytes() == kept
     TypeAdapter(type_of("plan-report")).validate_json(kept)
     assert load(folder).report == plan.report
     shown = []
@@ -143,6 +146,21 @@ def test_why_not_adds_up_to_the_difference(tmp_path: Path, capsys: pytest.Captur
     assert [line.split(":")[0] for line in lines if " only" in line] == ["  with tp = 4 only", "  with zero = 3 only"]
 
 
+def test_why_not_searches_only_for_words_that_the_plan_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, searches = file_of(tmp_path), list[object]()
+    run(file, {}, "json")
+    chosen = json.loads(capsys.readouterr().out)["parallel"]
+    monkeypatch.setattr("moec.passes.search.why_not.best", lambda spec: searches.append(spec) or best(spec))
+    run(file, {}, "json", f"tp = {chosen['tp']}, zero = {3 - chosen['zero']}")
+    found = json.loads(capsys.readouterr().out)["why_not"]
+    assert found["with_one_word"]["tp"]["words"]["zero"] == chosen["zero"]
+    assert len(searches) == 3  # both words, one of them, and all else as in the plan
+    run(file, {}, "json", f"tp = {chosen['tp']}, zero = {chosen['zero']}")
+    assert len(searches) == 3
+
+
 def test_runners_up_are_told_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(file_of(tmp_path), {}, "json")
     found = json.loads(capsys.readouterr().out)
@@ -158,6 +176,8 @@ def test_values_that_no_plan_has_are_named(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"\n  no plan has tp = 3 \(MOE03\d\d, .*\)\n$", capsys.readouterr().out)
     with pytest.raises(DiagnosticError, match=r"MOE0600.*this folder has no plan\.json"):
         run(file, {}, "full", None, tmp_path)
+    with pytest.raises(DiagnosticError, match=r"MOE0600.*there is no such folder"):
+        run(file, {}, "full", None, tmp_path / "old.plan")
 
 
 @each_row(
@@ -201,7 +221,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [way["ranks"] for way in ways if not way["word"]] == [8]
     file.write_text(text(words).replace("1GB", "1KB"))
     assert not run(file, {}, "full")[0]
-    assert re.search(r": it does not fit\n.*, of which 0 fit\n  no plan has ", capsys.readouterr().out, re.DOTALL)
+    assert re.search(r": it does not fit\n.*, of which none fits\n  no plan has ", capsys.readouterr().out, re.DOTALL)
     with pytest.raises(DiagnosticError, match=r"MOE0501.*; no plan of .* fits, and this one takes"):
         compile(file)
 
