@@ -97,11 +97,12 @@ def test_a_run_of_everything_has_slow_tests_and_repetitions(tmp_path: Path) -> N
     assert "21 passed" in printed
 
 
-def test_ranks_stay_together_and_files_whole() -> None:
+def test_files_of_the_pool_stay_together_and_others_whole() -> None:
     assert {unit_of(f"tests/distributed/{test}") for test in ("test_zero.py::test_a[1]", "test_jobs.py::test")} == {
         RANKS
     }
-    assert unit_of("tests/unit/test_readme.py::test_a[x::y]") == "tests/unit/test_readme.py"
+    for file in ("tests/unit/test_readme.py", "tests/distributed/test_launch_run.py"):
+        assert unit_of(f"{file}::test_a[x::y]") == file
 
 
 def test_the_table_adds_up_folders_and_names_the_slowest() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -115,7 +116,8 @@ def _threads(before: Snapshot, grace: float) -> Iterator[str]:
 
 def _files(before: Snapshot) -> Iterator[str]:
     for folder, names in _listing(before.root).items():
-        new = sorted(names - before.files.get(folder, names))
+        was = before.files.get(folder, names)
+        new = sorted(names - was) if names is not was else ()
         yield from (f"file {os.path.join(folder, name)}" for name in new if not _is_ignored(folder, name))
 
 
@@ -125,11 +127,12 @@ _LISTED: dict[str, tuple[int, frozenset[str]]] = {}
 def _listing(root: Path) -> dict[str, frozenset[str]]:
     """The names in each folder of the checkout, read again where they have changed."""
     found = {}
-    for folder in filter(os.path.isdir, _folders(root)):
-        changed = os.stat(folder).st_mtime_ns
-        if _LISTED.get(folder, (0,))[0] != changed:
-            _LISTED[folder] = changed, frozenset(os.listdir(folder))
-        found[folder] = _LISTED[folder][1]
+    for folder in _folders(root):
+        with suppress(FileNotFoundError):
+            changed = os.stat(folder).st_mtime_ns
+            if folder not in _LISTED or _LISTED[folder][0] != changed:
+                _LISTED[folder] = changed, frozenset(os.listdir(folder))
+            found[folder] = _LISTED[folder][1]
     return found
 
 
