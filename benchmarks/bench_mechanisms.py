@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from bench_published import FOLDER
 from planning import peaks, tutel
 from planning.mechanisms import FITTED, error_with, fitted, leave_one_out, mean_error
 from planning.rows import Rows
-from planning.score import Run
+from planning.score import Run, predicted
 from planning.sources import read
 from planning.twins import twins
 from rich.console import Console
@@ -95,6 +96,22 @@ def twins_table(folder: Path) -> Table:
     return table
 
 
+def precisions_table(folder: Path) -> Table:
+    """Over what bf16 is predicted to reach: its errors are in all of them, so one precision's figure over bf16's says
+    what its products gain."""
+    title = "published speed over the predicted one of the same plan in bf16, by precision"
+    table = Table("device", "precision", "rows", "least", "median", "most", title=title, title_justify="left")
+    found = defaultdict[tuple[str, str], list[float]](list)
+    for row in read(folder)[1].stated:
+        if not any(words.startswith("batch") for words in row.assumed):
+            scored = predicted(row)
+            found[row.device, row.precision].append(scored.published / scored.predicted)
+    for (device, precision), ratios in sorted(found.items()):
+        numbers = (f"{f(ratios):.2f}" for f in (min, statistics.median, max))
+        table.add_row(device, precision, str(len(ratios)), *numbers)
+    return table
+
+
 def runs_of(rows: Rows) -> list[Run]:
     """The rows whose errors say something."""
     return [Run.of(row) for row in rows.stated if not row.ranks_only]
@@ -110,6 +127,7 @@ TABLES: Mapping[str, Callable[[Path], Table]] = {
     "refitted": refitted_table,
     "memory": memory_table,
     "routing": twins_table,
+    "precision": precisions_table,
 }
 
 
