@@ -1,0 +1,1 @@
+"""What adapts while a model trains, on a routing trace."""
