@@ -17,7 +17,7 @@ from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.cost.seconds import EXPOSED, Seconds, summed
 from moec.passes.cost.totals import BlockCost, message_bytes, runs_on
 from moec.passes.ir import Program
-from moec.passes.place.schedule import orders_of_step
+from moec.passes.place.pipeline_orders import pipeline_of
 
 
 def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, rates: Rates | None = None) -> Seconds:
@@ -81,11 +81,11 @@ def runs_of_stages(program: Program, costs: Mapping[str, BlockCost]) -> Iterator
 
 
 def pipeline_time(program: Program, stages: Sequence[StageSeconds]) -> PipelineTime:
-    """The time of a step's passes, by the orders of the ranks."""
+    """The time of a step's passes, by the schedule."""
     if len(stages) == 1:  # one order sends nothing, and may have very many micro-batches
         seconds = program.microbatches * (stages[0].forward + stages[0].backward)
         return PipelineTime((seconds,), (seconds,))
-    return follow(orders_of_step(program, program.microbatches), stages)
+    return follow(program.schedule, pipeline_of(program, program.microbatches), stages)
 
 
 def stage_of(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
-from moec.passes.cost.memory import Memory, largest_of, memory_of_ranks
+from moec.passes.cost.memory import Memory, RankMemory, largest_of, peaks_of_ranks
 from moec.passes.cost.prediction import Prediction, predict
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.degrees.degrees import choose_degrees
@@ -45,25 +45,25 @@ class PlacedPlan:
     spec: Spec
     words: Mapping[str, int | str]
     program: Program
-    memories: Sequence[Memory]
+    ranks: Sequence[RankMemory]
 
     @classmethod
     def of(cls, spec: Spec, words: Mapping[str, int | str]) -> PlacedPlan:
         """The plan of a file that states every word; a search chose `words`. Raises `DiagnosticError` as a compilation
         would, but for the memory."""
         degrees = choose_degrees(spec)
-        program = unverified(spec, degrees, lower(spec, degrees), "budget")
-        return cls(spec, words, program, memory_of_ranks(program, spec))
+        program = unverified(spec, degrees, lower(spec, degrees), "schedule")
+        return cls(spec, words, program, peaks_of_ranks(program, spec))
 
     @property
     def memory(self) -> Memory:
         """That of the rank with the highest peak."""
-        return largest_of(self.memories)
+        return largest_of(self.ranks)
 
     @property
     def left(self) -> float:
         """The bytes of a device that the peak leaves; negative where it does not fit."""
-        return self.spec.cluster.device.memory - self.memory.peak.bytes.total
+        return self.spec.cluster.device.memory - max(rank.peak for rank in self.ranks)
 
     def candidate(self, rates: Rates) -> Candidate:
         """The plan with its time."""

@@ -87,7 +87,7 @@ def _with(plan: Candidate, words: Sequence[Recompute]) -> PlacedPlan:
 
 def _peaks(plan: PlacedPlan) -> list[float]:
     """The bytes at the peak of each pipeline rank."""
-    return [memory.peak.bytes.total for memory in plan.memories]
+    return [rank.peak for rank in plan.ranks]
 
 
 def _layers_of_ranks(program: Program) -> list[list[int]]:

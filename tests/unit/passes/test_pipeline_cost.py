@@ -16,7 +16,7 @@ from moec.commands.inspecting.summary import summary
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.memory import memory_of, memory_of_ranks
 from moec.passes.cost.parameter_counts import count_parameters
-from moec.passes.cost.pipeline_time import StageSeconds, follow
+from moec.passes.cost.pipeline_time import StageSeconds
 from moec.passes.cost.stage_memory import StageMemory
 from moec.passes.cost.step_time import pipeline_time, stages_of, step_seconds
 from moec.passes.cost.totals import activation_bytes, costs_of, tally
@@ -97,16 +97,16 @@ BUBBLES = {
 @each_row("schedule", BUBBLES)
 def test_the_bubble_of_equal_stages_is_the_textbooks(schedule: str) -> None:
     virtual, bubble = BUBBLES[schedule]
-    orders = plan_of(schedule, 8, PP, virtual).program.orders
-    equal = follow(orders, [StageSeconds(forward=1, backward=2)] * PP * virtual)
+    program = plan_of(schedule, 8, PP, virtual).program
+    equal = pipeline_time(program, [StageSeconds(forward=1, backward=2)] * PP * virtual)
     assert equal.bubble == pytest.approx(bubble)
     assert equal.busy == (24 * virtual,) * PP
-    assert follow(orders, [StageSeconds(forward=1, backward=2, message=1)] * PP * virtual).bubble > bubble
+    assert pipeline_time(program, [StageSeconds(forward=1, backward=2, message=1)] * PP * virtual).bubble > bubble
 
 
 def test_products_of_weights_fill_the_bubble() -> None:
     stages = [StageSeconds(forward=1, backward=2, weights=1)] * PP
-    whole, split = (follow(plan_of(s).program.orders, stages) for s in ("one_f_one_b", "zero_bubble"))
+    whole, split = (pipeline_time(plan_of(s).program, stages) for s in ("one_f_one_b", "zero_bubble"))
     assert whole.busy == split.busy
     assert split.bubble < whole.bubble
 
