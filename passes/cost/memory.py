@@ -73,12 +73,14 @@ def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = No
     return [rank.memory() for rank in peaks_of_ranks(program, spec, workload)]
 
 
-def peaks_of_ranks(program: Program, spec: Spec, workload: Workload | None = None) -> list[RankMemory]:
+def peaks_of_ranks(
+    program: Program, spec: Spec, workload: Workload | None = None, known: Mapping[str, BlockCost] | None = None
+) -> list[RankMemory]:
     """The memory of each pipeline rank, of which only the peak is computed. Ranks whose stages are equal but for
-    names take the same bytes."""
+    names take the same bytes. `known`: costs of an even load, where they are known (`costs_of`)."""
     workload = workload or Workload.of_microbatch(spec, program)
     kept, most = workload.planned_for("kept"), workload.planned_for("most")
-    costs = costs_of(program, kept)
+    costs = costs_of(program, kept, known)
     uneven = costs if most is kept else costs_of(program, most)
     layers = {
         name: LayerMemory.of(costs[name], spec, program, uneven[name])
@@ -90,14 +92,14 @@ def peaks_of_ranks(program: Program, spec: Spec, workload: Workload | None = Non
     else:
         (order,) = orders_of(program, min(program.microbatches, 2))
         passes = (RankPasses.of((0,), [*order], 0),)
-    known, ranks = dict[object, _Runs](), list[RankMemory]()
+    runs, ranks = dict[object, _Runs](), list[RankMemory]()
     for stages, of_rank in zip(program.stages_by_rank, passes, strict=True):
         parts = [_without_names(program, stage) for stage in stages]
         key: object = stages if None in parts else (*parts, of_rank.runs)
-        if key not in known:
-            known[key] = _Timeline(program, spec, costs, layers, stages).runs(of_rank)
+        if key not in runs:
+            runs[key] = _Timeline(program, spec, costs, layers, stages).runs(of_rank)
         numbers = tuple(call.layer for call in layer_calls(program, stages))
-        ranks.append(RankMemory(stages, numbers, of_rank, known[key], layers, len(program.stages) > 1))
+        ranks.append(RankMemory(stages, numbers, of_rank, runs[key], layers, len(program.stages) > 1))
     return ranks
 
 
