@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = No
 def peaks_of_ranks(
     program: Program, spec: Spec, workload: Workload | None = None, known: Mapping[str, BlockCost] | None = None
 ) -> list[RankMemory]:
-    """The memory of each pipeline rank, of which only the peak is computed. Ranks whose stages are equal but for
+    """The memory of each pipeline rank, which is computed when it is asked for. Ranks whose stages are equal but for
     names take the same bytes. `known`: costs of an even load, where they are known (`costs_of`)."""
     workload = workload or Workload.of_microbatch(spec, program)
     kept, most = workload.planned_for("kept"), workload.planned_for("most")
@@ -92,12 +92,13 @@ def peaks_of_ranks(
     else:
         (order,) = orders_of(program, min(program.microbatches, 2))
         passes = (RankPasses.of((0,), [*order], 0),)
-    runs, ranks = dict[object, _Runs](), list[RankMemory]()
+    make = partial(_Timeline, program, spec, costs, layers)
+    runs, ranks = dict[object, Callable[[], _Runs]](), list[RankMemory]()
     for stages, of_rank in zip(program.stages_by_rank, passes, strict=True):
         parts = [_without_names(program, stage) for stage in stages]
         key: object = stages if None in parts else (*parts, of_rank.runs)
         if key not in runs:
-            runs[key] = _Timeline(program, spec, costs, layers, stages).runs(of_rank)
+            runs[key] = cache(partial(_runs_of, make, stages, of_rank))
         numbers = tuple(call.layer for call in layer_calls(program, stages))
         ranks.append(RankMemory(stages, numbers, of_rank, runs[key], layers, len(program.stages) > 1))
     return ranks
@@ -142,15 +143,16 @@ class RankMemory:
     stages: tuple[int, ...]
     numbers: tuple[int, ...]
     passes: RankPasses
-    runs: _Runs
+    run: Callable[[], _Runs]
     layers: Mapping[str, LayerMemory]
     is_pipeline: bool
 
     @cached_property
     def peak(self) -> float:
         """The bytes at the moment with the most."""
-        most = (self.runs.most + self.passes.most_waiting(self.runs.sizes)).max()
-        return max(float(most), *(moment.bytes.total for moment in self.runs.end))
+        runs = self.run()
+        most = (runs.most + self.passes.most_waiting(runs.sizes)).max()
+        return max(float(most), *(moment.bytes.total for moment in runs.end))
 
     def memory(self) -> Memory:
         """All of it."""
@@ -159,21 +161,26 @@ class RankMemory:
             for name, layer in self.layers.items()
             if (own := tuple(number for number in layer.numbers if number in self.numbers))
         }
-        return Memory((*self._merged(), *self.runs.end), of_rank, self.stages)
+        return Memory((*self._merged(), *self.run().end), of_rank, self.stages)
 
     def _merged(self) -> Iterable[Moment]:
         """The worst moment of each event; in a single stage, of each micro-batch."""
-        worst, numbers = dict[object, Moment](), dict(zip(self.runs.layers, self.numbers, strict=True))
+        runs, worst = self.run(), dict[object, Moment]()
+        numbers = dict(zip(runs.layers, self.numbers, strict=True))
         for number, each in enumerate(self.passes.passes):
-            waiting = self.passes.largest_waiting(number, self.runs.sizes)
-            others = sum((of.times(n) for of, n in zip(self.runs.left, waiting, strict=True) if n), Bytes())
-            for moment in self.runs.moments[number]:
+            waiting = self.passes.largest_waiting(number, runs.sizes)
+            others = sum((of.times(n) for of, n in zip(runs.left, waiting, strict=True) if n), Bytes())
+            for moment in runs.moments[number]:
                 moment = moment.of_layer(numbers)
                 key = moment.event, None if self.is_pipeline else each.microbatch
                 moment = replace(moment, bytes=moment.bytes + others)
                 if key not in worst or moment.bytes.total > worst[key].bytes.total:
                     worst[key] = moment
         return worst.values()
+
+
+def _runs_of(make: Callable[[Sequence[int]], _Timeline], stages: Sequence[int], of_rank: RankPasses) -> _Runs:
+    return make(stages).runs(of_rank)
 
 
 class _Timeline:

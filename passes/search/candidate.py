@@ -58,9 +58,9 @@ class PlacedPlan:
         return largest_of(self.ranks)
 
     @property
-    def left(self) -> float:
-        """The bytes of a device that the peak leaves; negative where it does not fit."""
-        return self.spec.cluster.device.memory - max(rank.peak for rank in self.ranks)
+    def fits(self) -> bool:
+        """Whether each rank's peak fits its device; the other ranks of a plan that does not are not computed."""
+        return all(rank.peak <= self.spec.cluster.device.memory for rank in self.ranks)
 
     def candidate(self, rates: Rates) -> Candidate:
         """The plan with its time."""

@@ -77,7 +77,7 @@ def _placed(
     for each in ranked[:most]:
         if len(found) == most_that_fit or each.seconds * (1 - ERROR) > fastest:
             break
-        if (plan := _plan(spec, places, each)).left >= 0:
+        if (plan := _plan(spec, places, each)).fits:
             found.append(candidate := plan.candidate(rates))
             fastest = min(fastest, _seconds(candidate))
     return found

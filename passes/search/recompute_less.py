@@ -49,7 +49,7 @@ def recomputing_less(plan: Candidate, places: Placements, allowed: Sequence[Reco
             break
         placed = _with(plan, places, [words[level] for level in levels])
         used, ranks = _peaks(placed), _layers_of_ranks(placed.program)
-        if placed.left >= 0 and (found := placed.candidate(rates)).prediction.step.total < best.prediction.step.total:
+        if placed.fits and (found := placed.candidate(rates)).prediction.step.total < best.prediction.step.total:
             best = found
     return best
 
