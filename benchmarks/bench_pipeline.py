@@ -29,7 +29,8 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar.stated import STAGES_OF_RANK
 from moec.passes.cost.memory import memory_of_ranks
-from moec.passes.cost.pipeline_time import StageSeconds, follow
+from moec.passes.cost.pipeline_time import StageSeconds
+from moec.passes.cost.step_time import pipeline_time
 from moec.passes.ir.order import Action
 from moec.passes.place.pipeline_tables import TABLES
 from moec.runtime.job.stage_passes import StagePasses
@@ -113,7 +114,7 @@ def sleep_as_a_rank() -> dict[str, float]:
                 steps.append(time.perf_counter() - started)
                 job.clip_grad_norm_(model, 1.0)
                 model.zero_grad()
-            ratios[schedule] = min(steps) / max(follow(plan.program.orders, [NAPS] * virtual * 4).ends)
+            ratios[schedule] = min(steps) / max(pipeline_time(plan.program, [NAPS] * virtual * 4).ends)
     return ratios
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -27,11 +27,13 @@ class Partition:
     """Gives each pipeline rank its stages: ranges of consecutive layers, the first with the embedding and the last with
     the head.
 
-    Without stated ranges no cut has a faster slowest stage, by the costs of ops.
+    Without stated ranges no cut has a faster slowest stage, by the costs of ops. `known`: costs of a micro-batch, where
+    they are known (`costs_of`).
     """
 
     spec: Spec
     degrees: Degrees
+    known: Mapping[str, BlockCost] | None = None
 
     def apply(self, program: Program) -> Program:
         """The Program with its stages. Raises `DiagnosticError` where a stage would need a value of an earlier one that
@@ -62,7 +64,7 @@ class Partition:
     def _seconds_of_layers(self, program: Program) -> list[float]:
         """Seconds of each layer's forward and backward pass over a micro-batch, of the first with what comes before it
         and of the last with what comes after it and the loss."""
-        costs = costs_of(program, Workload.of_microbatch(self.spec, program))
+        costs = costs_of(program, Workload.of_microbatch(self.spec, program), self.known)
         rates = ClusterRates(self.spec.cluster)
         seconds = {name: _both(cost, rates) for name, cost in costs.items()}
         of_layers = [seconds[layer.body] for layer in program.layers]

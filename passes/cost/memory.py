@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.optimizer_work import work_bytes
-from moec.passes.cost.stage_memory import LayerMemory, Moment, PassPosition, StageMemory
+from moec.passes.cost.pipeline_passes import KEPT, RankPasses, passes_of_ranks
+from moec.passes.cost.stage_memory import LayerMemory, Moment, StageMemory
 from moec.passes.cost.totals import BlockCost, costs_of, each_parameter_once
 from moec.passes.cost.weights import WeightBytes
 from moec.passes.ir import Program
-from moec.passes.ir.interface import layer_calls
-from moec.passes.ir.order import ActionKind, Order
+from moec.passes.ir.interface import forwards, layer_calls
+from moec.passes.ir.ops import Call
 from moec.passes.ir.work.workload import Workload
-from moec.passes.place.schedule import orders_of_step
+from moec.passes.place.pipeline_orders import orders_of, pipeline_of
+
+Array = Any
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
@@ -55,54 +60,133 @@ def ranks_in_words(program: Program, stages: Sequence[int]) -> str:
 def memory_of(program: Program, spec: Spec, workload: Workload | None = None) -> Memory:
     """The memory of the rank with the most rows, for micro-batches of `workload`; by default those of the file. In a
     pipeline that of the rank with the highest peak."""
-    return largest_of(memory_of_ranks(program, spec, workload))
+    return largest_of(peaks_of_ranks(program, spec, workload))
 
 
-def largest_of(memories: Iterable[Memory]) -> Memory:
+def largest_of(ranks: Iterable[RankMemory]) -> Memory:
     """That with the highest peak."""
-    return max(memories, key=lambda memory: memory.peak.bytes.total)
+    return max(ranks, key=lambda rank: rank.peak).memory()
 
 
 def memory_of_ranks(program: Program, spec: Spec, workload: Workload | None = None) -> list[Memory]:
     """The memory of each pipeline rank."""
+    return [rank.memory() for rank in peaks_of_ranks(program, spec, workload)]
+
+
+def peaks_of_ranks(
+    program: Program, spec: Spec, workload: Workload | None = None, known: Mapping[str, BlockCost] | None = None
+) -> list[RankMemory]:
+    """The memory of each pipeline rank, which is computed when it is asked for. Ranks whose stages are equal but for
+    names take the same bytes. `known`: costs of an even load, where they are known (`costs_of`)."""
     workload = workload or Workload.of_microbatch(spec, program)
     kept, most = workload.planned_for("kept"), workload.planned_for("most")
-    costs = costs_of(program, kept)
+    costs = costs_of(program, kept, known)
     uneven = costs if most is kept else costs_of(program, most)
     layers = {
         name: LayerMemory.of(costs[name], spec, program, uneven[name])
         for name, numbers in program.layers_by_block.items()
         if numbers
     }
-    microbatches = program.microbatches if len(program.stages) > 1 else min(program.microbatches, 2)
-    memories = list[Memory]()
-    for order in orders_of_step(program, microbatches):
-        numbers = {call.layer for call in layer_calls(program, order.stages)}
+    if len(program.stages) > 1:
+        passes = passes_of_ranks(program.schedule, pipeline_of(program, program.microbatches))
+    else:
+        (order,) = orders_of(program, min(program.microbatches, 2))
+        passes = (RankPasses.of((0,), [*order], 0),)
+    make = partial(_Timeline, program, spec, costs, layers)
+    runs, ranks = dict[object, Callable[[], _Runs]](), list[RankMemory]()
+    for stages, of_rank in zip(program.stages_by_rank, passes, strict=True):
+        parts = [_without_names(program, stage) for stage in stages]
+        key: object = stages if None in parts else (*parts, of_rank.runs)
+        if key not in runs:
+            runs[key] = cache(partial(_runs_of, make, stages, of_rank))
+        numbers = tuple(call.layer for call in layer_calls(program, stages))
+        ranks.append(RankMemory(stages, numbers, of_rank, runs[key], layers, len(program.stages) > 1))
+    return ranks
+
+
+def _without_names(program: Program, stage: int) -> object:
+    """The inputs, ops and outputs of a stage without names and numbers of layers, to compare it with others; None if it
+    is the first or the last one, or has parameters of its own."""
+    block = forwards(program)[stage]
+    if not 0 < stage < len(program.stages) - 1 or block.parameters:
+        return None
+    numbers, ops = {value.name: str(number) for number, value in enumerate(block.inputs)}, list[object]()
+    for op in block.ops:
+        operands = tuple(numbers.get(name, name) for name in op.operands)
+        ops.append((op.block, operands) if isinstance(op, Call) else replace(op, operands=operands, results=()))
+        numbers.update({value.name: f"{len(ops)}.{place}" for place, value in enumerate(op.results)})
+    inputs = [(value.role, value.shape, value.dtype, value.layout) for value in block.inputs]
+    return (*inputs, *ops, *((output.role, numbers[output.name]) for output in block.outputs))
+
+
+class _Runs(NamedTuple):
+    """The passes of a rank by themselves.
+
+    `moments`: of each pass; `most`: their most bytes. `left`: what a micro-batch keeps that waits (`KEPT`), stage by
+    stage; `sizes`: the bytes of each. `end`: the moments after all passes. `layers`: the numbers of the layers in
+    events.
+    """
+
+    moments: Sequence[Sequence[Moment]]
+    most: Array
+    left: Sequence[Bytes]
+    sizes: Array
+    end: Sequence[Moment]
+    layers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of the ranks that run some `stages` with these `layers`; of a rank that is alone, for each
+    micro-batch."""
+
+    stages: tuple[int, ...]
+    numbers: tuple[int, ...]
+    passes: RankPasses
+    run: Callable[[], _Runs]
+    layers: Mapping[str, LayerMemory]
+    is_pipeline: bool
+
+    @cached_property
+    def peak(self) -> float:
+        """The bytes at the moment with the most."""
+        runs = self.run()
+        most = (runs.most + self.passes.most_waiting(runs.sizes)).max()
+        return max(float(most), *(moment.bytes.total for moment in runs.end))
+
+    def memory(self) -> Memory:
+        """All of it."""
         of_rank = {
             name: replace(layer, numbers=own)
-            for name, layer in layers.items()
-            if (own := tuple(number for number in layer.numbers if number in numbers))
+            for name, layer in self.layers.items()
+            if (own := tuple(number for number in layer.numbers if number in self.numbers))
         }
-        moments = _Timeline(program, spec, costs, of_rank, order).moments()
-        memories.append(Memory(tuple(moments), of_rank, order.stages))
-    return memories
+        return Memory((*self._merged(), *self.run().end), of_rank, self.stages)
+
+    def _merged(self) -> Iterable[Moment]:
+        """The worst moment of each event; in a single stage, of each micro-batch."""
+        runs, worst = self.run(), dict[object, Moment]()
+        numbers = dict(zip(runs.layers, self.numbers, strict=True))
+        for number, each in enumerate(self.passes.passes):
+            waiting = self.passes.largest_waiting(number, runs.sizes)
+            others = sum((of.times(n) for of, n in zip(runs.left, waiting, strict=True) if n), Bytes())
+            for moment in runs.moments[number]:
+                moment = moment.of_layer(numbers)
+                key = moment.event, None if self.is_pipeline else each.microbatch
+                moment = replace(moment, bytes=moment.bytes + others)
+                if key not in worst or moment.bytes.total > worst[key].bytes.total:
+                    worst[key] = moment
+        return worst.values()
 
 
-@dataclass(slots=True)
-class _Passes:
-    """Equal passes over different micro-batches: their moments, and the most that other micro-batches take in one."""
-
-    moments: list[Moment]
-    microbatch: int | None
-    others: Bytes
-    most: float = -1.0
+def _runs_of(make: Callable[[Sequence[int]], _Timeline], stages: Sequence[int], of_rank: RankPasses) -> _Runs:
+    return make(stages).runs(of_rank)
 
 
 class _Timeline:
-    """Follows the order of a rank, and notes the bytes at its events.
+    """Runs the passes of a rank in order, each once for all micro-batches that find the same tensors of the step.
 
-    Micro-batches under way in a stage take equal bytes. So the walk runs a pass once for all micro-batches that find
-    the same tensors of the step, and counts the other micro-batches that wait meanwhile.
+    Micro-batches that wait in a stage take equal bytes.
     """
 
     def __init__(
@@ -111,85 +195,44 @@ class _Timeline:
         spec: Spec,
         costs: Mapping[str, BlockCost],
         layers: Mapping[str, LayerMemory],
-        order: Order,
+        stages: Sequence[int],
     ) -> None:
-        self.order, self.is_pipeline, self.last_stage = order, len(program.stages) > 1, max(order.stages)
-        self.step = Buffers()
-        self.stages = {stage: StageMemory(program, spec, costs, layers, stage, self.step) for stage in order.stages}
-        stages = self.stages.values()
-        self.top_level = {name: weights for stage in stages for name, weights in stage.top_level.items()}
-        calls = [op for stage in stages for op in stage.layer_calls()]
-        self.sums = [*self.top_level, *(f"layer {op.layer}" for op in calls)]
-        self.weights_of_units = [*self.top_level.values(), *(layers[op.block].weights for op in calls)]
+        self.step, self.last = Buffers(), stages.index(max(stages))
+        self.stages = [StageMemory(program, spec, costs, layers, stage, self.step) for stage in stages]
+        self.top_level = {name: weights for stage in self.stages for name, weights in stage.top_level.items()}
+        self.calls = [op for stage in self.stages for op in stage.layer_calls()]
+        self.sums = [*self.top_level, *(f"layer {op.layer}" for op in self.calls)]
+        self.weights_of_units = [*self.top_level.values(), *(layers[op.block].weights for op in self.calls)]
         totals = sum(self.weights_of_units, WeightBytes())
         largest = max(
             [weights.optimizer_states for weights in self.top_level.values()]
-            + [layer.largest_state for layer in layers.values()]
+            + [layers[op.block].largest_state for op in self.calls]
         )
-        outside = each_parameter_once(costs[stage.block.name] for stage in stages)
-        called_blocks = [costs[op.block] for op in calls]
+        outside = each_parameter_once(costs[stage.block.name] for stage in self.stages)
+        called_blocks = [costs[op.block] for op in self.calls]
         self.work = work_bytes([*outside, *called_blocks], totals.optimizer_states, largest, spec.update)
         self.step.add("masters", "parameters", totals.masters)
         self.step.add("states", "optimizer", totals.optimizer_states)
         self.step.add("device", "device", DEVICE_BYTES.get(spec.cluster.device.kind, 0.0))
 
-    def moments(self) -> Iterator[Moment]:
-        """Every event of the step, the worst moment of each."""
-        yield from self._merged(self._passes())
-        yield self._sums_end()
-        yield self._update()
-
-    def _passes(self) -> Iterable[_Passes]:
-        passes, begun, changes, last = dict[object, _Passes](), set[object](), 0, self.order.last_of_stage
-        latest, waiting = dict[tuple[int, int | None], ActionKind](), Counter[tuple[int, ActionKind]]()
-        sizes, others = self._left(), 0.0
-        for action in self.order:
-            kind, stage = action.kind, self.last_stage if action.stage is None else action.stage
-            if action.microbatch is None or kind in ("send", "send_gradients"):
-                continue
-            if (before := latest.pop((stage, action.microbatch), None)) is not None:
-                waiting[stage, before] -= 1
-                others -= sizes[stage, before]
-            if kind not in ("receive", "receive_gradients"):
-                part, position = "backward" if kind == "weights" else kind, PassPosition()
-                is_first = part in ("forward", "backward") and (part, stage) not in begun
-                if is_first or last[stage] == action:
-                    begun.add((part, stage))
-                    changes, position = changes + 1, PassPosition(is_first, last[stage] == action)
-                key = kind, stage, position, changes
-                if key not in passes:
-                    passes[key] = _Passes(self.stages[stage].run(kind, position), action.microbatch, Bytes())
-                    sizes = self._left()
-                    others = sum(number * sizes[of] for of, number in waiting.items() if number)
-                if others > passes[key].most:
-                    left = (self.stages[s].left[k].times(number) for (s, k), number in waiting.items() if number)
-                    passes[key].most, passes[key].others = others, sum(left, Bytes())
-            if kind not in ("backward", "weights"):
-                latest[stage, action.microbatch] = kind
-                waiting[stage, kind] += 1
-                others += sizes[stage, kind]
-        return passes.values()
-
-    def _left(self) -> dict[tuple[int, ActionKind], float]:
-        """The bytes that a micro-batch keeps in a stage after its latest action of each kind."""
-        return {(stage, kind): of.total for stage, passes in self.stages.items() for kind, of in passes.left.items()}
-
-    def _merged(self, passes: Iterable[_Passes]) -> Iterable[Moment]:
-        """The worst moment of each event; in a single stage, of each micro-batch."""
-        worst: dict[object, Moment] = {}
-        for each in passes:
-            for moment in each.moments:
-                key = moment.event, None if self.is_pipeline else each.microbatch
-                moment = replace(moment, bytes=moment.bytes + each.others)
-                if key not in worst or moment.bytes.total > worst[key].bytes.total:
-                    worst[key] = moment
-        return worst.values()
+    def runs(self, of_rank: RankPasses) -> _Runs:
+        """The moments of each pass, and those at the end of the step."""
+        moments = [self.stages[each.place].run(each.kind, each.position) for each in of_rank.passes]
+        left = [stage.left.get(kind, Bytes()) for stage in self.stages for kind in KEPT]
+        return _Runs(
+            moments,
+            np.array([max((moment.bytes.total for moment in of), default=0.0) for of in moments]),
+            left,
+            np.array([of.total for of in left]),
+            (self._sums_end(), self._update()),
+            [op.layer for op in self.calls],
+        )
 
     def _sums_end(self) -> Moment:
         """Sums end layer by layer, each with a copy of its part."""
         self.step.drop("sent")
         most = max(weights.sum_copies for weights in self.weights_of_units)
-        moment = Moment("gradient sums", self.stages[self.last_stage].alive.bytes() + Bytes({"communication": most}))
+        moment = Moment("gradient sums", self.stages[self.last].alive.bytes() + Bytes({"communication": most}))
         for name in self.sums:
             self.step.drop(f"sum {name}")
             self.step.drop(f"step copy {name}")
@@ -199,6 +242,4 @@ class _Timeline:
         """The optimizer's step, which reads the summed gradients."""
         reduced = sum(weights.final_gradients for weights in self.weights_of_units)
         work = Bytes({"work": self.work} if self.work else {})
-        return Moment(
-            "optimizer step", self.stages[self.last_stage].alive.bytes() + Bytes({"gradients": reduced}) + work
-        )
+        return Moment("optimizer step", self.stages[self.last].alive.bytes() + Bytes({"gradients": reduced}) + work)

@@ -1,12 +1,13 @@
-"""The time of a pipeline's passes: follows the orders of all ranks, each action once."""
+"""The time of a pipeline's passes: follows the tables of all ranks, each computation once."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moec.passes.ir.order import ActionKind, Order
+from moec.passes.degrees.schedules import Pipeline
+from moec.passes.place.pipeline_orders import computations_of
+from moec.passes.place.pipeline_tables import Kind, rank_of_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class StageSeconds:
     weights: float = 0.0
     message: float = 0.0
 
-    def of(self, kind: ActionKind) -> float:
+    def of(self, kind: Kind) -> float:
         """Seconds in which a computation occupies its rank: messages are sent beside computations."""
         match kind:
             case "forward":
@@ -48,32 +49,27 @@ class PipelineTime:
         return 1 - max(self.busy) / max(self.ends)
 
 
-def follow(orders: Sequence[Order], stages: Sequence[StageSeconds]) -> PipelineTime:
-    """The time of the passes of all ranks, in their orders; the loss is a part of the last stage's passes."""
-    ends, busy = [0.0] * len(orders), [0.0] * len(orders)
-    arrives = dict[tuple[bool, int, int | None], float]()
-    remaining, moved = [deque(order) for order in orders], True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(remaining):
-            end, computed = ends[rank], busy[rank]
-            while actions:
-                action = actions[0]
-                kind, stage, number = action.kind, action.stage, action.microbatch
-                if stage is None:
-                    pass
-                elif kind == "send":
-                    arrives[True, stage + 1, number] = end + stages[stage].message
-                elif kind == "send_gradients":
-                    arrives[False, stage - 1, number] = end + stages[stage - 1].message
-                elif kind in ("receive", "receive_gradients"):
-                    if (kind == "receive", stage, number) not in arrives:
-                        break
-                else:
-                    seconds = stages[stage].of(kind)
-                    end = max(end, arrives.get((kind == "forward", stage, number), 0.0)) + seconds
-                    computed += seconds
-                actions.popleft()
-                moved = True
-            ends[rank], busy[rank] = end, computed
+def follow(schedule: str, pipeline: Pipeline, stages: Sequence[StageSeconds]) -> PipelineTime:
+    """The time of the passes of all ranks by a schedule; the loss is a part of the last stage's passes."""
+    ends, busy, last = [0.0] * pipeline.ranks, [0.0] * pipeline.ranks, len(stages) - 1
+    ranks = [rank_of_stage(schedule, pipeline.ranks, stage) for stage in range(len(stages))]
+    kinds: tuple[Kind, ...] = ("forward", "backward", "inputs", "weights")
+    seconds = {kind: [stage.of(kind) for stage in stages] for kind in kinds}
+    messages = [stage.message for stage in stages]
+    # The seconds at which a stage has received the values of a micro-batch, and their gradients.
+    values, gradients = ([[0.0] * pipeline.microbatches for _ in stages] for _ in range(2))
+    for kind, stage, number in computations_of(schedule, pipeline):
+        rank, each = ranks[stage], seconds[kind][stage]
+        if kind == "forward":
+            end = max(ends[rank], values[stage][number]) + each
+            if stage < last:
+                values[stage + 1][number] = end + messages[stage]
+        elif kind == "weights":
+            end = ends[rank] + each
+        else:
+            end = max(ends[rank], gradients[stage][number]) + each
+            if stage:
+                gradients[stage - 1][number] = end + messages[stage - 1]
+        ends[rank] = end
+        busy[rank] += each
     return PipelineTime(tuple(ends), tuple(busy))

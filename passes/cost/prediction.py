@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec
@@ -10,7 +11,7 @@ from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.rates import ClusterRates, Rates, peak
 from moec.passes.cost.seconds import Seconds
 from moec.passes.cost.step_time import step_seconds
-from moec.passes.cost.totals import costs_of, largest_load, tally
+from moec.passes.cost.totals import BlockCost, costs_of, largest_load, model_flops
 from moec.passes.ir import Program
 from moec.passes.ir.work.workload import Workload
 
@@ -57,27 +58,41 @@ class Prediction:
         return self.flops / self.step.total / self.peak
 
 
-def predict(program: Program, spec: Spec, rates: Rates | None = None, memory: Memory | None = None) -> Prediction:
+def predict(
+    program: Program,
+    spec: Spec,
+    rates: Rates | None = None,
+    memory: Memory | None = None,
+    known: Mapping[str, BlockCost] | None = None,
+) -> Prediction:
     """The prediction of a Program after all passes but the budget, for the workload of its file.
 
-    `rates`: by default those that the file's cluster states. `memory`: that of the Program, where it is known.
+    `rates`: by default those that the file's cluster states. `memory`: that of the Program, and `known`: costs of a
+    micro-batch, where they are known (`costs_of`).
     """
-    counts, device = tally(program, spec), spec.cluster.device
+    batch, device = Workload.of(spec, program), spec.cluster.device
+    flops_per_token = model_flops(program, costs_of(program, batch.even)) / batch.tokens
     return Prediction(
-        step=step_of(program, spec, Workload.of_microbatch(spec, program), rates),
-        tokens=counts.tokens,
-        flops=counts.flops_per_token * counts.tokens,
+        step=step_of(program, spec, Workload.of_microbatch(spec, program), rates, known),
+        tokens=batch.tokens,
+        flops=flops_per_token * batch.tokens,
         peak=peak(device, spec.subject.dtype) * program.num_ranks,
         ranks=program.num_ranks,
         memory=memory or memory_of(program, spec),
         capacity=device.memory,
-        skew=counts.imbalance,
+        skew=largest_load(program, batch),
     )
 
 
-def step_of(program: Program, spec: Spec, workload: Workload, rates: Rates | None = None) -> Seconds:
-    """The seconds of a step whose micro-batches are this workload."""
-    return step_seconds(costs_of(program, workload), program, spec, rates or ClusterRates(spec.cluster))
+def step_of(
+    program: Program,
+    spec: Spec,
+    workload: Workload,
+    rates: Rates | None = None,
+    known: Mapping[str, BlockCost] | None = None,
+) -> Seconds:
+    """The seconds of a step whose micro-batches are this workload; `known` costs are of it (`costs_of`)."""
+    return step_seconds(costs_of(program, workload, known), program, spec, rates or ClusterRates(spec.cluster))
 
 
 def workload_of_skew(program: Program, spec: Spec, skew: float) -> Workload | None:

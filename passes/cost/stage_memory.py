@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
 from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_deferred, run_forward, steps_of
+from moec.passes.cost.pipeline_passes import PassPosition
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weights import WeightBytes, weight_bytes
 from moec.passes.ir import Program
@@ -24,6 +24,13 @@ class Moment:
     event: str
     bytes: Bytes
     layer: int | None = None
+
+    def of_layer(self, numbers: Mapping[int, int]) -> Moment:
+        """The same moment of the layer whose number `numbers` gives for this one's."""
+        if self.layer is None:
+            return self
+        event = self.event.removesuffix(str(self.layer))
+        return replace(self, event=f"{event}{numbers[self.layer]}", layer=numbers[self.layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +67,6 @@ class LayerMemory:
             numbers=tuple(program.layers_by_block[cost.block.name]),
             kept=run.kept + Bytes({"activations": cost.workload.bytes(*residual)}),
         )
-
-
-class PassPosition(NamedTuple):
-    """The position of a pass among those of its stage in a step.
-
-    `is_first`: the first forward pass, or the first pass that computes gradients of weights. `is_last`: the pass in
-    which the sums of these gradients begin.
-    """
-
-    is_first: bool = False
-    is_last: bool = False
 
 
 class StageMemory:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import outermost_between
-from moec.passes.cost.parameter_time import parameter_work
+from moec.passes.cost.parameter_time import ParameterWork, parameter_work
 from moec.passes.cost.pass_time import BlockTime, work_of
 from moec.passes.cost.pipeline_time import PipelineTime, StageSeconds, follow
 from moec.passes.cost.rates import ClusterRates, Rates
 from moec.passes.cost.seconds import EXPOSED, Seconds, summed
 from moec.passes.cost.totals import BlockCost, message_bytes, runs_on
 from moec.passes.ir import Program
-from moec.passes.place.schedule import orders_of_step
+from moec.passes.place.pipeline_orders import pipeline_of
 
 
 def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec, rates: Rates | None = None) -> Seconds:
@@ -37,11 +37,13 @@ def step_of_stages(
     time = pipeline_time(program, [stage.seconds for stage in stages])
     passes = summed((part, program.microbatches / len(time.ends)) for s in stages for part in (s.forward, s.backward))
     computing = 1 - sum(passes.of.get(term, 0.0) for term in EXPOSED) / passes.total
-    ranks = list[Seconds]()
+    ranks, known, in_pipeline = list[Seconds](), dict[object, ParameterWork](), len(program.stages) > 1
     for end, busy, numbers in zip(time.ends, time.busy, program.stages_by_rank, strict=True):
-        runs, in_pipeline = runs_on(program, costs, numbers), len(program.stages) > 1
-        work = parameter_work(runs, program.microbatches, spec, rates, in_pipeline=in_pipeline)
-        after = work.seconds(computing * busy, program.microbatches)
+        runs = [(cost, n) for cost, n in runs_on(program, costs, numbers) if cost.block.parameters]
+        key = tuple((cost.block.name, len(cost.block.parameters), n) for cost, n in runs)
+        if key not in known:
+            known[key] = parameter_work(runs, program.microbatches, spec, rates, in_pipeline=in_pipeline)
+        after = known[key].seconds(computing * busy, program.microbatches)
         waits = Seconds({"uneven": busy - sum(time.busy) / len(time.busy), "bubble": end - busy})
         ranks.append(after + (waits if len(time.ends) > 1 else Seconds()))
     return passes + max(ranks, key=lambda seconds: seconds.total)
@@ -81,11 +83,11 @@ def runs_of_stages(program: Program, costs: Mapping[str, BlockCost]) -> Iterator
 
 
 def pipeline_time(program: Program, stages: Sequence[StageSeconds]) -> PipelineTime:
-    """The time of a step's passes, by the orders of the ranks."""
+    """The time of a step's passes, by the schedule."""
     if len(stages) == 1:  # one order sends nothing, and may have very many micro-batches
         seconds = program.microbatches * (stages[0].forward + stages[0].backward)
         return PipelineTime((seconds,), (seconds,))
-    return follow(orders_of_step(program, program.microbatches), stages)
+    return follow(program.schedule, pipeline_of(program, program.microbatches), stages)
 
 
 def stage_of(

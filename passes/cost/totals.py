@@ -80,9 +80,18 @@ class BlockCost:
         return max(map(self.workload.skew, self.block.scope.values()), default=1.0)
 
 
-def costs_of(program: Program, workload: Workload) -> dict[str, BlockCost]:
-    """The cost of one run of each block, by the block's name."""
-    return {block.name: BlockCost.of(program, block, workload) for block in program.blocks}
+def costs_of(
+    program: Program, workload: Workload, known: Mapping[str, BlockCost] | None = None
+) -> dict[str, BlockCost]:
+    """The cost of one run of each block, by the block's name. `known`: those of a Program on the same meshes for the
+    same workload, to be taken where blocks have the same ops."""
+    of_ops = {id(cost.block.ops): cost for cost in (known or {}).values()}
+    return {
+        block.name: replace(of_ops[id(block.ops)], block=block)
+        if id(block.ops) in of_ops
+        else BlockCost.of(program, block, workload)
+        for block in program.blocks
+    }
 
 
 def largest_load(program: Program, workload: Workload) -> float:
@@ -147,7 +156,6 @@ def tally(program: Program, spec: Spec) -> Tally:
         )
         for stages, runs in runs_of_ranks.items()
     ]
-    flops = sum(count * costs[name].model_flops() for name, count in runs_of(program).items())
     return Tally(
         parameters=total,
         active_parameters=active,
@@ -157,10 +165,15 @@ def tally(program: Program, spec: Spec) -> Tally:
         most_activation_bytes=max(activation_bytes(program, most, stages) for stages in ranks),
         sequences=workload.batch,
         tokens=workload.tokens,
-        flops_per_token=flops / workload.tokens,
+        flops_per_token=model_flops(program, costs) / workload.tokens,
         traffic=max(traffic, key=lambda flows: sum(flow.bytes for flow in flows)),
         imbalance=largest_load(program, workload),
     )
+
+
+def model_flops(program: Program, costs: Mapping[str, BlockCost]) -> float:
+    """FLOPs of forward and backward over all ranks; `costs` are by the names of blocks, of an even load."""
+    return sum(count * costs[name].model_flops() for name, count in runs_of(program).items())
 
 
 def runs_on(

@@ -36,6 +36,9 @@ FINAL_ACTIONS: tuple[ActionKind, ...] = ("sum", "states", "clip", "update")
 """The actions after the last backward pass: the sums of gradients end, states get new values, gradients are clipped,
 the optimizer updates parameters. A script calls the last two."""
 
+SPLIT_BACKWARD = frozenset({"zero_bubble", "zero_bubble_v", "dual_pipe_v"})
+"""The schedules in which `inputs` and `weights` take the place of `backward`, at least for some micro-batches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:

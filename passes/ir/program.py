@@ -11,7 +11,7 @@ from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
-from moec.passes.ir.order import FINAL_ACTIONS, ActionKind, Order, kinds_of_stage
+from moec.passes.ir.order import FINAL_ACTIONS, SPLIT_BACKWARD, ActionKind, Order, kinds_of_stage
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Parameter, Setting, State, Value
@@ -179,7 +179,7 @@ class Program:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of weights apart from those of inputs."""
-        return any(order.count("weights") for order in self.orders)
+        return len(self.stages) > 1 and self.schedule in SPLIT_BACKWARD
 
     def routing_groups(self, group: RoutingGroup) -> int:
         """The routing groups of one process in one forward pass, in order; 0 where each sequence is a group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moec.passes.degrees.degrees import Degrees, ExpertDegrees
@@ -72,6 +72,12 @@ def _varied(program: Program, variants: Mapping[int, _Variant]) -> Program:
         blocks=tuple(_calling(renamed, block) if block.name == "forward" else block for block in blocks),
         layers=tuple(replace(layer, bodies=(renamed[layer.number],)) for layer in program.layers),
     )
+
+
+def recomputing(program: Program, words: Sequence[Recompute]) -> Program:
+    """A Program whose layers recompute nothing, with a word of `recompute` for each layer."""
+    variants = {layer.number: _Variant(program.body(layer).experts, words[layer.number]) for layer in program.layers}
+    return _varied(program, variants)
 
 
 def _calling(renamed: Mapping[int, str], forward: Block) -> Block:

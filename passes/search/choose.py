@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moec.grammar.spec import Spec
 from moec.grammar.stated import open_words, searched_words, with_words
 from moec.passes.cost.rates import ClusterRates, Rates
-from moec.passes.search.candidate import Candidate, Choice, PlacedPlan, candidate_of
+from moec.passes.search.candidate import Candidate, Choice, PlacedPlan, Placements, candidate_of
 from moec.passes.search.kinds import in_short
 from moec.passes.search.ranking import Ranked, rank
 from moec.passes.search.recompute_less import recomputing_less
@@ -42,16 +42,17 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     require_choosable(spec)
     rates = rates or ClusterRates(spec.cluster)
     ranking = rank(spec, rates)
-    found = _placed(spec, ranking.first, MOST_PLACED, rates)
-    found += _placed(spec, ranking.near, MOST_NEAR, rates, min(map(_seconds, found), default=float("inf")))
+    places = Placements()
+    found = _placed(spec, places, ranking.first, MOST_PLACED, rates)
+    found += _placed(spec, places, ranking.near, MOST_NEAR, rates, min(map(_seconds, found), default=float("inf")))
     if not found:
-        smallest = [_plan(spec, each).candidate(rates) for each in ranking.smallest]
+        smallest = [_plan(spec, places, each).candidate(rates) for each in ranking.smallest]
         found = [candidate for candidate in smallest if candidate.prediction.fits]
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
             return Choice(least, (), ranking.candidates, 0)
-    mixed = _placed(spec, ranking.mixed, 2 * MOST_CHANGED, rates, min(map(_seconds, found)), MOST_CHANGED)
-    found += [recomputing_less(plan, Space(spec).recomputed, rates) for plan in mixed]
+    mixed = _placed(spec, places, ranking.mixed, 2 * MOST_CHANGED, rates, min(map(_seconds, found)), MOST_CHANGED)
+    found += [recomputing_less(plan, places, Space(spec).recomputed, rates) for plan in mixed]
     first, *others = sorted({plan.spec: plan for plan in found}.values(), key=_seconds)
     return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
 
@@ -65,6 +66,7 @@ def best(spec: Spec, rates: Rates | None = None) -> Candidate:
 
 def _placed(
     spec: Spec,
+    places: Placements,
     ranked: Sequence[Ranked],
     most: int,
     rates: Rates,
@@ -76,7 +78,7 @@ def _placed(
     for each in ranked[:most]:
         if len(found) == most_that_fit or each.seconds * (1 - ERROR) > fastest:
             break
-        if (plan := _plan(spec, each)).left >= 0:
+        if (plan := _plan(spec, places, each)).fits:
             found.append(candidate := plan.candidate(rates))
             fastest = min(fastest, _seconds(candidate))
     return found
@@ -86,6 +88,6 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.prediction.step.total
 
 
-def _plan(spec: Spec, ranked: Ranked) -> PlacedPlan:
+def _plan(spec: Spec, places: Placements, ranked: Ranked) -> PlacedPlan:
     words = {word: ranked.words[word] for word in searched_words(spec)}
-    return PlacedPlan.of(with_words(spec, words), in_short(words))
+    return places.plan(with_words(spec, words), in_short(words))

@@ -15,14 +15,14 @@ from moec.grammar.stated import with_words
 from moec.passes.cost.rates import Rates
 from moec.passes.ir import Program, Recompute
 from moec.passes.ir.interface import layer_calls
-from moec.passes.search.candidate import Candidate, PlacedPlan
+from moec.passes.search.candidate import Candidate, PlacedPlan, Placements
 from moec.passes.search.space import RECOMPUTED
 
 ROUNDS = 4
 """How often words are changed by the memory of the plan that has them."""
 
 
-def recomputing_less(plan: Candidate, allowed: Sequence[Recompute], rates: Rates) -> Candidate:
+def recomputing_less(plan: Candidate, places: Placements, allowed: Sequence[Recompute], rates: Rates) -> Candidate:
     """The fastest plan that is found in which some layers recompute less than all do in `plan`, which fits; `plan`
     itself if none is faster.
 
@@ -34,7 +34,7 @@ def recomputing_less(plan: Candidate, allowed: Sequence[Recompute], rates: Rates
     if len(words) < 2:
         return plan
     depth, ranks = plan.spec.subject.depth, _layers_of_ranks(plan.program)
-    peaks = [_peaks(_with(plan, [each] * depth)) for each in words]
+    peaks = [_peaks(_with(plan, places, [each] * depth)) for each in words]
     saved = [
         [(less - more) / len(layers) for less, more, layers in zip(*pair, ranks, strict=True)]
         for pair in itertools.pairwise(peaks)
@@ -47,9 +47,9 @@ def recomputing_less(plan: Candidate, allowed: Sequence[Recompute], rates: Rates
             (_raise if number else _lower)(levels, layers, left, of_rank)
         if levels == before:
             break
-        placed = _with(plan, [words[level] for level in levels])
+        placed = _with(plan, places, [words[level] for level in levels])
         used, ranks = _peaks(placed), _layers_of_ranks(placed.program)
-        if placed.left >= 0 and (found := placed.candidate(rates)).prediction.step.total < best.prediction.step.total:
+        if placed.fits and (found := placed.candidate(rates)).prediction.step.total < best.prediction.step.total:
             best = found
     return best
 
@@ -69,7 +69,7 @@ def _raise(levels: list[int], layers: Sequence[int], left: float, saved: Sequenc
         levels[layer] += 1
 
 
-def _with(plan: Candidate, words: Sequence[Recompute]) -> PlacedPlan:
+def _with(plan: Candidate, places: Placements, words: Sequence[Recompute]) -> PlacedPlan:
     """The plan in which each layer has its word of `recompute`."""
     spec = plan.spec
     pairs = zip(words, spec.subject.mixtures, strict=True)
@@ -82,12 +82,12 @@ def _with(plan: Candidate, words: Sequence[Recompute]) -> PlacedPlan:
     parts = ", ".join(f"{word} in {number}" for word, number in Counter(own).most_common() if word != "none")
     text = f"{parts} of {len(own)} layers" if others else most
     stated = with_words(spec, {"recompute": most, "layers": (*spec.parallel.layers, *blocks)})
-    return PlacedPlan.of(stated, {**plan.words, "recompute": text})
+    return places.plan(stated, {**plan.words, "recompute": text})
 
 
 def _peaks(plan: PlacedPlan) -> list[float]:
     """The bytes at the peak of each pipeline rank."""
-    return [memory.peak.bytes.total for memory in plan.memories]
+    return [rank.peak for rank in plan.ranks]
 
 
 def _layers_of_ranks(program: Program) -> list[list[int]]:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from moec.passes.degrees.schedules import Pipeline
+from moec.passes.ir.order import SPLIT_BACKWARD
 from moec.passes.search.space import Pipelined, Sizes, Space
 from moec.passes.search.tables import numbered
 from moec.passes.search.waiting import Waiting, worst_of
 
 Array = Any
 
-QUEUES = frozenset({"zero_bubble", "zero_bubble_v", "dual_pipe_v"})
+QUEUES = SPLIT_BACKWARD
 """The schedules that put products of weights off, and keep what these need."""
 
 BUBBLES: Mapping[str, float] = {"zero_bubble": 1 / 3, "zero_bubble_v": 1 / 6, "dual_pipe_v": 1 / 6}

@@ -14,12 +14,14 @@ from moec.codegen.plan import Plan
 from moec.commands.inspecting.pipeline_lines import order_in_words, pipeline_lines
 from moec.commands.inspecting.summary import summary
 from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.cost import memory, pipeline_passes
 from moec.passes.cost.memory import memory_of, memory_of_ranks
 from moec.passes.cost.parameter_counts import count_parameters
-from moec.passes.cost.pipeline_time import StageSeconds, follow
+from moec.passes.cost.pipeline_time import StageSeconds
 from moec.passes.cost.stage_memory import StageMemory
 from moec.passes.cost.step_time import pipeline_time, stages_of, step_seconds
 from moec.passes.cost.totals import activation_bytes, costs_of, tally
+from moec.passes.degrees.schedules import Pipeline
 from moec.passes.ir.work.workload import Workload
 from moec.passes.pipeline import compile_program
 
@@ -68,6 +70,29 @@ def test_the_peak_of_1f1b_does_not_grow_with_micro_batches_and_takes_no_more_pas
     assert found[0] == found[1]
 
 
+STAGES = {"one_f_one_b": 1, "interleaved": 3, "zero_bubble": 2, "zero_bubble_v": 2, "dual_pipe_v": 2}
+
+
+@each_row("schedule", STAGES)
+def test_no_more_wait_than_of_three_micro_batches_for_each_rank(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rounds in (pipeline_passes.ROUNDS, 9):
+        monkeypatch.setattr(pipeline_passes, "ROUNDS", rounds)
+        ranks = pipeline_passes.passes_of_ranks.__wrapped__(schedule, Pipeline(PP, STAGES[schedule], 8 * PP))
+        found.append([(rank.runs, [set(waiting) for waiting in rank.waiting]) for rank in ranks])
+    assert found[0] == found[1]
+
+
+@each_row("schedule", ["one_f_one_b", "zero_bubble_v"])
+def test_ranks_whose_stages_are_equal_have_the_memory_that_each_has_by_itself(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(schedule, 8, PP, STAGES[schedule])
+    together = memory_of_ranks(plan.program, plan.spec)
+    monkeypatch.setattr(memory, "_without_names", lambda *_: None)
+    assert memory_of_ranks(plan.program, plan.spec) == together
+
+
 def test_ranks_of_a_v_keep_about_equally_much_where_those_of_1f1b_do_not() -> None:
     ratios = []
     for plan in (plan_of("one_f_one_b"), plan_of("zero_bubble_v", 8, 4, 2)):
@@ -97,16 +122,16 @@ BUBBLES = {
 @each_row("schedule", BUBBLES)
 def test_the_bubble_of_equal_stages_is_the_textbooks(schedule: str) -> None:
     virtual, bubble = BUBBLES[schedule]
-    orders = plan_of(schedule, 8, PP, virtual).program.orders
-    equal = follow(orders, [StageSeconds(forward=1, backward=2)] * PP * virtual)
+    program = plan_of(schedule, 8, PP, virtual).program
+    equal = pipeline_time(program, [StageSeconds(forward=1, backward=2)] * PP * virtual)
     assert equal.bubble == pytest.approx(bubble)
     assert equal.busy == (24 * virtual,) * PP
-    assert follow(orders, [StageSeconds(forward=1, backward=2, message=1)] * PP * virtual).bubble > bubble
+    assert pipeline_time(program, [StageSeconds(forward=1, backward=2, message=1)] * PP * virtual).bubble > bubble
 
 
 def test_products_of_weights_fill_the_bubble() -> None:
     stages = [StageSeconds(forward=1, backward=2, weights=1)] * PP
-    whole, split = (follow(plan_of(s).program.orders, stages) for s in ("one_f_one_b", "zero_bubble"))
+    whole, split = (pipeline_time(plan_of(s).program, stages) for s in ("one_f_one_b", "zero_bubble"))
     assert whole.busy == split.busy
     assert split.bubble < whole.bubble
 
