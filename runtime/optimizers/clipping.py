@@ -16,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
 from moec.runtime.optimizers.closures import has_closure
-from moec.runtime.optimizers.elementwise_optimizers import NarrowAdamW
+from moec.runtime.optimizers.elementwise_optimizers import LocalAdamW, NarrowAdamW
 from moec.runtime.optimizers.matrix_optimizer import MatrixOptimizer
 from moec.runtime.weights.masters import local_part
 
@@ -99,13 +99,16 @@ def watch_steps(optimizer: Optimizer) -> bool:
     return False
 
 
+FUSED = Adam, AdamW, LocalAdamW, NarrowAdamW
+
+
 def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether the optimizer's next step can divide the gradients of all these parameters itself.
 
     The fused kernels of Adam and AdamW can, on one device; so can Muon and Adafactor. False in the closure of a running
     step; and in the first call, which begins to watch steps: a step may be running then.
     """
-    fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
+    fused = type(optimizer) in FUSED and all(group["fused"] for group in optimizer.param_groups)
     if not fused and not isinstance(optimizer, MatrixOptimizer):
         return False
     owned = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -119,15 +119,14 @@ class Elementwise(Optimizer):
         """Changes parts and states of a chunk with the options of `group`."""
 
 
-class NarrowAdamW(Elementwise, AdamW):
-    """`torch.optim.AdamW`, fused, with moments in bf16 between steps.
+class LocalAdamW(Elementwise, AdamW):
+    """`torch.optim.AdamW`, fused, of this rank's parts: on DTensors, torch finds the layouts of all states first.
 
     As in torch's, `grad_scale` divides gradients, and a `found_inf` of 1 skips the update: `GradScaler` sets both.
     """
 
-    kind = "torch.optim.AdamW with states in bf16"
+    kind = "torch.optim.AdamW"
     names = MOMENTS
-    state_dtype = torch.bfloat16
 
     def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
         """By torch's fused kernel."""
@@ -135,6 +134,13 @@ class NarrowAdamW(Elementwise, AdamW):
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         update_by_adamw(chunk, options)
+
+
+class NarrowAdamW(LocalAdamW):
+    """`LocalAdamW` with moments in bf16 between steps."""
+
+    kind = "torch.optim.AdamW with states in bf16"
+    state_dtype = torch.bfloat16
 
 
 class NarrowSgd(Elementwise, SGD):
@@ -174,7 +180,7 @@ class NarrowLion(Lion):
 
 
 def _adamw(masters: Sequence[Master], spec: AdamWSpec, state_dtype: torch.dtype | None) -> Optimizer:
-    kind = NarrowAdamW if state_dtype else AdamW
+    kind = NarrowAdamW if state_dtype else LocalAdamW
     groups = by_decay(masters, spec.weight_decay)
     return kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 

@@ -1,4 +1,4 @@
-"""Twenty steps of fine-tuning with the balance term on: each loss is that of a plain loop over transformers' model."""
+"""Fine-tuning with the balance term on: each loss is that of a plain loop over transformers' model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from huggingface.decoders import config_of
 from huggingface.equal import VOCAB, made
 from support.combinations import diagonals
 from support.ranks.gloo_pool import GlooPool
+from support.session import extent
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +20,7 @@ import moec
 from moec.codegen.plan import Plan
 from moec.grammar.printer import to_text
 
-STEPS, SEQUENCES, LENGTH = 20, 8, 12
+STEPS, SEQUENCES, LENGTH = 20 if extent.everything else 8, 8, 12
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 

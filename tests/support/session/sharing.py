@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 RANKS = "tests/distributed/"
-LONG = "tests/kernels/test_interpreted.py"
+LONG = "tests/kernels/test_interpreted.py", "tests/words/test_words.py"
 
 
 @cache
@@ -30,7 +30,7 @@ def _order(unit: str) -> int:
     """Long units begin first, and those that wait begin beside the pool; small ones fill the time until the end."""
     if unit == RANKS:
         return 0
-    return 1 if unit.startswith(RANKS) else 2 if unit == LONG else 3
+    return 1 if unit.startswith(RANKS) else 2 if unit in LONG else 3
 
 
 def scheduler(config: Any, log: Any) -> Any:

@@ -56,19 +56,18 @@ def test_masters_are_not_missing_from_state_dict():
 
 
 def test_gradients_of_many_micro_batches_add_up_in_fp32():
-    """Each of equal micro-batches adds 1/256 of the gradient: a sum in bf16 stops growing long before the last."""
+    """Each of equal micro-batches adds 1/64 of the gradient: a sum in bf16 is off by some percent at the end."""
     tokens = torch.randint(32, (1, 8), generator=torch.Generator().manual_seed(0))
-    many = tokens.expand(256, 8).contiguous()
+    many = tokens.expand(64, 8).contiguous()
     with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16", depth=2), device="cpu") as job:
         model, other = job.build(seed=1), job.build(seed=1)
         job.step(model, tokens, tokens)
-        job.step(other, many, many, microbatches=256)
+        job.step(other, many, many, microbatches=64)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert one.grad.dtype == two.grad.dtype == torch.float32
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-6 * float(one.grad.abs().max()))
 
 
-def test_fp32_models_use_the_plain_optimizer():
+def test_fp32_models_use_torchs_optimizer():
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        model = job.build()
-        assert type(job.optimizer(model)) is torch.optim.AdamW
+        assert isinstance(job.optimizer(job.build()), torch.optim.AdamW)
