@@ -22,6 +22,7 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.optimizers import AdamW as AdamWSpec
 from moec.grammar.spec.optimizers import Lion as LionSpec
 from moec.grammar.spec.optimizers import Sgd as SgdSpec
+from moec.runtime.errors import JobError
 from moec.runtime.optimizers.closures import loss_of
 from moec.runtime.weights.masters import Master, by_decay, chunks, local_part
 
@@ -129,7 +130,10 @@ class LocalAdamW(Elementwise, AdamW):
     names = MOMENTS
 
     def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
-        """By torch's fused kernel."""
+        """By torch's fused kernel. Raises `JobError` for `amsgrad`, which a group may have been given since."""
+        if group["amsgrad"]:
+            help = "give `torch.optim.AdamW(model.parameters(), amsgrad=True)` in the place of `job.optimizer`"
+            raise JobError("MOE0715", "a group of the file's AdamW was given `amsgrad`, which it does not have", help)
         options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}

@@ -5,6 +5,7 @@ import torch
 from support.plans import moe_plan
 
 import moec
+from moec.runtime.errors import JobError
 
 
 def test_groups_and_numbers_are_those_of_the_file():
@@ -70,4 +71,10 @@ def test_gradients_of_many_micro_batches_add_up_in_fp32():
 
 def test_fp32_models_use_torchs_optimizer():
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        assert isinstance(job.optimizer(job.build()), torch.optim.AdamW)
+        optimizer = job.optimizer(model := job.build())
+        assert isinstance(optimizer, torch.optim.AdamW)
+        tokens = torch.zeros((1, 8), dtype=torch.int64)
+        job.step(model, tokens, tokens)
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(JobError, match="MOE0715"):
+            optimizer.step()
