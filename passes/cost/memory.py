@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, MemoryKind
@@ -21,8 +19,6 @@ from moec.passes.ir.interface import forwards, layer_calls
 from moec.passes.ir.ops import Call
 from moec.passes.ir.work.workload import Workload
 from moec.passes.place.pipeline_orders import orders_of, pipeline_of
-
-Array = Any
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
@@ -128,9 +124,9 @@ class _Runs(NamedTuple):
     """
 
     moments: Sequence[Sequence[Moment]]
-    most: Array
+    most: Sequence[float]
     left: Sequence[Bytes]
-    sizes: Array
+    sizes: Sequence[float]
     end: Sequence[Moment]
     layers: Sequence[int]
 
@@ -151,8 +147,8 @@ class RankMemory:
     def peak(self) -> float:
         """The bytes at the moment with the most."""
         runs = self.run()
-        most = (runs.most + self.passes.most_waiting(runs.sizes)).max()
-        return max(float(most), *(moment.bytes.total for moment in runs.end))
+        of_passes = map(sum, zip(runs.most, self.passes.most_waiting(runs.sizes), strict=True))
+        return max(*of_passes, *(moment.bytes.total for moment in runs.end))
 
     def memory(self) -> Memory:
         """All of it."""
@@ -221,9 +217,9 @@ class _Timeline:
         left = [stage.left.get(kind, Bytes()) for stage in self.stages for kind in KEPT]
         return _Runs(
             moments,
-            np.array([max((moment.bytes.total for moment in of), default=0.0) for of in moments]),
+            [max((moment.bytes.total for moment in of), default=0.0) for of in moments],
             left,
-            np.array([of.total for of in left]),
+            [of.total for of in left],
             (self._sums_end(), self._update()),
             [op.layer for op in self.calls],
         )

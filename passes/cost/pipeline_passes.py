@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
-
-import numpy as np
+from operator import mul
+from typing import NamedTuple
 
 from moec.passes.degrees.schedules import Pipeline
 from moec.passes.ir.order import Action, ActionKind
 from moec.passes.place.pipeline_orders import computations_of, with_messages
 from moec.passes.place.pipeline_tables import rank_of_stage
-
-Array = Any
 
 ROUNDS = 3
 """The micro-batches over the ranks, above which no more wait than with fewer."""
@@ -62,19 +59,13 @@ class RankPasses:
         """The passes without their micro-batches."""
         return tuple(each[:3] for each in self.passes)
 
-    @cached_property
-    def _joined(self) -> tuple[Array, Array]:
-        """All rows of `waiting`, and where those of each pass begin."""
-        return np.array([row for rows in self.waiting for row in rows]), np.cumsum([0, *map(len, self.waiting[:-1])])
-
-    def most_waiting(self, sizes: Array) -> Array:
+    def most_waiting(self, sizes: Sequence[float]) -> list[float]:
         """For each pass the most bytes of the micro-batches that wait, of which each takes `sizes`."""
-        rows, firsts = self._joined
-        return np.maximum.reduceat(rows @ sizes, firsts)
+        return [max(sum(map(mul, row, sizes)) for row in rows) for rows in self.waiting]
 
-    def largest_waiting(self, number: int, sizes: Array) -> Waiting:
+    def largest_waiting(self, number: int, sizes: Sequence[float]) -> Waiting:
         """Those that take most in the pass of this number."""
-        return self.waiting[number][int(np.argmax(np.array(self.waiting[number]) @ sizes))]
+        return max(self.waiting[number], key=lambda row: sum(map(mul, row, sizes)))
 
     @classmethod
     def of(cls, stages: Sequence[int], actions: Sequence[Action], last_stage: int) -> RankPasses:
