@@ -88,8 +88,9 @@ class GivenWords(NamedTuple):
         return self._replace(values={word: self.values[word]}, spans={word: self.spans[word]})
 
     def in_file(self, spec: Spec) -> Spec:
-        """The file with these words instead of its own."""
-        return spec.replace(parallel=spec.parallel.replace(self.spans, **self.values))
+        """The file with these words instead of its own, those of some layers too."""
+        layers = blocks_without(spec.parallel.layers, [word for word in OF_LAYERS if word in self.values])
+        return spec.replace(parallel=spec.parallel.replace(self.spans, **{"layers": layers, **self.values}))
 
     def placed(self, diagnostic: Diagnostic) -> Diagnostic:
         """What the words break: at the whole argument, if it has no place there."""

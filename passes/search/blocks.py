@@ -25,7 +25,7 @@ from moec.passes.ir.work.arrays import larger
 from moec.passes.ir.work.cost import Cost, Saved
 from moec.passes.ir.work.workload import Workload
 from moec.passes.search.space import Sizes
-from moec.passes.search.tables import Part, Table, axes_of, numbered, on_meshes
+from moec.passes.search.tables import Part, Table, axes_of, group_numbers, on_meshes
 
 Array = Any
 """A number for each plan."""
@@ -80,7 +80,7 @@ def _runs_of(
 ) -> BlockRuns:
     """The runs in the plans of one part."""
     block, is_layer = part.placement.program.block(name), name in table.program.layer_blocks
-    numbers = numbered(column[part.plans] for column in _columns(table, part, block))
+    numbers = group_numbers(column[part.plans] for column in _columns(table, part, block))
     firsts = part.plans[np.unique(numbers, return_index=True)[1]]
     cost = _cost(table, part, block, firsts, "kept")
     of_time = _cost(table, part, block, firsts, "time") if _is_measured(table) else cost

@@ -54,7 +54,7 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
     mixed = _placed(spec, places, ranking.mixed, 2 * MOST_CHANGED, rates, min(map(_seconds, found)), MOST_CHANGED)
     found += [recomputing_less(plan, places, Space(spec).recomputed, rates) for plan in mixed]
     first, *others = sorted({plan.spec: plan for plan in found}.values(), key=_seconds)
-    return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, len(found)))
+    return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, 1))
 
 
 def best(spec: Spec, rates: Rates | None = None) -> Candidate:

@@ -24,7 +24,7 @@ from moec.passes.ir.interface import is_forward
 from moec.passes.ir.work.arrays import larger
 from moec.passes.search.blocks import BlockRun, runs_in
 from moec.passes.search.held import Held, cuts_of, held
-from moec.passes.search.space import STAGES, Pipelined, Sizes
+from moec.passes.search.space import ZERO_STAGES, Pipelined, Sizes
 from moec.passes.search.tables import Table
 from moec.passes.search.turns import QUEUES, Turns
 
@@ -34,7 +34,7 @@ Array = Any
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """Candidates of a table with one ZeRO stage and recomputation: `rows` of the table, each with a schedule, one of
-    `kinds` by its number in `pipelined`.
+    `schedules`, by its number in `taken`.
 
     `least`: seconds if only as many layers as have to recompute so much.
     """
@@ -43,8 +43,8 @@ class Estimates:
     zero: int
     recompute: Recompute
     rows: Array
-    kinds: Sequence[Pipelined]
-    pipelined: Array
+    schedules: Sequence[Pipelined]
+    taken: Array
     seconds: Array
     memory: Array
     least: Array
@@ -53,32 +53,30 @@ class Estimates:
 def estimates(table: Table, rates: Rates) -> Iterator[Estimates]:
     """The estimates of a table's plans, with every option that is open."""
     space, turns = table.space, Turns.of(table.space, table.sizes)
-    splits, stages = any(each.schedule in QUEUES for each in turns.kinds), space.values("zero", STAGES, 0)
+    splits, stages = any(each.schedule in QUEUES for each in turns.schedules), space.values("zero", ZERO_STAGES, 0)
     runs = {b.name: runs_in(table, b.name, space.recomputed, rates, splits=splits) for b, _ in table.shares}
     cuts = cuts_of(table, runs)
     message = _message(table, rates, runs[table.program.layers[0].body].residual)
     device = DEVICE_BYTES.get(space.spec.cluster.device.kind, 0.0)
-    works = dict[Recompute, tuple[Array, Array, _Activations]]()
+    by_recompute = dict[Recompute, tuple[Array, Array, _Activations]]()
     for word in space.recomputed:
         one = {name: of.of.get(word) or of.of["none"] for name, of in runs.items()}
         passes = _passes(table, one)
         busy, seconds = _pipeline(space.spec, turns, table.sizes, passes, message)
         computed = passes.computing * _spread(busy, turns.rows, len(table.rows))
-        works[word] = seconds, computed, _Activations.of(table, one)
+        by_recompute[word] = seconds, computed, _Activations.of(table, one)
     for stage in stages:
         of = held(table, cuts, stage, rates)
-        new = np.flatnonzero(of.cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
-        rows, kinds = turns.rows[new], turns.kind[new]
-        words, seconds, memory = list(works), list[Array](), list[Array]()
-        for passes, computed, activations in works.values():
+        new = np.flatnonzero(of.has_cuts[turns.rows] | (stage == stages[0]))  # else it is the plan of another stage
+        rows, taken = turns.rows[new], turns.taken[new]
+        seconds, memory = list[Array](), list[Array]()
+        for pass_seconds, computed, activations in by_recompute.values():
             after: Array = of.work.seconds(computed, table.sizes.microbatches).total
-            seconds.append((passes + after[turns.rows])[new])
+            seconds.append((pass_seconds + after[turns.rows])[new])
             memory.append(device + _memory(of, activations, turns)[new])
         least = _least(table, turns, new, seconds, memory)
-        for number, word in enumerate(words if len(new) else ()):
-            yield Estimates(
-                table, stage, word, rows, turns.kinds, kinds, seconds[number], memory[number], least[number]
-            )
+        for word, *found in zip(by_recompute, seconds, memory, least, strict=True) if len(new) else ():
+            yield Estimates(table, stage, word, rows, turns.schedules, taken, *found)
 
 
 def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], memory: Sequence[Array]) -> list[Array]:
@@ -88,7 +86,7 @@ def _least(table: Table, turns: Turns, new: Array, seconds: Sequence[Array], mem
     for more in range(len(seconds)):
         for less in range(more):
             of_layer = np.maximum(memory[less] - memory[more], 1.0) / of_rank
-            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.mean_over_first[turns.kind[new]]
+            share = np.ceil((memory[less] - capacity) / of_layer) / of_rank * turns.mean_over_first[turns.taken[new]]
             mixed = seconds[less] + share * (seconds[more] - seconds[less])
             can_mix = (memory[less] > capacity) & (memory[more] <= capacity)
             found[more] = np.where(can_mix, np.minimum(found[more], mixed), found[more])
@@ -131,12 +129,12 @@ def _pipeline(spec: Spec, turns: Turns, sizes: Sizes, passes: _Passes, message: 
     """
     at, depth = turns.rows, spec.subject.depth
     pp, parts, head = sizes.pp[at], sizes.microbatches[at], passes.head[at]
-    virtual = turns.virtual[turns.kind]
+    virtual = turns.virtual[turns.taken]
     layer, stages = passes.body[at] / depth, pp * virtual
     total, way = depth * layer + head, 2 * (stages - 1) * message[at]
     slowest = _slowest(stages, virtual, depth, layer, head)
     each = np.maximum(slowest, (total + way) / under_way(pp, virtual, parts))
-    in_rounds = parts * each + turns.bubble[turns.kind] * np.maximum(total - each, 0)
+    in_rounds = parts * each + turns.bubble[turns.taken] * np.maximum(total - each, 0)
     one_by_one = total + (parts - 1) * slowest / virtual
     return parts * slowest, np.where(parts > pp, in_rounds, one_by_one) + way
 
@@ -207,13 +205,13 @@ def _memory(of: Held, activations: _Activations, turns: Turns) -> Array:
     the last rank, in the loss."""
     at = turns.rows
     of_each, queued = (activations.kept + of.in_flight)[at], activations.queued[at]
-    backward, loss = (_most(moments, turns.kind, of_each, queued) for moments in (turns.backward, turns.loss))
+    backward, loss = (_most(moments, turns.taken, of_each, queued) for moments in (turns.backward, turns.loss))
     worst = 0.0
     for name, (kept, most) in activations.turns.items():
         in_turn = larger(most + of.copies[name], of.in_turn[name]) - kept
         worst = larger(worst, in_turn[at])
     at_layer = (
-        larger(of.before[at], of.after[at] - of_each / turns.virtual[turns.kind])
+        larger(of.before[at], of.after[at] - of_each / turns.virtual[turns.taken])
         + backward
         + activations.ends[at]
         + worst

@@ -1,8 +1,7 @@
 """The sizes that a search compares: with several kinds of mixtures only pairs of `ep` and `etp` that may be the best.
 
-Kinds add up, and of two pairs with the same product, to whose ranks the same sums of gradients go, one is worse if it
-takes no less in anything. So each kind by itself leaves a few pairs for each base, and these are combined. Of more than
-two kinds also those combinations go that take no less in any sum.
+Costs of kinds add up. Pairs with equal ep * etp sum gradients over the same ranks, so that one that is no better in any
+cost is left out. Of more than two kinds, sums of costs are compared too before the last one is added.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _combined(options: Sequence[Option], of_kind: Sequence[Option]) -> list[Opti
 
 
 def _best(options: Sequence[Option]) -> list[Option]:
-    """The options of which none takes no less."""
+    """The options without those that another one undercuts or equals in every quantity."""
     if len(options) < 2:
         return list(options)
     return [options[number] for number in _undominated(np.stack([option.taken for option in options]))]

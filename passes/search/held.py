@@ -35,7 +35,7 @@ class Held:
 
     Bytes of what stays throughout a step: `before` a backward pass with the gradients of earlier micro-batches, `after`
     it with those of all. `in_flight`: bytes of each micro-batch under way. Of each block, `copies` while its backward
-    runs and `in_turn` when its gradients are summed. `cuts`: whether ZeRO cuts any parameter.
+    runs and `in_turn` when its gradients are summed. `has_cuts`: whether ZeRO cuts any parameter.
     """
 
     before: Array
@@ -44,7 +44,7 @@ class Held:
     copies: Mapping[str, Array]
     in_turn: Mapping[str, Array]
     work: ParameterWork
-    cuts: Array
+    has_cuts: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
     before, after, in_flight, casts, optimizer = (_zeros(plans) for _ in range(5))
     copies, in_turn = ({cut.cost.block.name: _zeros(plans) for cut in cuts} for _ in range(2))
     sent = {what: {of_all: _zeros(plans) for of_all in (False, True)} for what in CARRIED}
-    is_cut, adds = np.zeros(plans, bool), not kind_of(table.spec.update.optimizer).whole_matrices
+    has_cuts, adds = np.zeros(plans, bool), not kind_of(table.spec.update.optimizer).whole_matrices
     for cut in cuts:
         rows, share, cost = cut.rows, cut.share, _at_stage(cut.cost, stage)
         name, microbatches, in_pipeline = cost.block.name, table.sizes.microbatches[rows], table.sizes.pp[rows] > 1
@@ -109,10 +109,10 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
         for what, of in work.sent.items():
             for of_all, seconds in of.items():
                 sent[what][of_all][rows] += seconds
-        is_cut[rows] |= any(p.gathered != "never" for p in cost.block.parameters)
+        has_cuts[rows] |= any(p.gathered != "never" for p in cost.block.parameters)
     if not adds:
         optimizer = _updates(table, cuts, stage, rates)
-    return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), is_cut)
+    return Held(before, after, in_flight, copies, in_turn, ParameterWork(sent, casts, optimizer), has_cuts)
 
 
 def _updates(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Array:

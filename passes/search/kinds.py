@@ -10,7 +10,7 @@ from typing import Any
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Moe, Spec
 from moec.grammar.spec.parallel import ParallelLayers
-from moec.grammar.stated import blocks_without, is_open, open_words, stated_by_layer
+from moec.grammar.stated import blocks_without, is_open, stated_by_layer
 from moec.passes.degrees.expert_slices import sliced_experts
 
 Pair = tuple[int, int]
@@ -61,24 +61,40 @@ def _kind(spec: Spec, layers: Sequence[int], ep: object, etp: object) -> Kind:
 
 
 def words_of_pairs(spec: Spec, kinds: Sequence[Kind], pairs: Sequence[Pair]) -> Mapping[str, Any]:
-    """The words of `parallel` with which each kind has its pair: those of most layers, and blocks for the others."""
-    own = [(kind.layers, dict(zip(EXPERT_WORDS, pair, strict=True))) for kind, pair in zip(kinds, pairs, strict=True)]
-    words: dict[str, Any] = {word: _of_most([(layers, of[word]) for layers, of in own]) for word in EXPERT_WORDS}
-    searched = [word for word in EXPERT_WORDS if word in open_words(spec)]
-    others = dict[tuple[tuple[str, Any], ...], list[int]]()
-    for layers, of in own:
-        if differing := tuple((word, of[word]) for word in searched if of[word] != words[word]):
-            others.setdefault(differing, []).extend(layers)
-    blocks = (ParallelLayers(layers=tuple(sorted(layers)), **dict(of)) for of, layers in others.items())
-    return {**words, "layers": (*blocks_without(spec.parallel.layers, searched), *blocks)}
+    """The words of `parallel` with which each kind has its pair, where the file leaves it open: a word has the value of
+    most of its layers, blocks those of the others. What the file states stays."""
+    words, others = dict[str, Any](), dict[tuple[int, ...], dict[str, int]]()
+    for place, word in enumerate(EXPERT_WORDS):
+        stated = getattr(spec.parallel, word)
+        values = [(kind, pair[place]) for kind, pair in zip(kinds, pairs, strict=True) if is_open(getattr(kind, word))]
+        if is_open(stated):
+            words[word] = _of_most([pair for pair in values if getattr(pair[0], word) == stated])
+        else:
+            words[word] = stated
+        for kind, value in values:
+            if value != words[word] or any(_states(block, word, kind.layers[:1]) for block in spec.parallel.layers):
+                others.setdefault(kind.layers, {})[word] = value
+    blocks = [_without_open(block) for block in spec.parallel.layers]
+    blocks += [ParallelLayers(layers=layers).replace(**of) for layers, of in others.items()]
+    return {**words, "layers": blocks_without(blocks, ())}
 
 
-def _of_most(values: Sequence[tuple[Sequence[int], int]]) -> int:
-    """The value of most layers; of equally many the first."""
+def _states(block: ParallelLayers, word: str, layers: Sequence[int]) -> bool:
+    """Whether a block states a value of a word for one of these layers."""
+    value = getattr(block, word)
+    return value is not None and not is_open(value) and not {*layers}.isdisjoint(block.layers or layers)
+
+
+def _without_open(block: ParallelLayers) -> ParallelLayers:
+    return block.replace(**{word: None for word in EXPERT_WORDS if is_open(getattr(block, word))})
+
+
+def _of_most(values: Sequence[tuple[Kind, int]]) -> int:
+    """The value of most layers; of equally many the first; 1 for none."""
     number = Counter[int]()
-    for layers, value in values:
-        number[value] += len(layers)
-    return number.most_common(1)[0][0]
+    for kind, value in values:
+        number[value] += len(kind.layers)
+    return number.most_common(1)[0][0] if number else 1
 
 
 def in_short(words: Mapping[str, Any]) -> dict[str, Any]:

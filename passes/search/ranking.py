@@ -25,13 +25,16 @@ SMALLEST = 16
 """Those that it keeps with the least memory."""
 
 NEAR = 1.3
-"""Estimated memory over a device's, up to which a plan may fit: estimates of large models are up to 1.26 times the
+"""Estimated memory over a device's, up to which a plan may fit: estimates of large models are up to 1.24 times the
 exact peak (decision 52)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate: the values of the words of `parallel` (None: left out), its estimated seconds and bytes."""
+    """A candidate: its estimated seconds and bytes, and the values of the words of `parallel` (None: left out).
+
+    Of one of `Ranking.mixed`: the seconds if only as many layers as have to recomputed so much.
+    """
 
     seconds: float
     memory: float
@@ -40,8 +43,11 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The first candidates that fit, from the fastest on; those that nearly do; those that fit and would be the fastest
-    if only as many layers as have to recomputed so much; the ones with the least memory; and numbers of candidates."""
+    """The candidates that may be chosen, from the fastest on.
+
+    `first`: those that fit; `near`: those up to `NEAR` of the memory; `mixed`: those that fit and of which some layers
+    could recompute less; `smallest`: those with the least memory. Numbers of all, and of those that fit.
+    """
 
     first: tuple[Ranked, ...]
     near: tuple[Ranked, ...]
@@ -91,7 +97,7 @@ def _ranked(of: Estimates, number: int, seconds: Any) -> Ranked:
 def words_of(of: Estimates, number: int) -> dict[str, Any]:
     """The words of `parallel` of a candidate."""
     space, sizes = of.table.space, Sizes.of(map(int, of.table.rows[of.rows[number]]))
-    schedule, virtual = of.kinds[of.pipelined[number]]
+    schedule, virtual = of.schedules[of.taken[number]]
     return {
         "pp": sizes.pp,
         "dp": space.spec.cluster.ranks // (sizes.pp * sizes.cp * sizes.tp),

@@ -21,7 +21,7 @@ SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v", "dual
 """The schedules among which a search chooses: `gpipe` and `looped_bfs` take as long or longer, with more memory."""
 
 RECOMPUTED: tuple[Recompute, ...] = ("none", "experts", "layer")
-STAGES = (0, 1, 2, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 class Base(NamedTuple):

@@ -131,11 +131,11 @@ def structures(space: Space, lowered: Program, sizes: Sizes) -> Iterator[Array]:
         copies = np.where(heads % sizes.tp > 0, sizes.tp // heads, 1)
         on_rank = heads * copies // sizes.tp
         columns += [copies, np.where(on_rank % sizes.cp > 0, sizes.cp // on_rank, 1)]
-    yield (dense := numbered(columns))
+    yield (dense := group_numbers(columns))
     for kind, (ep, etp) in zip(space.kinds, sizes.experts, strict=True):
         blocks = [lowered.block(name) for name in {of.body for of in lowered.layers if of.number in kind.layers}]
         dims = [*_dividing("ep", ep, blocks), *_dividing("etp", etp, blocks)]
-        yield numbered([dense, ep > 1, etp > 1, *dims])
+        yield group_numbers([dense, ep > 1, etp > 1, *dims])
 
 
 def _dividing(axis: str, size: Array, blocks: Iterable[Block]) -> list[Array]:
@@ -147,12 +147,12 @@ def _dividing(axis: str, size: Array, blocks: Iterable[Block]) -> list[Array]:
 
 def grouped(columns: list[Any]) -> Iterator[Any]:
     """The numbers of the rows whose columns are equal."""
-    numbers = numbered(columns)
+    numbers = group_numbers(columns)
     for group in range(int(numbers.max()) + 1):
         yield np.flatnonzero(numbers == group)
 
 
-def numbered(columns: Iterable[Any]) -> Any:
+def group_numbers(columns: Iterable[Any]) -> Any:
     """For each row the number of its values, in their order: equal rows have equal ones, and none is left out."""
     numbers: Any = 0
     for column in columns:

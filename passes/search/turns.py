@@ -11,7 +11,7 @@ import numpy as np
 from moec.passes.degrees.schedules import Pipeline
 from moec.passes.ir.order import SPLIT_BACKWARD
 from moec.passes.search.space import Pipelined, Sizes, Space
-from moec.passes.search.tables import numbered
+from moec.passes.search.tables import group_numbers
 from moec.passes.search.waiting import Waiting, worst_of
 
 Array = Any
@@ -29,15 +29,15 @@ that of 1F1B with many ranks, which for the others is a guess. It only orders ca
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Rows of a table, each with every schedule that takes it: `kinds`, by their number in `kind`.
+    """Rows of a table, each with every schedule that takes it: one of `schedules`, by its number in `taken`.
 
-    Of each kind: stages of a rank, what its schedule leaves of a bubble, and the micro-batches that are kept and that
-    are queued at the worst moments (`[kinds, moments, 2]`).
+    Of each of these: stages of a rank, what is left of a bubble, and the micro-batches that are kept and that are
+    queued at the worst moments (`[schedules, moments, 2]`).
     """
 
     rows: Array
-    kind: Array
-    kinds: Sequence[Pipelined]
+    taken: Array
+    schedules: Sequence[Pipelined]
     virtual: Array
     bubble: Array
     mean_over_first: Array
@@ -47,11 +47,11 @@ class Turns:
     @classmethod
     def of(cls, space: Space, sizes: Sizes) -> Turns:
         columns = np.stack([sizes.pp, space.sequences(sizes), sizes.microbatches], 1)
-        where = numbered(columns.T)
-        kinds = columns[np.unique(where, return_index=True)[1]]
+        where = group_numbers(columns.T)
+        distinct = columns[np.unique(where, return_index=True)[1]]
         of_kinds = [
             [(each, Pipeline(pp, each.virtual, parts)) for each in space.pipelined(pp, of_rank, parts)]
-            for pp, of_rank, parts in kinds.tolist()
+            for pp, of_rank, parts in distinct.tolist()
         ]
         every = [pair for of_kind in of_kinds for pair in of_kind]
         firsts = np.cumsum([0, *map(len, of_kinds)])
@@ -72,6 +72,6 @@ class Turns:
 
 
 def _in_array(worst: Sequence[Sequence[Waiting]]) -> Array:
-    """What is kept and queued at each of the worst moments; who has fewer of them has the first one again."""
+    """What is kept and queued at each of the worst moments. Shorter lists are padded with their first one."""
     longest = max(map(len, worst), default=0)
     return np.array([(*moments, *[moments[0]] * (longest - len(moments))) for moments in worst])

@@ -10,7 +10,7 @@ from moec.passes.degrees.schedules import Pipeline
 from moec.passes.place.pipeline_tables import TABLES, rank_of_stage
 
 ROUNDS = 3
-"""The micro-batches over the ranks, above which no more wait than with fewer."""
+"""Micro-batches for each rank, above which no more wait."""
 
 
 class Waiting(NamedTuple):
@@ -30,7 +30,7 @@ class Worst(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def worst_of(schedule: str, pipeline: Pipeline) -> Worst:
-    """The worst moments of the first and of the last rank, between which all others lie."""
+    """The worst moments of the first rank, of the last, and of that with the last stage; all others lie between."""
     if pipeline.ranks == 1:
         return Worst((Waiting(1, 0),), (Waiting(1, 0),))
     most, last = ROUNDS * pipeline.ranks, pipeline.ranks * pipeline.virtual - 1

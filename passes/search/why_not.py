@@ -61,8 +61,7 @@ def _is_of(plan: Candidate, words: Mapping[str, object]) -> bool:
 
 
 def _alone(chosen: Candidate, given: Mapping[str, object]) -> Candidate | Diagnostic:
-    """`dp` follows from the other degrees, `virtual` from the schedule, and what some layers recompute from what all
-    do."""
+    """The chosen plan with these words instead of its own: `dp`, `virtual` and words of some layers follow anew."""
     parallel = chosen.spec.parallel
     following = {"dp": None, "virtual": None if given.keys() & {"schedule", "pp"} else parallel.virtual}
     follows: dict[str, object] = {word: value for word, value in following.items() if word in chosen.words}

@@ -90,6 +90,7 @@ train { batch = 16; sequence = 64; optimizer = adamw(lr = 1e-3) }
     [
         ({"ep": "auto", "etp": (1, 2)}, {}),
         ({"ep": 2, "zero": (0, 3), "tp": 2}, {"ep": (1, 4, 5)}),
+        ({"ep": 2, "tp": 2}, {"ep": "auto", "etp": 2}),
     ],
 )
 def test_each_kind_of_mixtures_has_the_degrees_that_are_best_for_it(
@@ -106,7 +107,7 @@ def test_each_kind_of_mixtures_has_the_degrees_that_are_best_for_it(
         if keeps_rules(spec) and all(_is_allowed(*pair, stated.get(w), own.get(w)) for w, pair in free.items()):
             found.append(predicted(spec).step.total)
     choice = choose(file)
-    assert len(found) > 3
+    assert len(found) > 2
     assert choice.chosen.prediction.step.total == pytest.approx(min(found), rel=1e-9)
     assert [of.layers for of in choose_degrees(choice.chosen.spec).experts] == [(0,), (1, 2)]
     assert allows(file, choice.chosen.spec)
