@@ -88,7 +88,7 @@ def ranking(documents: list[tuple[Placing, dict[str, Any]]]) -> str:
 
 
 def name_of(placing: Placing) -> str:
-    return f"{placing.extra} slots" if placing.extra else placing.kind
+    return f"{placing.extra} copies" if placing.extra else placing.kind
 
 
 def row(ep: int, placing: Placing, document: dict[str, Any]) -> list[str]:

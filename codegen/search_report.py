@@ -33,15 +33,15 @@ class PlannedCandidates(_Numbers):
 
     number: int
     fit: int
-    """An estimate: of these, those whose estimated memory fits; 0 if none does."""
+    """Those whose estimated memory fits, and at least those that were placed and fit; 0 if no placed one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPlan(_Numbers):
-    """A plan of a search."""
+    """The numbers of a plan: of the chosen one, or of another that is compared with it."""
 
     words: dict[str, int | str]
-    """The words that the file leaves open."""
+    """The words that its search states; of a search for `schedule` also `virtual`."""
     step_time_s: float
     terms: dict[Term, float]
     """Seconds by what takes them; they add up to the step."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from moec.codegen.plan import Plan
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.folder_kinds import PLAN
 from moec.grammar.spec import Spec
 
@@ -23,7 +23,6 @@ def stale(path: Path, plan: Plan) -> Diagnostic | None:
 
     Changed comments are no difference. A plan does not store the values of `--let`: with some, any newer file differs.
     """
-    from moec.grammar.diagnostics.codes import diagnose
     from moec.grammar.load import load_file
     from moec.open_words import allows
 

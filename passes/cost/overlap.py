@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def overlapped(there: float, experts: float, back: float, chunks: int, interference: float = 0.0) -> float:
-    """Seconds until the last chunk is back; the other numbers are seconds of one chunk.
+    """Seconds until the last chunk is back. `there`, `experts` and `back` are the seconds of one chunk.
 
     One stream computes. Another one sends all chunks there, then each back once it is computed (Tutel, arXiv
     2206.03382, section 3.3). While both are busy each takes `interference` more of its time.

@@ -17,8 +17,8 @@ from moec.passes.ir.work.arrays import larger, smaller
 from moec.passes.ir.work.cost import Collective
 
 HIDDEN = 0.55
-"""The share of the time of computations beside which gathers and sums run: fitted to the published layouts of arXiv
-2504.14960, tables 3 and 4."""
+"""The share that is hidden of the shorter of the two: gathers and sums, or the computations beside which they run.
+Fitted to the published layouts of arXiv 2504.14960, tables 3 and 4."""
 
 CARRIED: tuple[Contents, Contents] = ("weights", "gradients")
 
@@ -57,8 +57,8 @@ class ParameterWork:
 def parameter_work(
     runs: Sequence[tuple[BlockCost, int]], parts: int, spec: Spec, rates: Rates, *, in_pipeline: bool
 ) -> ParameterWork:
-    """What a rank with these blocks does with parameters in a step of so many `parts`; a run of a block sends a group's
-    together."""
+    """What a rank with these blocks does with parameters in a step of so many `parts`. Collectives of one group in one
+    run of a block are priced as one message."""
     sent = {what: defaultdict[bool, float](float) for what in CARRIED}
     moved = 0.0
     for cost, count in runs:

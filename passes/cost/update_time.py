@@ -47,7 +47,7 @@ class Updated(NamedTuple):
 
     @property
     def dims(self) -> tuple[range, range]:
-        """The dims of rows and of columns; the columns are empty in several parameters that are added up as one."""
+        """The dims of rows and of columns; all dims of a vector are columns."""
         matrices = self.parameter.matrices
         return matrices.dims_of_rows(), matrices.dims_of_columns(len(self.parameter.shape))
 
@@ -81,7 +81,7 @@ def _muon_seconds(parts: Sequence[Updated], update: Update, rates: Rates) -> flo
     """
     together = defaultdict[tuple[Any, ...], list[Updated]](list)
     for part in parts:
-        if part.parameter.matrices.hidden and part.dims[1]:
+        if part.parameter.matrices.hidden:
             rows, columns = (math.prod(part.parameter.shape[d] for d in dims) for dims in part.dims)
             axes = [axis for dims in part.dims for axis in part.cuts(dims)]
             groups = tuple(group_name(axis, part.experts) for axis in axes)

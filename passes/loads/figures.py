@@ -31,12 +31,12 @@ def _sums(values: Any) -> Any:
 
 
 def _kept(sums: Any, layers: int) -> float:
-    """The rows of a rank over any so many layers, over the mean. A layer counts as much as any other."""
+    """The most rows that a rank has of any `layers` consecutive layers, over the mean. All layers count the same."""
     return _at_planned((sums[:, layers:] - sums[:, :-layers]).max((1, 2)) / layers)
 
 
 def _time(sums: Any, layers: int) -> float:
-    """The busiest rank over the mean, on average over so many layers: those of the slowest of a pipeline's stages."""
+    """The busiest rank over the mean, on average over the `layers` layers of a pipeline's slowest stage."""
     all_layers = sums.shape[1] - 1
     starts = np.minimum(np.arange(0, all_layers, layers), all_layers - layers)
     return _at_planned((sums[:, starts + layers] - sums[:, starts]).max(1) / layers)

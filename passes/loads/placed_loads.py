@@ -25,7 +25,7 @@ AT_ONCE = 2**24
 """The most elements of an array while experts are placed."""
 
 MOST_PLACED = 2**13
-"""The most samples whose experts are placed, a layer in an iteration each: seconds for 256 experts."""
+"""The most cases whose experts are placed, a layer in an iteration each: seconds for 256 experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,16 @@ class PlacedLoads:
     def _rows(self) -> dict[int, Rows]:
         return {}
 
+    @cached_property
+    def iterations(self) -> Any:
+        """The numbers of the iterations that count, of those that are read."""
+        iterations, layers, _ = self.trace.counts.shape
+        first, every = 0, 1
+        if self.placement.kind != "contiguous":
+            first = self.placement.age
+            every = -(-(iterations - first) * layers // MOST_PLACED)
+        return np.arange(first, iterations, every)
+
     def rows(self, ranks: int) -> Rows:
         """The rows of each rank [iterations, layers, ranks] where so many share the experts of a layer."""
         if ranks not in self._rows:
@@ -60,11 +70,8 @@ class PlacedLoads:
         return self._rows[ranks]
 
     def _rows_on(self, ranks: int) -> Rows:
-        counts = self.trace.counts
-        iterations, layers, experts = counts.shape
-        now, age = np.arange(iterations), self.placement.age
-        if self.placement.kind != "contiguous":
-            now = now[age :: -(-(iterations - age) * layers // MOST_PLACED)]
+        counts, now, age = self.trace.counts, self.iterations, self.placement.age
+        _, layers, experts = counts.shape
         if self.placement.kind == "contiguous" or ranks in (1, experts):
             return counts[now].reshape(len(now), layers, ranks, experts // ranks).sum(-1)
         before, after = (counts[at].reshape(-1, experts) for at in (now - age, now))

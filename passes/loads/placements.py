@@ -1,6 +1,6 @@
 """Placements of experts on ranks, and the rows that each rank has with them.
 
-Arrays: `loads` [samples, experts] are choices of each expert. A sample is a layer in an iteration.
+Arrays: `loads` [cases, experts] are choices of each expert. A case is a layer in an iteration.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 
 Loads = Any
 Homes = Any
-"""The rank of each expert [samples, experts]."""
+"""The rank of each expert [cases, experts]."""
 
 Copies = Any
-"""Whether a rank has a copy of an expert [samples, experts, ranks]."""
+"""Whether a rank has a copy of an expert [cases, experts, ranks]."""
 
 STEPS = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Ranks from layer to layer, of which the first is taken that leads to every rank: the next one alone, 1, would put the
@@ -25,9 +25,9 @@ ROUNDS = 8
 """How often rows are split again. On the trace of SmartMoE's artifact, more change the third digit."""
 
 
-def contiguous(samples: int, experts: int, ranks: int) -> Homes:
+def contiguous(cases: int, experts: int, ranks: int) -> Homes:
     """Equally many experts on each rank, in order."""
-    return np.broadcast_to(np.arange(experts) * ranks // experts, (samples, experts))
+    return np.broadcast_to(np.arange(experts) * ranks // experts, (cases, experts))
 
 
 def greedy(loads: Loads, ranks: int) -> Homes:
@@ -48,8 +48,8 @@ def rotated(homes: Homes, layers: Any, ranks: int) -> Homes:
 def replicated(loads: Loads, ranks: int, extra: int) -> Copies:
     """So many `extra` copies, each of the expert with the most rows for each copy so far, then packed as by `greedy`
     (EPLB, DeepSeek-AI 2025). An expert has at most one copy on a rank; `extra` is at most experts · (ranks - 1)."""
-    samples, experts = loads.shape
-    every, number = np.arange(samples), np.ones((samples, experts), int)
+    cases, experts = loads.shape
+    every, number = np.arange(cases), np.ones((cases, experts), int)
     for _ in range(extra):
         of_copy = np.where(number < ranks, loads / number, -1.0)
         most = np.argmax(of_copy, 1)
@@ -66,10 +66,10 @@ def replicated(loads: Loads, ranks: int, extra: int) -> Copies:
 def _packed(items: Any, sizes: Any, ranks: int, slots: int, distinct: int = 0) -> tuple[Homes, Copies]:
     """Puts each item on the rank with the fewest rows that has a free slot. Of `distinct` experts a copy goes to a rank
     without one, unless all free ranks have one."""
-    samples, experts = len(items), distinct or items.shape[1]
-    every, homes = np.arange(samples), np.zeros((samples, experts), int)
-    rows, used = np.zeros((samples, ranks)), np.zeros((samples, ranks), int)
-    copies = np.zeros((samples, experts, ranks), bool) if distinct else None
+    cases, experts = len(items), distinct or items.shape[1]
+    every, homes = np.arange(cases), np.zeros((cases, experts), int)
+    rows, used = np.zeros((cases, ranks)), np.zeros((cases, ranks), int)
+    copies = np.zeros((cases, experts, ranks), bool) if distinct else None
     for item, size in zip(items.T, sizes.T, strict=True):
         rank = np.argmin(np.where(used < slots, rows, np.inf), 1)
         if copies is not None:
@@ -84,14 +84,14 @@ def _packed(items: Any, sizes: Any, ranks: int, slots: int, distinct: int = 0) -
 
 
 def rows_of_homes(loads: Loads, homes: Homes, ranks: int) -> Any:
-    """The rows of each rank [samples, ranks]."""
-    samples = len(loads)
-    places = (np.arange(samples)[:, None] * ranks + homes).reshape(-1)
-    return np.bincount(places, loads.reshape(-1), samples * ranks).reshape(samples, ranks)
+    """The rows of each rank [cases, ranks]."""
+    cases = len(loads)
+    places = (np.arange(cases)[:, None] * ranks + homes).reshape(-1)
+    return np.bincount(places, loads.reshape(-1), cases * ranks).reshape(cases, ranks)
 
 
 def rows_of_copies(loads: Loads, copies: Copies) -> Any:
-    """The rows of each rank [samples, ranks] where experts' rows are split among their copies by the step's own counts,
+    """The rows of each rank [cases, ranks] where experts' rows are split among their copies by the step's own counts,
     so that the busiest rank has few: round after round, each expert's rows fill the ranks with the fewest others."""
     split = copies * (loads / copies.sum(2))[:, :, None]
     rows, every = split.sum(1), np.arange(len(loads))
@@ -107,7 +107,7 @@ def rows_of_copies(loads: Loads, copies: Copies) -> Any:
 
 
 def _fill(others: Any, size: Any) -> Any:
-    """Splits `size` [samples] rows so that ranks with `others` [samples, ranks], infinite for those without a copy,
+    """Splits `size` [cases] rows so that ranks with `others` [cases, ranks], infinite for those without a copy,
     have equally many as far as possible."""
     order = np.argsort(others, 1)
     ordered = np.take_along_axis(others, order, 1)

@@ -28,10 +28,10 @@ from moec.passes.loads.figures import PLANNED, over_mean
 from moec.passes.loads.placed_loads import PlacedLoads
 
 MANY = 2**31
-"""More ranks than share experts: what is known for these counts for all."""
+"""More ranks than share the experts of any layer: `Measured.load` takes the load of so many ranks for any fewer."""
 
 LOADS = 9
-"""The loads for which a layer's seconds are computed."""
+"""The number of loads at which a layer's seconds are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +183,15 @@ def _length(
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What copies of experts cost beside a step with their rows: bytes on a rank, and seconds to sum their gradients in
-    fp32 among a step's holders, with nothing beside it."""
+    fp32 among the ranks with a copy, hidden by nothing."""
 
     bytes: float
     seconds: float
 
 
 def copies_of(program: Program, spec: Spec, loads: PlacedLoads) -> Copies:
-    """The cost of a placement's copies: those of the pipeline rank with the most layers. A ring over c holders sends
-    2 (c - 1) / c of an expert, so that of all extra copies each rank sends two for each of its slots."""
+    """The cost of a placement's copies: those of the pipeline rank with the most layers. A ring over the c ranks with
+    a copy sends 2 (c - 1) / c of an expert: on average each rank sends two for each extra copy that it has."""
     costs = costs_of(program, Workload.of_microbatch(spec, program).even)
     rates, most = ClusterRates(spec.cluster), Copies(0.0, 0.0)
     for stages in program.stages_by_rank:

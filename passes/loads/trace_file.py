@@ -31,8 +31,8 @@ MOST_ITERATIONS = 512
 """The most iterations that are read, evenly spaced: a percentile needs no more."""
 
 MOST_BYTES = 2**30
-"""The most bytes of a compressed array, all of which has to be decompressed, and of another whose checksum is checked:
-a few seconds."""
+"""The most bytes of an array that is read to its end, which takes a few seconds. A larger one is refused if it is
+compressed; else its checksum is not checked."""
 
 MOST_CHOICES = 2.0**53
 """The most choices of an expert: larger numbers are not exact."""
@@ -41,7 +41,7 @@ LOCAL_HEADER = struct.Struct("<26x2H")
 """The head of a file in a zip archive: the lengths of its name and of what follows the name."""
 
 Counts = Any
-"""An array."""
+"""Choices of experts. Each use says which dims it has."""
 
 
 @dataclass(frozen=True, slots=True)

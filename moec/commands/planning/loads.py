@@ -109,7 +109,7 @@ def _with_trace(load: PlannedLoad, plan: Candidate, loads: PlacedLoads, copies: 
     trace = PlannedTrace(
         file=train.routing.file,
         iterations=loads.trace.iterations,
-        read=len(loads.trace.counts),
+        read=len(loads.iterations),
         ranks=loads.trace.ranks,
         placement=loads.placement.kind,
         extra=loads.placement.extra,
@@ -162,7 +162,7 @@ def _trace_lines(trace: PlannedTrace) -> Iterator[str]:
     yield f"layer with experts p50 {half}, p95 {planned}: {times}"
     part = "" if trace.read == trace.iterations else f"{trace.read:,} of "
     name = "replicate" if trace.extra else trace.placement
-    loads = "the step's own loads" if trace.age == 0 else f"loads {count(trace.age or 0, 'sample')} old"
+    loads = "the step's own loads" if trace.age == 0 else f"loads {count(trace.age or 0, 'iteration')} old"
     how = "experts in order" if trace.age is None else f"placed by `{name}` from {loads}"
     yield f"of {part}{trace.iterations:,} iterations on {count(trace.ranks, 'rank')}; {how}"
     if trace.extra:

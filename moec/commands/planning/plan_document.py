@@ -114,20 +114,21 @@ class WhyNotDocument:
 
 @document
 class WayOutOfMemory:
-    """A plan that fits, with one other word of `parallel` or on more devices."""
+    """A plan that fits: with another value for a word of `parallel`, with all words open, or on more devices."""
 
     word: str
-    """Empty for several words, or more devices."""
+    """Empty for all words, and for more devices."""
     ranks: int
     words: dict[str, int | str]
-    """The word's value, and those of the words that the file leaves open."""
+    """The values that its search chose: of that word or of all, and of the words that the file leaves open."""
     step_time_s: float
     memory_gb: float
 
 
 @document
 class Change:
-    """A word of `parallel`, with the values of the other plan and of this one; null where it has none."""
+    """A word of `parallel` or `train`, `ranks` or `device`, with the values of the other plan and of this one; null
+    where a plan has none."""
 
     kind: Literal["+", "~", "-"]
     word: str

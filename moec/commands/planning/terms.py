@@ -80,7 +80,7 @@ def signed(seconds: float, of: float) -> str:
 
 
 def amount(seconds: float, of: float) -> str:
-    """Seconds with as many digits as show a thousandth `of` all seconds."""
+    """Seconds with so many digits, seven at most, that the last one is at most a hundredth `of` all seconds."""
     digits = next((n for n in range(7) if of >= 100.0 * 10**-n), 7)
     return f"{seconds:.{digits}f}"
 

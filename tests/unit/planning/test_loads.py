@@ -160,6 +160,7 @@ def test_three_figures_of_a_trace(words: str, tmp_path: Path, capsys: pytest.Cap
     times = [of["trace"]["layer_time_p50_s"] for of in (load, greedily, replicated)]
     assert times == sorted(times, reverse=True)
     assert (greedily["trace"]["age"], replicated["trace"]["extra"]) == (2, 2)
+    assert greedily["trace"]["read"] == load["trace"]["read"] - 2
     assert replicated["trace"]["copies_gb"] > 0 < replicated["trace"]["copies_time_s"]
 
 
