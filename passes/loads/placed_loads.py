@@ -136,7 +136,9 @@ def _of_another_model(spec: Spec, routing: Trace, trace: TraceCounts, placement:
     span, numbers = routing.span("path"), {moe.num_experts for moe in mixtures}
     if numbers != {experts}:
         has = f"the model's layers have {' and '.join(map(str, sorted(numbers)))}" if numbers else "the model has none"
-        yield diagnose("MOE0511", span, f"the trace has {experts} experts; {has}", help="give a trace of this model")
+        several = "a trace has one number for all layers: `uniform` and `zipf` are for models with several"
+        help = several if len(numbers) > 1 else "give a trace of this model"
+        yield diagnose("MOE0511", span, f"the trace has {experts} experts; {has}", help=help)
     elif layers not in (1, len(mixtures)):
         message = f"the trace has {layers} layers; the model has {len(mixtures)} with experts"
         yield diagnose("MOE0511", span, message, help="give each of these a layer, or one for all")

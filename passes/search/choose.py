@@ -18,8 +18,8 @@ from moec.passes.search.rules import require_choosable
 from moec.passes.search.space import Space
 
 ERROR = 0.12
-"""The error of estimated seconds, relative: candidates are placed until all others are slower by more. Those without a
-pipeline have none, those of large models 0.11 at most (decision 52)."""
+"""Candidates are placed until the estimates of all others, less this share, are slower than the fastest one placed.
+Estimates are at most 1.10 times the exact seconds of large models (decision 52)."""
 
 MOST_PLACED = 24
 MOST_NEAR = 12
@@ -29,7 +29,7 @@ estimates err (`ranking.NEAR`)."""
 MOST_THAT_FIT = 8
 """Placing ends when so many of these fit."""
 
-MOST_CHANGED = 3
+MOST_CHANGED = 24
 """The plans, by their estimates, of which some layers may recompute less than others."""
 
 
@@ -51,7 +51,7 @@ def choose(spec: Spec, rates: Rates | None = None) -> Choice:
         if not found:
             least = min(smallest, key=lambda candidate: candidate.prediction.memory.peak.bytes.total)
             return Choice(least, (), ranking.candidates, 0)
-    mixed = _placed(spec, places, ranking.mixed, 2 * MOST_CHANGED, rates, min(map(_seconds, found)), MOST_CHANGED)
+    mixed = _placed(spec, places, ranking.mixed, len(ranking.mixed), rates, min(map(_seconds, found)), MOST_CHANGED)
     found += [recomputing_less(plan, places, Space(spec).recomputed, rates) for plan in mixed]
     first, *others = sorted({plan.spec: plan for plan in found}.values(), key=_seconds)
     return Choice(first, tuple(others), ranking.candidates, max(ranking.fitting, 1))

@@ -1,7 +1,8 @@
-"""The sizes that a search compares: with several kinds of mixtures only pairs of `ep` and `etp` that may be the best.
+"""The sizes that a search compares: all, or of many with several kinds of mixtures those that may be the best.
 
-Costs of kinds add up. Pairs with equal ep * etp sum gradients over the same ranks, so that one that is no better in any
-cost is left out. Of more than two kinds, sums of costs are compared too before the last one is added.
+Costs of kinds add up. Pairs with equal ep * etp sum gradients over the same ranks, so that of those whose parameters
+ZeRO cuts alike one that is no better in any cost is left out. Of more than two kinds, sums of costs are compared too
+before the last one is added.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moec.passes.cost.optimizers import kind_of
 from moec.passes.cost.rates import Rates
 from moec.passes.ir import Program
 from moec.passes.search.blocks import runs_in
+from moec.passes.search.held import alike_for_zero
 from moec.passes.search.kinds import Pair
 from moec.passes.search.space import Base, Space
-from moec.passes.search.tables import Rows, Table
+from moec.passes.search.tables import Rows, Table, group_numbers
 
 Bases = Sequence[tuple[Base, Sequence[Sequence[Pair]]]]
 
@@ -31,9 +34,16 @@ class Option(NamedTuple):
     taken: Any
 
 
+MOST_ROWS = 100_000
+"""The rows up to which all are compared."""
+
+
 def rows_of(space: Space, lowered: Program, rates: Rates) -> Rows:
     """A row of `Sizes` for each plan of a file that may be the fastest of those that fit."""
     bases: Bases = list(space.bases())
+    if sum(math.prod(map(len, pairs)) for _, pairs in bases) <= MOST_ROWS:
+        combined = ((base, itertools.product(*pairs)) for base, pairs in bases)
+        return np.array([(*base, *itertools.chain(*each)) for base, of_base in combined for each in of_base])
     options = [[Option((), 0.0)] for _ in bases]
     several = [number for number in range(len(space.kinds)) if any(len(pairs[number]) > 1 for _, pairs in bases)]
     for number in range(len(space.kinds)):
@@ -63,12 +73,13 @@ def _front(space: Space, lowered: Program, rates: Rates, bases: Bases, kind: int
     """For each base the pairs of a kind of which none is better."""
     every = [(place, pair) for place, (_, pairs) in enumerate(bases) for pair in pairs[kind]]
     rows = np.array([_row(*bases[place], kind, pair) for place, pair in every])
-    taken = _taken(Table.of(space, lowered, rows), kind, rates)
-    alike = dict[tuple[int, int], list[Option]]()
-    for (place, pair), of in zip(every, taken, strict=True):
-        alike.setdefault((place, math.prod(pair)), []).append(Option((pair,), of))
+    taken, cuts = _taken(Table.of(space, lowered, rows), kind, rates)
+    by_matrix, alike = kind_of(space.spec.update.optimizer).whole_matrices, dict[tuple[Any, ...], list[Option]]()
+    for (place, pair), of, cut in zip(every, taken, cuts.tolist(), strict=True):
+        key = place, math.prod(pair), cut, pair if by_matrix else None  # an update of matrices depends on their shapes
+        alike.setdefault(key, []).append(Option((pair,), of))
     fronts: list[list[Option]] = [[] for _ in bases]
-    for (place, _), options in alike.items():
+    for (place, *_), options in alike.items():
         fronts[place] += _best(options)
     return fronts
 
@@ -79,18 +90,22 @@ def _row(base: Base, pairs: Sequence[Sequence[Pair]], kind: int, pair: Pair) -> 
     return (*base, *itertools.chain(*experts))
 
 
-def _taken(table: Table, kind: int, rates: Rates) -> Any:
-    """What the layers of a kind take in each plan, a column for each quantity of which less is better."""
+def _taken(table: Table, kind: int, rates: Rates) -> tuple[Any, Any]:
+    """What the layers of a kind take in each plan, a column for each quantity of which less is better; and numbers,
+    equal where ZeRO cuts the same of their parameters."""
     times = Counter(of.body for of in table.program.layers if of.number in table.space.kinds[kind].layers)
-    columns = list[list[Any]]()
+    columns, cuts = list[list[Any]](), list[Any]()
     for name, number in times.items():
         runs = runs_in(table, name, table.space.recomputed, rates, splits=True)
-        elements = np.zeros(len(table.rows))
+        elements, cut = np.zeros(len(table.rows)), np.zeros(len(table.rows), int)
         for part, cost in runs.costs:
             shapes = (cost.workload.shape(p) for p in cost.block.parameters)
             elements[part.plans] = np.broadcast_to(sum(map(math.prod, shapes)), len(elements))[part.plans]
+            for plans in alike_for_zero(part, cost):
+                cut[plans] = cut.max() + 1
         columns.append([number * column for column in (elements, *itertools.chain(*runs.of.values()))])
-    return np.sum(columns, 0).T
+        cuts.append(cut)
+    return np.sum(columns, 0).T, group_numbers(cuts)
 
 
 def _undominated(taken: Any) -> list[int]:

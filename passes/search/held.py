@@ -64,11 +64,11 @@ def cuts_of(table: Table, runs: Mapping[str, BlockRuns]) -> list[Cut]:
         Cut(rows, _cut(part.placement, _at(cost, rows), table.spec), share[rows], (cost, share))
         for block, share in table.shares
         for part, cost in runs[block.name].costs
-        for rows in _alike(part, cost)
+        for rows in alike_for_zero(part, cost)
     ]
 
 
-def _alike(part: Part, cost: BlockCost) -> list[Array]:
+def alike_for_zero(part: Part, cost: BlockCost) -> list[Array]:
     """The plans of a part in which the same axes are wide, and ZeRO finds a dim to cut of the same parameters."""
     columns, meshes, placement = dict[object, Any](), _meshes_at(cost, part.plans), part.placement
     for p in cost.block.parameters:
@@ -116,18 +116,32 @@ def held(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Held:
 
 
 def _updates(table: Table, cuts: Sequence[Cut], stage: int, rates: Rates) -> Array:
-    """Seconds of an update that takes matrices of all blocks together."""
+    """Seconds of an update that takes matrices of all blocks together. Kinds of mixtures with equal degrees have one
+    mesh in a plan, and so exchange together."""
     seconds, numbers = _zeros(len(table.rows)), dict[str, Array]()
     for number, cut in enumerate(cuts):
         numbers.setdefault(cut.cost.block.name, np.zeros(len(table.rows), int))[cut.rows] = number
-    for rows in grouped([*numbers.values()]):
+    meshes = [mesh.name for mesh in table.program.meshes if mesh.name != "dense"]
+    equal = [_first_equal(table.sizes.experts, kind) for kind in range(len(meshes))]
+    for rows in grouped([*numbers.values(), *equal]):
         runs = list[tuple[BlockCost, Array]]()
         for of_block in numbers.values():
             cut = cuts[of_block[rows[0]]]
             cost, share = cut.every
-            runs.append((replace(_at(cost, rows), block=_at_stage(cut.cost, stage).block), share[rows]))
+            block = _at_stage(cut.cost, stage).block
+            if block.experts:
+                block = replace(block, experts=meshes[equal[meshes.index(block.experts)][rows[0]]])
+            runs.append((replace(_at(cost, rows), block=block), share[rows]))
         seconds[rows] = update_seconds(runs, table.spec.update, rates)
     return seconds
+
+
+def _first_equal(pairs: Sequence[tuple[Array, Array]], kind: int) -> Array:
+    """The first kind with the same pair of degrees as this one, in each plan."""
+    found = np.full(len(pairs[kind][0]), kind)
+    for other in reversed(range(kind)):
+        found[(pairs[other][0] == pairs[kind][0]) & (pairs[other][1] == pairs[kind][1])] = other
+    return found
 
 
 def _zeros(plans: int) -> Array:

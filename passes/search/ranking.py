@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from moec.passes.search.tables import Table
 
 KEPT = 64
 """The candidates that a ranking keeps of those that fit, and that nearly do."""
+
+OF_SCHEDULE = 8
+"""Those that it keeps of each schedule, of which some layers may recompute less."""
 
 SMALLEST = 16
 """Those that it keeps with the least memory."""
@@ -60,23 +64,44 @@ class Ranking:
 def rank(spec: Spec, rates: Rates) -> Ranking:
     """Every candidate of a file that has some."""
     space, lowered, capacity = Space(spec), lower(with_first_values(spec)), spec.cluster.device.memory
-    lists: tuple[list[Ranked], ...] = ([], [], [])
-    smallest, candidates, fitting = list[Ranked](), 0, 0
+    first, near, mixed, smallest = (list[Ranked]() for _ in range(4))
+    candidates = fitting = 0
     table = Table.of(space, lowered, rows_of(space, lowered, rates))
     for each in estimates(table, rates):
         fits, may_fit = each.memory <= capacity, each.memory <= NEAR * capacity
         candidates, fitting = candidates + len(fits), fitting + int(fits.sum())
-        chosen = (
-            (fits, each.seconds),
-            (may_fit & ~fits, each.seconds),
-            (fits & (each.least < each.seconds), each.least),
-        )
-        for kept, (which, seconds) in zip(lists, chosen, strict=True):
-            kept += [_ranked(each, number, seconds) for number in _least(np.where(which, seconds, np.inf), KEPT)]
+        for kept, which in zip((first, near), (fits, may_fit & ~fits), strict=True):
+            kept += _first(each, which, each.seconds, KEPT)
+        mixed += _mixed(each, fits & (each.least < each.seconds))
         smallest += [_ranked(each, number, each.seconds) for number in _least(each.memory, SMALLEST)]
-    first, near, mixed = (tuple(sorted(kept, key=_order)[:KEPT]) for kept in lists)
+    for kept in (first, near, mixed):
+        kept.sort(key=_order)
     smallest.sort(key=lambda ranked: (ranked.memory, *_order(ranked)))
-    return Ranking(first, near, mixed, tuple(smallest[:SMALLEST]), candidates, fitting)
+    few = _few_of_each_schedule(mixed)
+    return Ranking(tuple(first[:KEPT]), tuple(near[:KEPT]), few, tuple(smallest[:SMALLEST]), candidates, fitting)
+
+
+def _first(of: Estimates, which: Any, seconds: Any, number: int) -> list[Ranked]:
+    """So many of the candidates that count, those with the least seconds."""
+    return [_ranked(of, each, seconds) for each in _least(np.where(which, seconds, np.inf), number)]
+
+
+def _mixed(of: Estimates, which: Any) -> Iterator[Ranked]:
+    """Those of each schedule: estimates of one may err more than those of another."""
+    names, numbers = np.unique([each.schedule for each in of.schedules], return_inverse=True)
+    schedules = numbers.astype(np.int8)[of.taken]
+    for schedule in range(len(names)):
+        yield from _first(of, which & (schedules == schedule), of.least, OF_SCHEDULE)
+
+
+def _few_of_each_schedule(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    number = Counter[Any]()
+    found = list[Ranked]()
+    for each in ranked:
+        number[each.words["schedule"]] += 1
+        if number[each.words["schedule"]] <= OF_SCHEDULE:
+            found.append(each)
+    return tuple(found)
 
 
 def _least(values: Any, number: int) -> Any:

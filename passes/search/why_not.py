@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.grammar.stated import OF_LAYERS, GivenWords, blocks_without, with_words
+from moec.grammar.stated import OF_LAYERS, GivenWords, blocks_without, is_open, with_words
+from moec.passes.degrees.stated_degrees import divisors
 from moec.passes.search.candidate import Candidate
 from moec.passes.search.choose import best
 
@@ -37,6 +38,8 @@ def why_not(
     if _is_of(chosen, given.values):
         return WhyNot(given.values, chosen, chosen, {})
     at(list(given.values))
+    if "schedule" in given.values and "pp" not in given.values:
+        spec = _of_pipelines(spec)
     try:
         found = best(given.in_file(spec))
     except DiagnosticError as error:
@@ -53,6 +56,15 @@ def why_not(
         except DiagnosticError:
             continue
     return WhyNot(given.values, found, _alone(chosen, given.values), nearest)
+
+
+def _of_pipelines(spec: Spec) -> Spec:
+    """The file without plans of one stage, which have no schedule."""
+    stated = spec.parallel.pp
+    if not is_open(stated):
+        return spec
+    values = stated if isinstance(stated, tuple) else divisors(spec.cluster.ranks)
+    return with_words(spec, {"pp": tuple(pp for pp in values if pp != 1)})
 
 
 def _is_of(plan: Candidate, words: Mapping[str, object]) -> bool:

@@ -92,7 +92,8 @@ def _kind(plan: OtherPlan) -> tuple[object, ...]:
 def way_out_lines(ways: Sequence[WayOut], plan: Candidate) -> Iterator[str]:
     """What would make a step fit: another value for one word, or more devices."""
     for number, way in enumerate(ways):
-        words = in_words(_effective({w: value for w, value in way.plan.words.items() if plan.words.get(w) != value}))
+        changed = {w: value for w, value in way.plan.words.items() if plan.words.get(w) != value}
+        words = in_words({**{w: of for w, of in changed.items() if w == way.word}, **_effective(changed)})
         ranks = way.plan.spec.cluster.ranks
         devices = f"on {ranks:,} devices" if ranks != plan.spec.cluster.ranks else ""
         yield (
