@@ -65,7 +65,9 @@ def compile_chosen(spec: Spec, choice: Choice | None, stop_after: str | None = N
         if choice is None or choice.fitting:
             raise
         end = f"; no plan of {choice.candidates:,} fits, and this one takes the least memory"
-        raise DiagnosticError(found._replace(message=found.message + end) for found in error.diagnostics) from None
+        help = "`moec plan` of the file says with which other words, or how many devices, it would fit"
+        every = (found._replace(message=found.message + end, help=help) for found in error.diagnostics)
+        raise DiagnosticError(every) from None
 
 
 def stated(spec: Spec) -> Spec:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SHOWN = 3
 """The next plans that are shown."""
 
+NEAR = 0.1
+"""The part of the plan's seconds up to which a difference is given in per cent."""
+
 SMALL = 0.1
 """The part of all differences below which one is not named."""
 
@@ -112,7 +115,9 @@ def why_not_lines(found: WhyNot, chosen: Candidate) -> Iterator[str]:
     times = best.prediction.step.total / total
     others = _effective({word: value for word, value in best.words.items() if word not in found.given})
     end = f": {in_words(others)}" if others else ""
-    yield f"`{in_words(found.given)}` takes {best.prediction.step.total:.3g} s at best, {times:.3g} times the plan{end}"
+    in_percent = f"{abs(times - 1):.1%} {'longer' if times >= 1 else 'shorter'} than the plan"
+    compared = in_percent if abs(times - 1) < NEAR else f"{times:.3g} times the plan"
+    yield f"`{in_words(found.given)}` takes {best.prediction.step.total:.3g} s at best, {compared}{end}"
     if not best.prediction.fits:
         yield f"  it does not fit: {_memory(best)}"
     elif not isinstance(found.alone, Candidate):
