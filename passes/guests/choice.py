@@ -116,8 +116,9 @@ class _Layer:
         self.local[at] += np.minimum(own, after) - np.minimum(own, before)
 
     def split_all(self) -> None:
-        """Splits the rows of all experts anew: a copy where all ranks have equally many rows would get none."""
-        self.quotas = split(self.of_experts, self.copies)
+        """Splits the rows of all experts anew, well enough to compare: where all ranks have equally many rows, one
+        more copy would get none."""
+        self.quotas = split(self.of_experts, self.copies, passes=2)
         self.rows, self.local = self.quotas.sum(0), kept_here(self.counts, self.quotas).sum(0)
 
     def _send(self, expert: int, sign: int) -> None:
