@@ -1,4 +1,4 @@
-"""The sizes that a search compares: all, or of many with several kinds of mixtures those that may be the best.
+"""The sizes that a search compares: all, or of many with several kinds of mixtures those that are likely the best.
 
 Costs of kinds add up. Pairs with equal ep * etp sum gradients over the same ranks, so that of those whose parameters
 ZeRO cuts alike one that is no better in any cost is left out. Of more than two kinds, sums of costs are compared too
@@ -39,7 +39,7 @@ MOST_ROWS = 100_000
 
 
 def rows_of(space: Space, lowered: Program, rates: Rates) -> Rows:
-    """A row of `Sizes` for each plan of a file that may be the fastest of those that fit."""
+    """A row of `Sizes` for each plan of a file; above `MOST_ROWS` without those that hardly are the best."""
     bases: Bases = list(space.bases())
     if sum(math.prod(map(len, pairs)) for _, pairs in bases) <= MOST_ROWS:
         combined = ((base, itertools.product(*pairs)) for base, pairs in bases)

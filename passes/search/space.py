@@ -232,7 +232,7 @@ class Space:
         if parallel.virtual is not None:
             return virtual == parallel.virtual
         if self._has_open_schedule and not kind.only:
-            return is_no_longer and not (schedule == "interleaved" and virtual == 1)  # that is `one_f_one_b`
+            return is_no_longer and virtual >= (2 if kind.default == 2 else 1)  # one stage: 1F1B, or `gpipe`
         return virtual == kind.default
 
     def _has_stages(self, number: int) -> bool:

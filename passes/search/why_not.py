@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.grammar.spec import Spec
 from moec.grammar.stated import OF_LAYERS, GivenWords, blocks_without, is_open, with_words
 from moec.passes.degrees.stated_degrees import divisors
@@ -38,10 +38,8 @@ def why_not(
     if _is_of(chosen, given.values):
         return WhyNot(given.values, chosen, chosen, {})
     at(list(given.values))
-    if "schedule" in given.values and "pp" not in given.values:
-        spec = _of_pipelines(spec)
     try:
-        found = best(given.in_file(spec))
+        found = best(_file(spec, given))
     except DiagnosticError as error:
         raise DiagnosticError(map(given.placed, error.diagnostics)) from None
     nearest = dict[str, Candidate]()
@@ -52,19 +50,26 @@ def why_not(
             continue
         at([word])
         try:
-            nearest[word] = best(one.in_file(spec))
+            nearest[word] = best(_file(spec, one))
         except DiagnosticError:
             continue
     return WhyNot(given.values, found, _alone(chosen, given.values), nearest)
 
 
-def _of_pipelines(spec: Spec) -> Spec:
-    """The file without plans of one stage, which have no schedule."""
+def _file(spec: Spec, given: GivenWords) -> Spec:
+    """The file with the words; with a schedule, which plans of one stage do not have, without these."""
     stated = spec.parallel.pp
-    if not is_open(stated):
-        return spec
-    values = stated if isinstance(stated, tuple) else divisors(spec.cluster.ranks)
-    return with_words(spec, {"pp": tuple(pp for pp in values if pp != 1)})
+    if "schedule" in given.values and "pp" not in given.values and is_open(stated):
+        values = stated if isinstance(stated, tuple) else divisors(spec.cluster.ranks)
+        several = tuple(pp for pp in values if 1 < pp <= spec.subject.depth)
+        if not several:
+            message, help = (
+                "no plan of the file has a pipeline, and so none a `schedule`",
+                "leave it out, or allow more `pp`",
+            )
+            raise DiagnosticError([diagnose("MOE0505", given.whole, message, help=help)])
+        spec = with_words(spec, {"pp": several})
+    return given.in_file(spec)
 
 
 def _is_of(plan: Candidate, words: Mapping[str, object]) -> bool:

@@ -92,8 +92,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def update_by_adamw(chunk: Chunk, options: Mapping[str, Any]) -> None:
     """Fused AdamW with the states `MOMENTS`. `options` are the numbers of `torch.optim.adamw.adamw`."""
     for part, state in zip(chunk.parts, chunk.state_dicts, strict=True):
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+        # One that was saved without `fused` is on the CPU.
+        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=part.device)
     steps = [state["step"] for state in chunk.state_dicts]
     first, second = chunk.states
     options = {"maximize": False, **options}
@@ -129,11 +129,15 @@ class LocalAdamW(Elementwise, AdamW):
     kind = "torch.optim.AdamW"
     names = MOMENTS
 
-    def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
-        """By torch's fused kernel. Raises `JobError` for `amsgrad`, which a group may have been given since."""
-        if group["amsgrad"]:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Raises `JobError` for `amsgrad`, which a group may have been given since."""
+        if any(group["amsgrad"] for group in self.param_groups):
             help = "give `torch.optim.AdamW(model.parameters(), amsgrad=True)` in the place of `job.optimizer`"
             raise JobError("MOE0715", "a group of the file's AdamW was given `amsgrad`, which it does not have", help)
+        return super().step(closure)
+
+    def update(self, chunk: Chunk, group: Mapping[str, Any]) -> None:
+        """By torch's fused kernel."""
         options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
