@@ -62,8 +62,8 @@ def open_span(spec: Spec, word: str) -> Span | None:
 
 
 def searched_words(spec: Spec) -> tuple[str, ...]:
-    """The words that a search states: those that the file leaves open; with `schedule` a `virtual` that it does not
-    state, with those of layers the blocks that have other values for some."""
+    """The words that a search states: those that the file leaves open; with `schedule` also `virtual`, if the file does
+    not state it, and with `ep` or `etp` also `layers`."""
     words = open_words(spec)
     if "schedule" in words and spec.parallel.virtual is None:
         words = (*words, "virtual")

@@ -35,7 +35,7 @@ def test_rows_are_split_in_whole_numbers_among_copies(seed: int, ranks: int, exp
     assert (quotas >= 0).all()
     assert not quotas[~copies].any()
     assert (quotas.sum(1) == counts).all()
-    # No copy could take rows of an expert from a busier rank: the last expert that was split is level.
+    # The busiest rank has no more than with an even split, or than the rows of one expert.
     evenly = copies * (counts / copies.sum(1))[:, None]
     assert quotas.sum(0).max() <= max(evenly.sum(0).max(), counts.max()) + experts
 
