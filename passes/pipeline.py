@@ -14,6 +14,7 @@ from moec.grammar.stated import open_words
 from moec.passes.budget import Budget, OverBudgetError
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.fuse import Fuse
+from moec.passes.guests.place_guests import PlaceGuests
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.order_rules import scheduled
@@ -72,6 +73,7 @@ PASS_NAMES = (
     "communicate",
     "fuse",
     "join_counts",
+    "guests",
     "partition",
     "schedule",
     "budget",
@@ -87,6 +89,7 @@ def pipeline(spec: Spec, degrees: Degrees) -> Sequence[PassStep]:
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
         PassStep("join_counts", JoinCounts().apply, ()),
+        PassStep("guests", PlaceGuests(degrees).apply, ()),
         PassStep("partition", Partition(spec, degrees).apply, (staged, has_interface)),
         PassStep("schedule", Schedule().apply, (scheduled,)),
         PassStep("budget", Budget(spec).apply, ()),

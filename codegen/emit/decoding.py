@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from moec.passes.ir import Op, State
+from moec.passes.ir import Op, State, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,15 @@ class CachedHeads:
 class DecodingLayer:
     """A layer's block for generation.
 
-    `module(*inputs, layer, *settings, *states, *weights, places, begin, end, *tables, *caches)` gives the residual
-    stream. `tables`: cosines and sines of each of `rotations`; `caches`: keys and values of each of `cached`.
+    `module(*inputs, layer, *settings, *states, *slots, *weights, places, begin, end, *tables, *caches)` gives the
+    residual stream. `slots`: the tables of the block. `tables`: cosines and sines of each of `rotations`; `caches`:
+    keys and values of each of `cached`.
     """
 
     module: nn.Module
     settings: tuple[str, ...]
     states: tuple[State, ...]
+    slots: tuple[Table, ...]
     rotations: tuple[Rotation, ...]
     cached: tuple[CachedHeads, ...]
     routers: tuple[Op, ...]

@@ -81,6 +81,7 @@ def _layer(program: Program, block: Block, groups: str, float64: bool) -> Decodi
         module,
         tuple(setting.name for setting in block.settings),
         block.states,
+        block.tables,
         e.rotations,
         e.cached,
         tuple(op for op in routers if op is not None),

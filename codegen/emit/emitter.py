@@ -63,7 +63,7 @@ def site_of(op: Op, layer: int | str | None) -> str:
 
 
 class Emitter:
-    """The graph of one block: its inputs, a layer's number, settings, states and parameters as the block declares them.
+    """The graph of one block: inputs, a layer's number, settings, states, tables and parameters, as it declares them.
 
     The number is a 0-d int64 tensor and an input, because identical layers share one graph.
     """
@@ -84,6 +84,8 @@ class Emitter:
         for index, state in enumerate(block.states):
             key = f"^{state.name}"
             self._nodes[key] = self._placeholder(f"state_{index}", NodeInfo(key, value=state))
+        for index, table in enumerate(block.tables):
+            self._nodes[table.name] = self._placeholder(f"table_{index}", NodeInfo(table.name, value=table))
         for index, parameter in enumerate(block.parameters):
             key = f"@{parameter.name}"
             info = NodeInfo(key, value=parameter, parameter=parameter.name)

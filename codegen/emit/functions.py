@@ -1,4 +1,4 @@
-"""A block as a pure function: `module(*inputs, *settings, *states, *weights)`.
+"""A block as a pure function: `module(*inputs, *settings, *states, *tables, *weights)`.
 
 A layer's number comes after the inputs.
 """
@@ -35,7 +35,7 @@ from moec.codegen.emit.gating.emit_states import STATES
 from moec.codegen.emit.gating.emit_topology import TOPOLOGY
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
-from moec.passes.ir import Block, Op, Output, Program, State
+from moec.passes.ir import Block, Op, Output, Parameter, Program, State, Table
 
 EMISSIONS: Emissions = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
@@ -68,7 +68,7 @@ NOTING = ("moec.route.default", "moec.note_scores.default")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
+    """A block as a function of inputs, settings, states, tables and weights, in this order; it returns `results`.
 
     `module` is its graph, or a `RecomputedLayer` around it. `users` maps each weight to the first op that uses it.
     `routers` are the ops of gates, one for each call of an operator of `NOTING`, in order.
@@ -77,10 +77,16 @@ class Function:
     module: nn.Module
     settings: tuple[str, ...]
     states: tuple[State, ...]
-    weights: tuple[str, ...]
+    tables: tuple[Table, ...]
+    parameters: tuple[Parameter, ...]
     results: tuple[Output, ...]
     users: Mapping[str, Op]
     routers: tuple[Op, ...]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(parameter.name for parameter in self.parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         return self  # a function has no state
@@ -105,7 +111,8 @@ def emit_function(
         RecomputedLayer(module) if source.recompute == "layer" else module,
         tuple(s.name for s in source.settings),
         source.states,
-        tuple(p.name for p in source.parameters),
+        source.tables,
+        source.parameters,
         source.outputs,
         weight_users(source),
         _routers(graph),

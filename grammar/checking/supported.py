@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.checking.group_gate_rules import ONE_TEXT
+from moec.grammar.checking.guest_rules import unsupported_guests
 from moec.grammar.checking.marks import elsewhere, marked, refused
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError
 from moec.grammar.spec import (
@@ -45,6 +46,7 @@ def unsupported(spec: Spec) -> list[Diagnostic]:
         *_unsupported_heads(spec),
         *_unsupported_devices(spec),
         *_unsupported_loads(spec),
+        *unsupported_guests(spec),
     )
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_unsupported_packing(spec)))
 

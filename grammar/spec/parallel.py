@@ -127,24 +127,23 @@ class Greedy(Node):
 
 
 class Replicate(Node):
-    """Busy experts get further copies, in slots kept for them on every rank."""
+    """Busy experts get guests: their weights for a step, in slots kept for them on every rank."""
 
     word = "replicate"
-    source = "EPLB, DeepSeek-V3, arXiv 2412.19437, section 3.4"
-    implemented = False
+    source = "EPLB, DeepSeek-V3, arXiv 2412.19437, section 3.4; SYMI, arXiv 2504.19925"
     positional = ("slots",)
-    slots: Annotated[PositiveInt, Doc("number of copies on all ranks together")]
-    every: Annotated[PositiveInt, Doc("steps between two checks of the loads")] = 100
+    slots: Annotated[PositiveInt, Doc("number of slots on all ranks of an `ep` group together; `ep` divides it")]
+    every: Annotated[PositiveInt, Doc("steps after which guests are chosen again")] = 10
 
 
 class Shadow(Node):
-    """The parameters of the busiest experts are sent to all ranks for a step, in the place of their tokens."""
+    """The busiest experts have guests on all ranks for a step: their weights travel in the place of their tokens."""
 
     word = "shadow"
     source = "FasterMoE, He et al. 2022, section 4.2"
-    implemented = False
     positional = ("most",)
     most: Annotated[PositiveInt, Doc("largest number of experts shadowed at a time")] = 4
+    every: Annotated[PositiveInt, Doc("steps after which guests are chosen again")] = 10
 
 
 class Adapt(Node):
@@ -152,17 +151,22 @@ class Adapt(Node):
 
     word = "adapt"
     form = "block"
-    implemented = False
     parallelism: Annotated[
         Annotated[int, at_least(0)] | tuple[Annotated[int, at_least(0)], ...] | Literal["auto"] | None,
+        NotYet(),
         Doc("Tutel's r: 0 gathers the experts' weights, 1 sends tokens, more splits an expert over r ranks"),
     ] = None
-    overlap: Annotated[Degree, Doc("parts of a batch whose exchange and computation overlap")] = None
+    overlap: Annotated[Degree, NotYet(), Doc("parts of a batch whose exchange and computation overlap")] = None
     all_to_all: Annotated[
-        Literal["linear", "hierarchical", "auto"] | None, Doc("algorithm that exchanges rows between nodes")
+        Literal["linear", "hierarchical", "auto"] | None,
+        NotYet(),
+        Doc("algorithm that exchanges rows between nodes"),
     ] = None
-    window: Annotated[PositiveInt, Doc("capacities that share one choice (Tutel's R)")] = 128
-    placement: Annotated[Greedy | Replicate | Shadow | None, Doc("how experts move between ranks")] = None
-    horizon: Annotated[float, more_than(0), Doc("steps within which a move has to save more time than it takes")] = (
-        1000.0
-    )
+    window: Annotated[PositiveInt, NotYet(), Doc("capacities that share one choice (Tutel's R)")] = 128
+    placement: Annotated[
+        Greedy | Replicate | Shadow | tuple[Replicate | Shadow, ...] | None,
+        Doc("how experts move between ranks, or where they have guests"),
+    ] = None
+    horizon: Annotated[
+        float, more_than(0), NotYet(), Doc("steps within which a move has to save more time than it takes")
+    ] = 1000.0

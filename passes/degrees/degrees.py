@@ -13,6 +13,7 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
 from moec.grammar.stated import data_parallel_size, pipeline_of, sharing_degrees, stage_ranks
 from moec.passes.degrees.degree_rules import problems_of
+from moec.passes.degrees.guest_slots import guest_slots, require_slots
 from moec.passes.degrees.near_rules import near_problems
 from moec.passes.degrees.stated_degrees import (
     PlacedMixture,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:  # `moec check` imports no op of the IR
 class ExpertDegrees(NamedTuple):
     """The expert degrees of some layers: one factorisation of the ranks, and so one mesh.
 
-    `edp` is ranks / (`ep` * `etp`). `stated`: the file gives this `ep` for all of these layers.
+    `edp` is ranks / (`ep` * `etp`). `stated`: the file gives this `ep` for all of these layers. `guests`: the slots of
+    a rank for weights of other ranks' experts.
     """
 
     layers: tuple[int, ...]
@@ -38,6 +40,7 @@ class ExpertDegrees(NamedTuple):
     etp: int
     edp: int
     stated: bool = False
+    guests: int = 0
 
 
 class Degrees(NamedTuple):
@@ -157,7 +160,7 @@ def choose_degrees(spec: Spec) -> Degrees:
         dp=data_parallel_size(spec),
         cp=sharing.cp,
         tp=sharing.tp,
-        experts=_experts(ranks, mixtures),
+        experts=tuple(experts._replace(guests=guest_slots(spec, experts.ep)) for experts in _experts(ranks, mixtures)),
         zero=zero_of(spec),
         recompute=recomputed_of(spec),
         microbatches=microbatches_of(spec),
@@ -169,6 +172,7 @@ def choose_degrees(spec: Spec) -> Degrees:
         stated=stated_names(spec),
     )
     degrees.require_near(spec)
+    require_slots(spec, degrees)
     return degrees
 
 

@@ -21,6 +21,7 @@ from moec.passes.ir.value import (
     Setting,
     State,
     Stored,
+    Table,
     Value,
     promoted,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "Stage",
     "State",
     "Stored",
+    "Table",
     "Type",
     "TypeRuleError",
     "Value",

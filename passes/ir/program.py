@@ -14,7 +14,7 @@ from moec.passes.ir.op import Meshes, Op
 from moec.passes.ir.order import FINAL_ACTIONS, SPLIT_BACKWARD, ActionKind, Order, kinds_of_stage
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Parameter, Setting, State, Value
+from moec.passes.ir.value import Parameter, Setting, State, Table, Value
 
 Recompute = Literal["none", "experts", "layer"]
 """The part of a layer that backward computes again instead of saving its activations."""
@@ -57,6 +57,7 @@ class Block:
     outputs: tuple[Output, ...]
     settings: tuple[Setting, ...] = ()
     states: tuple[State, ...] = ()
+    tables: tuple[Table, ...] = ()
     experts: str | None = None
     update: str | None = None
     final: bool = False
@@ -72,9 +73,9 @@ class Block:
         return names
 
     def declared(self) -> dict[str, Value]:
-        """The inputs, parameters, settings and states by the same names: the values that are no op's result."""
-        names: dict[str, Value] = {v.name: v for v in self.inputs}
-        names.update({f"@{p.name}": p for p in self.parameters})
+        """The inputs, tables, parameters as used, settings and states by these names: what is no op's result."""
+        names: dict[str, Value] = {v.name: v for v in (*self.inputs, *self.tables)}
+        names.update({f"@{p.name}": p.used() for p in self.parameters})
         names.update({f"${s.name}": s for s in self.settings})
         names.update({f"^{s.name}": s for s in self.states})
         return names

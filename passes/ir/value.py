@@ -124,6 +124,9 @@ class Parameter(Value, Stored):
     and divides the dim; the `shard` pass turns `shard` into the layout and empties it. `sum_over` are the mesh axes
     over which the gradient is summed (see `gradient_sums`), None until the `communicate` pass.
 
+    Ops use `guests` more experts than are stored, behind each rank's own along the axis that cuts dim 0: slots for the
+    weights of experts of other ranks, as a `Table` says. 0 for none.
+
     Its layouts (`Stored`) are None until it is placed. `matrices` says what optimizers of whole matrices take as one
     matrix.
 
@@ -137,6 +140,7 @@ class Parameter(Value, Stored):
     matrices: Matrices = VECTOR
     shard: tuple[tuple[str, int], ...] = ()
     sum_over: tuple[str, ...] | None = None
+    guests: int = 0
     weight: Layout | None = None
     gradient: Layout | None = None
     optimizer_state: Layout | None = None
@@ -145,6 +149,13 @@ class Parameter(Value, Stored):
     def placed(self, layout: Layout) -> Self:
         """This parameter used in `layout`, and with its weight, gradient and optimizer state in the same layout."""
         return replace(self, layout=layout, weight=layout, gradient=layout, optimizer_state=layout)
+
+    def used(self) -> Self:
+        """This parameter as ops use it: with its guests."""
+        experts = self.shape[0] if self.shape else 0
+        if not self.guests or not isinstance(experts, int):
+            return self
+        return replace(self, shape=(experts + self.guests, *self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +168,14 @@ class State(Value):
 
     init: Init
     span: SourceLine | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Value):
+    """Whole numbers of a layer that a job may change between two steps without compiling again (`%slots`).
+
+    int64, whole and equal on every rank. Unlike a `State` it has no block that updates it, and is not saved.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

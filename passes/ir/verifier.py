@@ -34,7 +34,7 @@ def well_typed(program: Program) -> None:
     """Names are defined once and before use, and every result has the type that its op's rule gives."""
     for block in program.blocks:
         defined = set(block.declared())
-        declared = (*block.inputs, *block.parameters, *block.settings, *block.states)
+        declared = (*block.inputs, *block.tables, *block.parameters, *block.settings, *block.states)
         _check(len(defined) == len(declared), block, "an input, parameter, setting or state twice")
         for op in block.ops:
             _names_defined(block, op, defined)
@@ -110,6 +110,8 @@ def laid_out(program: Program) -> None:
                 raise _failure(block, f"@{parameter.name} is summed over {axes_summed}, axes are {set(axes)}")
         for state in block.states:
             _check(state.layout == REPLICATED, block, f"^{state.name} is {state.layout}, and states are whole")
+        for table in block.tables:
+            _check(table.layout == REPLICATED, block, f"%{table.name} is {table.layout}, and tables are whole")
         for op in block.ops:
             if isinstance(op, Conversion) and op.axis not in axes:
                 raise _failure(block, f"there is no axis {op.axis}, axes are {set(axes)}", op)

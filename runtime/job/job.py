@@ -23,6 +23,7 @@ from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.job.accumulate import accumulating
+from moec.runtime.job.guest_policy import GuestPolicy
 from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
 from moec.runtime.job.step import Counter, Loss, Step, run_step
@@ -95,6 +96,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
+        if any(block.tables for block in self.plan.program.blocks):
+            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, target)
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
+from moec.passes.guests.place_guests import homes_only
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import forwards, scalar_blocks, stages_of_layers, taken_role
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
@@ -74,6 +75,7 @@ class PlanModule(StepModule):
         self.layers = nn.ModuleList()
         routers: dict[int, list[str]] = {stage: [] for stage in home.stages}
         stage_of, functions = stages_of_layers(program), dict[str, Function]()
+        at_home, functions_at_home = homes_only(program), dict[str, Function]()
         for layer in program.layers:
             stage, words = stage_of[layer.number], "\n".join(set_lines(spec.model.layers[layer.number]))
             if stage not in routers:
@@ -85,8 +87,12 @@ class PlanModule(StepModule):
                 )
                 if program.splits_backward:
                     split_products(functions[layer.body].module)
-            function = functions[layer.body]
-            self.layers.append(Layer(layer.number, function, home, self._open_step, words))
+                if program.body(layer).tables:
+                    functions_at_home[layer.body] = emit_function(
+                        at_home, layer.body, groups=home.groups, float64=float64, ways=home.ways
+                    )
+            function, alone = functions[layer.body], functions_at_home.get(layer.body)
+            self.layers.append(Layer(layer.number, function, home, self._open_step, words, alone))
             routers[stage] += [site_of(op, layer.number) for op in function.routers]
         self.tops = {
             stage: TopLevel(program, stage, sites, home, self, self._open_step, float64=float64)
@@ -97,7 +103,8 @@ class PlanModule(StepModule):
         }
         self.takes = AcceptedInputs.of(program)
         self.counters = Counters(self._scalars, limits, self.takes)
-        self._decoding = DecodingGraphs(program, home.groups, float64=float64)
+        self._decoding = DecodingGraphs(at_home, home.groups, float64=float64)
+        self.guest_policy = None
         self._updates = Updates(program, home, float64=float64)
         self.input_role = taken_role(program)
         self.draws = forwards(program)[0].input("sequences") is not None
@@ -165,6 +172,8 @@ class PlanModule(StepModule):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(counted)
+            if self.guest_policy is not None and self._counts.sequences is not None:
+                self.guest_policy.add(counted)
             self._home.count_pass(tokens, segments, inputs.get("real"))
         aux_loss = None if balance is None else self.aux_loss(balance, inputs.get("real", tokens))
         refuses = reads_values and not self._counts.skips
@@ -306,7 +315,9 @@ class PlanModule(StepModule):
         if self.program.splits_backward:
             message = f"model.compile() under `schedule = {self.program.schedule}`, which puts gradients of weights off"
             raise JobError("MOE0711", message, "compile under `schedule = one_f_one_b`, which puts off none")
-        layer_functions = (layer.function for layer in self.layers if isinstance(layer, Layer))
+        own = [layer for layer in self.layers if isinstance(layer, Layer)]
+        at_home = (layer.homes_only for layer in own if layer.homes_only is not None)
+        layer_functions = (*(layer.function for layer in own), *at_home)
         other_functions = (*self._scalars.values(), *self._updates.functions())
         for module in dict.fromkeys(function.module for function in (*layer_functions, *other_functions)):
             module.compile(*args, **kwargs)

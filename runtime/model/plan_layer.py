@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function
+from moec.passes.ir import Table
 from moec.runtime.inputs.settings import setting_values
+from moec.runtime.weights.guests import Guests, homes
 from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
@@ -19,13 +22,27 @@ from moec.runtime.weights.states import LayerStates
 class Layer(nn.Module):
     """One layer: its number, its parameters, and the function that computes it, which identical layers share.
 
-    `words`: its lines of the file, for `repr`.
+    `words`: its lines of the file, for `repr`. A layer with slots for guests has a second function, `homes_only`, for
+    passes without them: in evaluation, and while it has none.
     """
 
-    def __init__(self, number: int, function: Function, home: Home, open_step: OpenStep, words: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        function: Function,
+        home: Home,
+        open_step: OpenStep,
+        words: str,
+        homes_only: Function | None = None,
+    ) -> None:
         super().__init__()
         self._words = words
         self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
+        self.homes_only = homes_only
+        self.guests: Guests | None = None
+        """The guests of the next passes in training."""
+        self.hosted = [index for index, parameter in enumerate(function.parameters) if parameter.guests]
+        """The indices of the parameters of which guests have weights."""
         self._weights = make_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, open_step
         )
@@ -35,11 +52,18 @@ class Layer(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """The results of the layer's block: the residual stream, and a mixture's counts and balance term."""
-        settings = setting_values(self.function.settings, {}, training=self.training)
+        guests = self.guests_of_pass()
+        function = self.function if guests is not None or self.homes_only is None else self.homes_only
+        settings = setting_values(function.settings, {}, training=self.training)
         states, handles = self.states().values(), Handles()
-        weights = self._weights(handles)
+        tables = homes_of(function.tables) if guests is None else [guests.slots]
+        weights = self._weights(handles, guests)
         with handles.saved_as_handles():
-            return self.function.module(*inputs, self._number, *settings, *states, *weights)
+            return function.module(*inputs, self._number, *settings, *states, *tables, *weights)
+
+    def guests_of_pass(self) -> Guests | None:
+        """The guests of a pass in the mode of this layer: none in evaluation."""
+        return self.guests if self.training else None
 
     def extra_repr(self) -> str:
         return self._words
@@ -47,6 +71,12 @@ class Layer(nn.Module):
     def states(self) -> dict[str, Tensor]:
         """The states by name, in the order of the file. Raises `JobError` for one in a narrower dtype."""
         return self._states.by_name(self)
+
+
+def homes_of(tables: Sequence[Table]) -> list[Tensor]:
+    """The slots of a layer's experts at home."""
+    shapes = (table.shape for table in tables)
+    return [homes(int(ranks), int(ranks) * int(of_rank)) for ranks, of_rank in shapes]
 
 
 def layer_inside(module: nn.Module) -> Layer | None:

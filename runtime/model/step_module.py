@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function
-from moec.passes.ir import STEP
+from moec.passes.ir import STEP, OutputKey
 from moec.runtime.errors import JobError
 from moec.runtime.guards.leftover_gradients import STEP_RAISED
 from moec.runtime.inputs.batches import ImageLimits, Limits
@@ -20,6 +21,19 @@ from moec.runtime.model.top_level import TopLevel
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.weights import Weights
+
+
+class BetweenSteps(Protocol):
+    """What chooses the guests of layers between steps (`runtime/job/guest_policy.py`). All ranks call it alike."""
+
+    def add(self, results: Mapping[OutputKey, Any]) -> None:
+        """Adds the rows of a forward pass in training to the loads of the step."""
+
+    def begin_step(self, layers: nn.ModuleList) -> None:
+        """Gives the layers the guests that were chosen for this step."""
+
+    def end_step(self) -> None:
+        """Counts a step."""
 
 
 class StepModule(nn.Module):
@@ -39,6 +53,8 @@ class StepModule(nn.Module):
     tops: dict[int, TopLevel]
     """`forward` of each stage of this rank."""
     _updates: Updates
+    guest_policy: BetweenSteps | None
+    """Chooses the guests of layers between steps; None without slots for guests, and of a model of no job."""
 
     @property
     def is_hooked(self) -> bool:
@@ -102,6 +118,8 @@ class StepModule(nn.Module):
             )
         # A parameter's hook may call an optimizer, and fused and foreach optimizers on DTensors change no version.
         keeps_weights = passes > 1 and not any(weights.sums_every_pass for weights in self.all_weights(wrapped=True))
+        if self.guest_policy is not None:
+            self.guest_policy.begin_step(self.layers)
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
         self._open_step.has_several_passes, self._open_step.keeps_weights = passes > 1, keeps_weights
@@ -117,6 +135,8 @@ class StepModule(nn.Module):
             self._counts = StepCounts()
             self._updates.loads.clear()
         self.next_step()
+        if self.guest_policy is not None:
+            self.guest_policy.end_step()
 
     def next_step(self) -> None:
         """Adds 1 to the setting `step`."""

@@ -140,7 +140,7 @@ class TopLevel:
             if node.op == "call_module":
                 layer = layer_inside(model.layers[_layer_number(node)])
                 if layer is not None:
-                    layer._weights.prefetch()
+                    layer._weights.prefetch(layer.guests_of_pass())
                 yield
 
 

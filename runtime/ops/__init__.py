@@ -11,13 +11,13 @@ choices, R rows, F hidden width, G parts of an activation (2 if gated, else 1). 
 from __future__ import annotations
 
 from moec.runtime.ops import dense_collectives, ragged_collectives, sharded_vocabulary
+from moec.runtime.ops.assign_slots import assign_slots
 from moec.runtime.ops.balance_terms import count_choices, switch_loss
 from moec.runtime.ops.cached_attention import cached_attention, turn
 from moec.runtime.ops.elementwise import gated, rope
 from moec.runtime.ops.embed import embed
 from moec.runtime.ops.expert_linear import expert_linear, expert_linear_backward
 from moec.runtime.ops.expert_mlp import expert_mlp
-from moec.runtime.ops.group_gates import balanced_assignment, choose_tokens
 from moec.runtime.ops.layer_norm import layer_norm
 from moec.runtime.ops.masked_attention import masked_attention
 from moec.runtime.ops.mixture_mlp import mixture_mlp, mixture_of_few
@@ -30,7 +30,7 @@ from moec.runtime.ops.padded_rows import (
     permute_padded,
     queue_starts,
 )
-from moec.runtime.ops.queues import keep_best, keep_first, reroute
+from moec.runtime.ops.queues import balanced_assignment, choose_tokens, keep_best, keep_first, reroute
 from moec.runtime.ops.random_numbers import jitter, normal_noise, token_keys
 from moec.runtime.ops.recomputed_experts import expert_mlp_recomputed, mixture_mlp_recomputed
 from moec.runtime.ops.routing import note_scores, route

@@ -22,6 +22,7 @@ from moec.runtime.verify.cluster.recorded import BackwardError, PerRank, StepErr
 from moec.runtime.verify.cluster.stage_values import StageValues
 from moec.runtime.verify.cluster.virtual import VirtualCluster
 from moec.runtime.verify.distances import largest, relative_error
+from moec.runtime.verify.guest_maps import Maps
 from moec.runtime.verify.inputs import GlobalBatch, global_batch, microbatches_of
 from moec.runtime.verify.memory import recomputes
 from moec.runtime.verify.unsharded import Outcome, Unsharded, outcome, result_name, states_of, unsharded
@@ -105,11 +106,32 @@ def larger_errors(first: Report, second: Report) -> Report:
     )
 
 
+def compare_with_guests(plan: Plan, model: Unsharded, seed: int, *, slots: Maps, watch: Watch | None = None) -> Report:
+    """Compares in training, in float64, with the guests of `slots`."""
+    report = _compare_with(plan, model, torch.float64, seed, False, watch, slots)
+    if report.ok:
+        return report
+    worst = report.largest
+    layer = next((f"layers.{n}" for n in slots if worst.value.startswith(f"layers.{n}.")), "forward")
+    is_gradient = worst.kind == "gradient"
+    difference = Difference(layer=layer, op="assign_slots", value=worst.value, error=worst.error, gradient=is_gradient)
+    return replace(report, first_difference=difference)
+
+
 def _compare_with(
-    plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blame: bool, watch: Watch | None
+    plan: Plan,
+    model: Unsharded,
+    dtype: torch.dtype,
+    seed: int,
+    blame: bool,
+    watch: Watch | None,
+    slots: Maps | None = None,
 ) -> Report:
     parameters, states = dict(model.named_parameters()), states_of(model)
-    cluster = VirtualCluster(plan, parameters, states, recompute=recomputes(plan), training=model.training, watch=watch)
+    recompute = recomputes(plan)
+    cluster = VirtualCluster(
+        plan, parameters, states, recompute=recompute, training=model.training, watch=watch, slots=slots
+    )
     batch = global_batch(plan, seed, microbatches_of(plan)).to(dtype)
     try:
         errors = _measure(plan, model, cluster, batch)

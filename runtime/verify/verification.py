@@ -15,7 +15,8 @@ from moec.passes.pipeline import compile_program
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.verify.beyond_limits import beyond_limits, limits_of
-from moec.runtime.verify.comparison import compare, larger_errors
+from moec.runtime.verify.comparison import compare, compare_with_guests, larger_errors
+from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.inputs import global_batch, microbatches_of
 from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
 from moec.runtime.verify.program_differences import first_attribute_difference, first_program_difference
@@ -109,11 +110,19 @@ def _verify_scaled(plan: Plan, difference: Difference | None, seed: int, progres
 def _compare_in_float64(
     plan: Plan, model: Unsharded, seed: int, steps: Steps, run: str, *, blame: bool = True
 ) -> Report:
-    """Compares in float64, and again beyond the limits of clips and clamps where the model has any."""
-    limits = limits_of(plan.spec)
-    steps.expect(2 if limits else 1, 0)
+    """Compares in float64, with all maps of guests where layers have room for them, and again beyond the limits of
+    clips and clamps where the model has any."""
+    limits, maps = limits_of(plan.spec), guest_maps(plan.program, seed)
+    steps.expect((2 if limits else 1) + len(maps), 0)
     steps.begin(run)
     report = compare(plan, model, torch.float64, seed, blame=blame, watch=steps)
+    for number, slots in enumerate(maps, 1):
+        if not report.ok:
+            return report
+        gc.collect(0)
+        model.train().zero_grad()
+        steps.begin(f"{run}, guests {number} of {len(maps)}")
+        report = larger_errors(report, compare_with_guests(plan, model, seed, slots=slots, watch=steps))
     if not limits or not report.ok:
         return report
     gc.collect(0)

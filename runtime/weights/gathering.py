@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.weight_spec import WeightSpec, ZeroPart
 
@@ -56,6 +57,7 @@ class StepWeights:
 
     parameters: Snapshot
     weights: list[Tensor]
+    guests: Guests | None
 
 
 class _OwnerState:
@@ -95,10 +97,15 @@ class _Bucket:
 
 
 class Gathering:
-    """The weights of a layer while their all_gathers run. `parts` of `parameters` are in the compute dtype."""
+    """The weights of a layer while their all_gathers run. `parts` of `parameters` are in the compute dtype.
 
-    def __init__(self, specs: Sequence[WeightSpec], parts: Sequence[Tensor], parameters: Snapshot) -> None:
-        self.parameters = parameters
+    `guests` get theirs once the weights are whole.
+    """
+
+    def __init__(
+        self, specs: Sequence[WeightSpec], parts: Sequence[Tensor], parameters: Snapshot, guests: Guests | None = None
+    ) -> None:
+        self.parameters, self.guests = parameters, guests
         self._specs, self._parts = specs, parts
         members: dict[tuple[str, torch.dtype], list[int]] = {}
         for index, spec in enumerate(specs):
@@ -129,7 +136,7 @@ class Gathering:
                 zero = self._specs[index].zero
                 assert zero is not None
                 weights[index] = _joined(pieces, self._parts[index].shape, zero)
-        return weights
+        return weights if self.guests is None else self.guests.hosted(weights)
 
 
 def _joined(pieces: Tensor, shape: torch.Size, zero: ZeroPart) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moec.runtime.errors import JobError
 from moec.runtime.refused_derivatives import in_transform
 from moec.runtime.weights.gradients import Bucket
+from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.regathering import RegatheredWeights
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class OpenStep:
 
 @dataclass(frozen=True, slots=True)
 class CollectedGradients:
-    """Sums of the gradients of earlier micro-batches, for these `parameters` (weak references).
+    """Sums of the gradients of earlier micro-batches, for these `parameters` (weak references) and `guests`.
 
     `needed`: for each parameter, whether a micro-batch needed its gradient. `exclusive`: for each gradient, whether no
     other code refers to it, so that the next one is added in place. Autograd may still refer to a gradient that it
@@ -100,11 +101,19 @@ class CollectedGradients:
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
     parameters: Sequence[Callable[[], Tensor | None]]
+    guests: Guests | None
     device: torch.device
     exclusive: Sequence[bool]
 
-    def require_for(self, parameters: Sequence[Callable[[], Tensor | None]], site: str) -> None:
-        """Raises `JobError` if they are of other tensors: replaced ones, or those of a `functional_call`."""
+    def require_for(self, parameters: Sequence[Callable[[], Tensor | None]], guests: Guests | None, site: str) -> None:
+        """Raises `JobError` if they are of other tensors, replaced ones or those of a `functional_call`, or guests."""
+        if self.guests is not guests:
+            raise JobError(
+                "MOE0713",
+                f"micro-batches of one step ran {site} in training and in evaluation, or with other guests, and needed "
+                "its gradients",
+                "change `train()` and `eval()` between steps",
+            )
         if [id(collected()) for collected in self.parameters] != [id(parameter()) for parameter in parameters]:
             raise JobError(
                 "MOE0713",

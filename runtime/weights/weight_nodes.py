@@ -16,6 +16,7 @@ from moec.runtime.refused_derivatives import once_differentiable
 from moec.runtime.weight_queue import current_queue
 from moec.runtime.weights.gathering import owner_of, version_of
 from moec.runtime.weights.gradients import Bucket
+from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.regathering import RegatheredWeights, changed
 from moec.runtime.weights.weight_spec import WeightSpec
@@ -52,13 +53,14 @@ class ForwardPass:
     needs the gradient of this pass; if not, and the step has several passes (`in_several`), `collects_for` refers to
     the parameters. `regathered`: the weights that backward gathers again. `versions`: those of the DTensors whose parts
     the graphs use without a copy. Autograd notices changes of a part, but not those of its DTensor. `event`: what the
-    log of actions calls its backward pass.
+    log of actions calls its backward pass. `guests`: those whose weights it used, and whose gradients go home.
     """
 
     __slots__ = (
         "buckets",
         "collects_for",
         "event",
+        "guests",
         "layouts",
         "needed",
         "regathered",
@@ -78,6 +80,7 @@ class ForwardPass:
         self.buckets: list[Bucket] = []
         self.event = "backward" if current_queue() is None else "weights"
         self.regathered: RegatheredWeights | None = None
+        self.guests: Guests | None = None
         self.versions = [
             (ref(owner_of(parameter)), version_of(parameter))
             for parameter, spec in zip(parameters, weights.specs, strict=True)
@@ -130,7 +133,7 @@ class Narrow(torch.autograd.Function):
         ctx.forward_pass, ctx.device = forward_pass, local[0].device
         ctx.dtypes = [torch.promote_types(part.dtype, torch.float32) for part in local]
         ctx.set_materialize_grads(False)
-        weights = tuple(weight.detach() for weight in forward_pass.weights.weights(unwrapped))
+        weights = tuple(weight.detach() for weight in forward_pass.weights.weights(unwrapped, forward_pass.guests))
         ctx.mark_non_differentiable(*(p for p, needed in zip(weights, forward_pass.needed, strict=True) if not needed))
         return weights
 

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moec.runtime.action_log import note_action
-from moec.runtime.errors import JobError
-from moec.runtime.refused_derivatives import HELP, beyond_backward, has_tangent, in_transform, is_tracked, no_derivative
+from moec.runtime.refused_derivatives import beyond_backward
 from moec.runtime.weight_queue import current_queue
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathering import Gathering, Snapshot, StepWeights
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
+from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.names import read_parameter, registered_parameter, requires_grad, split_name
 from moec.runtime.weights.open_step import CollectedGradients, OpenStep
 from moec.runtime.weights.regathering import Handles, RegatheredWeights
+from moec.runtime.weights.usable import require_no_derivative, require_usable
 from moec.runtime.weights.weight_nodes import (
     ForwardPass,
     Narrow,
@@ -114,12 +115,16 @@ class Weights:
         self._unwrapped = self._unwrap(self._parameters())
 
     @torch.no_grad()
-    def prefetch(self) -> None:
+    def prefetch(self, guests: Guests | None = None) -> None:
         """Starts the gather for the next call. A collective of all ranks, if ZeRO cuts one of the parameters."""
         if self.gathers and self._prefetched is None:
             parameters = self._unwrapped.parameters if self._unwrapped is not None else self._parameters()
-            if self._step_weights is None or not self._step_weights.parameters.is_of(parameters):
-                self._prefetched = self._gathering(list(map(local_part, parameters)), parameters)
+            if not self._has_step_weights_of(parameters, guests):
+                self._prefetched = self._gathering(list(map(local_part, parameters)), parameters, guests)
+
+    def _has_step_weights_of(self, parameters: Sequence[Tensor], guests: Guests | None) -> bool:
+        step = self._step_weights
+        return step is not None and step.guests is guests and step.parameters.is_of(parameters)
 
     def drop_prepared(self) -> None:
         """Drops the node of `begin` and the prefetched gather, if an exception prevented the call that uses them."""
@@ -133,8 +138,9 @@ class Weights:
         """Drops the collected gradients of a step."""
         self._collected = None
 
-    def __call__(self, handles: Handles | None = None) -> Sequence[Tensor]:
-        """The parameters as plain, differentiable tensors of the compute dtype.
+    def __call__(self, handles: Handles | None = None, guests: Guests | None = None) -> Sequence[Tensor]:
+        """The parameters as plain, differentiable tensors of the compute dtype. With `guests` their weights stand
+        behind those of this rank's experts.
 
         Adds to `handles` the weights that autograd must not save, for graphs inside `handles.saved_as_handles()`.
         """
@@ -148,11 +154,12 @@ class Weights:
         if unwrapped.is_ready:
             return unwrapped.local if queue is None else queue.split(self.unit, unwrapped.local)
         if forward_pass is None:
-            weights: Sequence[Tensor] = self.weights(unwrapped)
+            weights: Sequence[Tensor] = self.weights(unwrapped, guests)
         else:
+            forward_pass.guests = guests
             weights = Narrow.apply(forward_pass, unwrapped, *unwrapped.local)  # type: ignore[no-untyped-call]
         if self._per_use and handles is not None and torch.is_grad_enabled():
-            regathered = self._regathered_later(unwrapped)
+            regathered = self._regathered_later(unwrapped, guests)
             handles.add(regathered, weights, self._per_use)
             if forward_pass is not None:
                 forward_pass.regathered = regathered
@@ -160,19 +167,20 @@ class Weights:
             weights = queue.split(self.unit, weights, forward_pass.drop_regathered)
         return weights
 
-    def weights(self, unwrapped: UnwrappedParameters) -> list[Tensor]:
+    def weights(self, unwrapped: UnwrappedParameters, guests: Guests | None) -> list[Tensor]:
         """The detached weights in the compute dtype: those of the step, or cast now, and gathered now or before."""
         parameters, step = unwrapped.parameters, self._step_weights
-        if step is not None and step.parameters.is_of(parameters):
+        if step is not None and self._has_step_weights_of(parameters, guests):
             return step.weights
         gathering, self._prefetched = self._prefetched, None
-        if self.gathers and (gathering is None or not gathering.parameters.is_of(parameters)):
-            gathering = self._gathering(unwrapped.local, parameters)
+        gathers = self.gathers or guests is not None
+        is_ready = gathering is not None and gathering.guests is guests and gathering.parameters.is_of(parameters)
+        if gathers and not is_ready:
+            gathering = self._gathering(unwrapped.local, parameters, guests)
         weights = self._cast(unwrapped.local) if gathering is None else gathering.finish()
-        if self._open_step.keeps(gathers=self.gathers) and not self._per_use:
-            self._step_weights = StepWeights(
-                Snapshot(parameters) if gathering is None else gathering.parameters, weights
-            )
+        if self._open_step.keeps(gathers=gathers) and not self._per_use:
+            kept = Snapshot(parameters) if gathering is None else gathering.parameters
+            self._step_weights = StepWeights(kept, weights, guests)
         return weights
 
     def _cast(self, local: Sequence[Tensor]) -> list[Tensor]:
@@ -180,16 +188,18 @@ class Weights:
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     @torch.no_grad()
-    def _gathering(self, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> Gathering:
-        note_action("gather", self.unit)
-        return Gathering(self.specs, self._cast(local), Snapshot(parameters))
+    def _gathering(self, local: Sequence[Tensor], parameters: Sequence[Tensor], guests: Guests | None) -> Gathering:
+        if self.gathers:
+            note_action("gather", self.unit)
+        return Gathering(self.specs, self._cast(local), Snapshot(parameters), guests)
 
-    def _regathered_later(self, unwrapped: UnwrappedParameters) -> RegatheredWeights:
+    def _regathered_later(self, unwrapped: UnwrappedParameters, guests: Guests | None) -> RegatheredWeights:
         """The weights that backward gathers again for this use."""
         local = list(map(local_part, unwrapped.parameters))
         # A recomputed pass runs inside backward: the use before it is not the one that backward needs next.
         previous = None if in_backward() else self._open_step.last_use
-        begin, site = partial(self._gathering, local, ()), self.specs[0].site
+        again = None if guests is None or not set(guests.indices) & set(self._per_use) else guests
+        begin, site = partial(self._gathering, local, (), again), self.specs[0].site
         regathered = RegatheredWeights(begin, unwrapped.parameters, site, previous)
         if not in_backward():
             self._open_step.last_use = regathered
@@ -206,51 +216,15 @@ class Weights:
         if all(map(_is_ready, parameters, self.specs)):
             return UnwrappedParameters(parameters, parameters, is_ready=True)
         if beyond_backward():
-            self._require_no_derivative(parameters)
+            require_no_derivative(parameters, self.specs)
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
             return UnwrappedParameters(parameters, [local_part(parameter) for parameter in parameters])
         forward_pass = ForwardPass(self, parameters, in_several=self._open_step.has_several_passes)
         return UnwrappedParameters(parameters, Unwrap.apply(forward_pass, *parameters), forward_pass)  # type: ignore[no-untyped-call]
 
-    def _require_no_derivative(self, parameters: Sequence[Tensor]) -> None:
-        """Raises `JobError` if forward mode or `torch.func`, which the nodes lack, would differentiate a parameter."""
-        for parameter, spec in zip(parameters, self.specs, strict=True):
-            if has_tangent(parameter) or (in_transform() and is_tracked(parameter)):
-                raise no_derivative(
-                    f"{spec.name} ({spec.site}), which is cast, or summed over ranks,",
-                    "derivative in forward mode or `torch.func`",
-                    f"{HELP}; parameters in the layers' dtype are not cast, and those with `requires_grad_(False)` "
-                    "leave the derivatives of inputs",
-                )
-
     def _parameter(self, index: int) -> Tensor:
-        parameter, spec = read_parameter(self._module(), *self._paths[index]), self.specs[index]
-        shape = parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape
-        if shape != spec.shape:
-            raise JobError(
-                "MOE0710",
-                f"{spec.name} ({spec.site}) was replaced: this rank's part has shape {list(shape)}, "
-                f"but the plan wants {list(spec.shape)}",
-                "on several ranks parameters are DTensors: use `torch.distributed.tensor.distribute_tensor(whole, "
-                "old.device_mesh, old.placements)`",
-            )
-        if spec.frozen and parameter.requires_grad:
-            raise JobError(
-                "MOE0713",
-                f"{spec.name} ({spec.site}) has `requires_grad`, but the plan freezes it: "
-                "no rank would sum its gradient",
-                "leave its part out of `frozen` in `train`, and compile the file again",
-            )
-        # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
-        if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
-            dtype = str(spec.master).removeprefix("torch.")
-            use = "this frozen parameter stays" if spec.frozen else "an optimizer updates masters"
-            raise JobError(
-                "MOE0710",
-                f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but {use} in {spec.master}",
-                f"layers compute in the file's `dtype`; leave the parameters {dtype}; "
-                "`moec.reference(…, dtype=torch.float64)` makes the unsharded model in float64",
-            )
+        parameter = read_parameter(self._module(), *self._paths[index])
+        require_usable(parameter, self.specs[index])
         return parameter
 
     def begin_sums(
@@ -264,7 +238,7 @@ class Weights:
         needed, defers = forward_pass.needed, not (self._open_step.sums or forward_pass.sums_at_once)
         deferred = [spec.collects and defers for spec in self.specs]
         if self._collected is not None:
-            self._collected.require_for(forward_pass.collects_for, self.specs[0].site)
+            self._collected.require_for(forward_pass.collects_for, forward_pass.guests, self.specs[0].site)
         needs_collecting = tuple(n and spec.collects for n, spec in zip(needed, self.specs, strict=True))
         if any(deferred):
             collected = [g if defer else None for g, defer in zip(gradients, deferred, strict=True)]
@@ -272,7 +246,8 @@ class Weights:
         elif self._open_step.adds_collected and self._collected and self._collected.needed == needs_collecting:
             gradients, self._collected = self._collected.plus(gradients), None
         ready = [None if defer else g for g, defer in zip(gradients, deferred, strict=True)]
-        return self._start(ready, [n and not defer for n, defer in zip(needed, deferred, strict=True)], device)
+        needs_sum = [n and not defer for n, defer in zip(needed, deferred, strict=True)]
+        return self._start(ready, needs_sum, device, forward_pass.guests)
 
     def _collect(
         self, gradients: list[Tensor | None], needed: tuple[bool, ...], forward_pass: ForwardPass, device: torch.device
@@ -281,12 +256,15 @@ class Weights:
         exclusive = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
         earlier = self._collected
         if earlier is None:
-            self._collected = CollectedGradients(gradients, needed, forward_pass.collects_for, device, exclusive)
+            parameters, guests = forward_pass.collects_for, forward_pass.guests
+            self._collected = CollectedGradients(gradients, needed, parameters, guests, device, exclusive)
         else:
             needed_in_any = tuple(a or b for a, b in zip(earlier.needed, needed, strict=True))
             exclusive = earlier.exclusive_sums(gradients, exclusive)
             gradients, needed = earlier.plus(gradients), needed_in_any
-            self._collected = CollectedGradients(gradients, needed, earlier.parameters, device, exclusive)
+            self._collected = CollectedGradients(
+                gradients, needed, earlier.parameters, earlier.guests, device, exclusive
+            )
         self._open_step.pending[self] = None
 
     @property
@@ -298,8 +276,9 @@ class Weights:
         """Starts the sums of the collected gradients, outside of any backward pass."""
         assert self._collected is not None
         collected, self._collected = self._collected, None
-        collected.require_for([ref(parameter) for parameter in self._parameters()], self.specs[0].site)
-        return self._start(collected.gradients, collected.needed, collected.device)
+        parameters = [ref(parameter) for parameter in self._parameters()]
+        collected.require_for(parameters, collected.guests, self.specs[0].site)
+        return self._start(collected.gradients, collected.needed, collected.device, collected.guests)
 
     def finish_sums(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
         """Waits for the sums of `begin_sums` and writes them to `results`."""
@@ -318,9 +297,18 @@ class Weights:
                 accumulate(parameter, summed.to(parameter.dtype))
 
     def _start(
-        self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
+        self,
+        gradients: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        device: torch.device,
+        guests: Guests | None,
     ) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Starts the sums for every parameter in `needed`, even without a gradient on this rank: ranks must match."""
+        """Starts the sums for every parameter in `needed`, even without a gradient on this rank: ranks must match.
+
+        Gradients of guests go home first.
+        """
+        if guests is not None:
+            gradients = guests.returned(gradients, needed, partial(self._zeros, device))
         results = list(gradients)
         buckets, scattered = [], list[Bucket]()
         for sum_group in self._sum_groups:
@@ -343,6 +331,14 @@ class Weights:
         if buckets:
             note_action("reduce", self.unit)
         return results, buckets
+
+    def _zeros(self, device: torch.device, index: int, slots: int) -> Tensor:
+        """The gradient of a parameter of experts on a rank that has none, for so many slots."""
+        spec = self.specs[index]
+        dim = None if spec.zero is None else spec.zero.dim
+        shape = [size * (spec.zero.ranks if spec.zero and d == dim else 1) for d, size in enumerate(spec.shape)]
+        dtype = torch.promote_types(spec.dtype, torch.float32)
+        return torch.zeros((slots, *shape[1:]), dtype=dtype, device=device)
 
 
 def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:

@@ -39,6 +39,7 @@ from moec.passes.ir.ops.gating.selector_ops import DecodeSelectors, SumOfTokens
 from moec.passes.ir.ops.gating.soft_ops import SlotCombine, SlotInputs, SlotOutputs, SlotRows, SlotWeights
 from moec.passes.ir.ops.gating.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.gating.topology_ops import BoundFar, ChooseNear, DataRanks, TopologyLoss
+from moec.passes.ir.ops.guest_ops import AssignSlots
 from moec.passes.ir.ops.image_ops import Classify, FirstToken, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
@@ -65,6 +66,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "AllToAllPadded",
+    "AssignSlots",
     "AttendExperts",
     "Attention",
     "BalancedAssignment",

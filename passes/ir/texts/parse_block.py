@@ -11,6 +11,7 @@ from moec.passes.ir.attributes import check_attributes, did_you_mean, op_class
 from moec.passes.ir.ir_error import UnreadableLineError, at_most, quoted
 from moec.passes.ir.limits import (
     LABEL,
+    MAX_DIM,
     MAX_EXPANDED_OPS,
     MAX_LABEL,
     MAX_LAYER,
@@ -28,7 +29,7 @@ from moec.passes.ir.texts.lines import Lines
 from moec.passes.ir.texts.parse_attributes import STRING, finite, read_attributes, short_string
 from moec.passes.ir.texts.parse_scope import Scope
 from moec.passes.ir.texts.parse_type import LAYOUT, TYPE, TypeReader, integer
-from moec.passes.ir.value import Init, Matrices, Parameter, Setting, State, Value
+from moec.passes.ir.value import Init, Matrices, Parameter, Setting, State, Table, Value
 
 RECOMPUTED: Mapping[str, Recompute] = {"experts": "experts", "layer": "layer"}
 
@@ -41,13 +42,14 @@ _INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?( frozen)?"
     r"(?: shard\(([a-z_]++ = [0-9](?:, [a-z_]++ = [0-9])*+)\))?"
-    r"(?: sum_over\(([a-z_, ]*+)\))?"
+    r"(?: sum_over\(([a-z_, ]*+)\))?(?: guests\(([0-9]++)\))?"
     rf"(?: weight\(({LAYOUT})\))?(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
     rf"(?: matrices\(([0-9]), ([0-9])\)( hidden)?+)?+{_AT}"
 )
 _CUT = re.compile(r"([a-z_]++) = ([0-9])")
 _SETTING = re.compile(rf"    setting \$([a-z]++): ({TYPE}) = ([0-9]++) in ([0-9]++)\.\.([0-9]++)")
 _STATE = re.compile(rf"    state \^([a-z0-9_.]++): ({TYPE}) = (ones|zeros){_AT}")
+_TABLE = re.compile(rf"    table %([a-z0-9_.]++): ({TYPE})")
 _OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$^][a-z0-9_.%@$^, =]*)(?= [{:])")
 _RESULT_TYPE = re.compile(rf"({TYPE})(, )?+")
 _END_OF_OP = re.compile(_AT)
@@ -85,6 +87,10 @@ class BlockReader:
         while self.lines.next_starts_with("    state "):
             states.append(self.state(scope))
             at_most(len(states), MAX_OPERANDS, "states")
+        tables: list[Table] = []
+        while self.lines.next_starts_with("    table "):
+            tables.append(self.table(scope))
+            at_most(len(tables), MAX_OPERANDS, "tables")
         parameters: list[Parameter] = []
         while self.lines.next_starts_with("    parameter "):
             parameters.append(self.parameter(scope))
@@ -107,6 +113,7 @@ class BlockReader:
             outputs=outputs,
             settings=tuple(settings),
             states=tuple(states),
+            tables=tuple(tables),
             experts=mesh,
             update=update,
             final=final is not None,
@@ -178,9 +185,17 @@ class BlockReader:
             span=self.span(*at),
         )
 
+    def table(self, scope: Scope) -> Table:
+        name, type_ = self.lines.take_match(_TABLE, "a table").groups()
+        scope.define(name)
+        typed = self.types.read(type_)
+        if any(isinstance(dim, str) for dim in typed.shape) or typed.dtype != "int64":
+            raise UnreadableLineError(f"%{name} is no table of whole numbers")
+        return Table(name=name, shape=typed.shape, dtype=typed.dtype, layout=typed.layout)
+
     def parameter(self, scope: Scope) -> Parameter:
         fields = self.lines.take_match(_PARAMETER, "a parameter").groups()
-        name, type_, init, std, decays, frozen, cuts, sums, *layouts, stack, rows, hidden, file, line = fields
+        name, type_, init, std, decays, frozen, cuts, sums, guests, *layouts, stack, rows, hidden, file, line = fields
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -198,6 +213,7 @@ class BlockReader:
             matrices=Matrices(int(stack or 0), int(rows or 0), hidden is not None),
             shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,
+            guests=0 if guests is None else integer(guests, "the guests of a parameter", 1, MAX_DIM),
             weight=weight or typed.layout,
             gradient=gradient or weight or typed.layout,
             optimizer_state=state or gradient or weight or typed.layout,

@@ -79,6 +79,8 @@ def _block(block: Block, place: Place) -> Iterator[str]:
         yield f"    setting ${setting.name}: {print_type(setting)} = {setting.default} in {setting.low}..{setting.high}"
     for state in block.states:
         yield f"    state ^{state.name}: {print_type(state)} = {state.init}{place(state.span)}"
+    for table in block.tables:
+        yield f"    table %{table.name}: {print_type(table)}"
     for parameter in block.parameters:
         yield f"    {_parameter(parameter)}{place(parameter.span)}"
     for op in block.ops:
@@ -104,6 +106,8 @@ def _parameter(p: Parameter) -> str:
         text += f" shard({', '.join(f'{axis} = {dim}' for axis, dim in p.shard)})"
     if p.sum_over is not None:
         text += f" sum_over({', '.join(p.sum_over)})"
+    if p.guests:
+        text += f" guests({p.guests})"
     layouts = (p.layout, p.weight, p.gradient, p.optimizer_state)
     words = zip(("weight", "gradient", "optimizer"), layouts[1:], layouts[:-1], strict=True)
     text += "".join(f" {word}({layout})" for word, layout, outer in words if layout != outer)

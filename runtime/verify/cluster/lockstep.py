@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.emit import LAYER, info_of, recomputed, target_name
-from moec.passes.ir import SEED, STEP, Setting, State
+from moec.passes.ir import SEED, STEP, Setting, State, Table
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.inputs.settings import setting_values
@@ -40,7 +40,7 @@ class Lockstep:
     `states` (full name → tensor) are the same on every rank. `recompute` saves only the inputs and choices of each
     layer, as blocks with `recompute = layer` do, for clusters whose activations would not fit. `routes` records
     choices, or replaces them. `data_ranks` are the data-parallel indices of the ranks. `watch` is called for every
-    layer. `nodes` is None unless `record` was called.
+    layer. `tables`: the table of each layer that has one. `nodes` is None unless `record` was called.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Lockstep:
         training: bool = True,
         data_ranks: Sequence[int] | None = None,
         watch: Watch | None = None,
+        tables: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.graphs, self.training = graphs, training
         self.ranks = range(world_size)
@@ -64,7 +65,7 @@ class Lockstep:
         self.uses: dict[Use, PerRank] = {}
         """Each consumer's view of a value with several consumers: its gradient is that consumer's part."""
         self._groups, self._weight_of, self._states = groups, weight_of, states
-        self._recompute, self._routes, self._watch = recompute, routes, watch
+        self._recompute, self._routes, self._watch, self._tables = recompute, routes, watch, tables or {}
 
     def record(self) -> None:
         """From now on keeps all nodes in `self.nodes`, with their gradients."""
@@ -127,6 +128,8 @@ class Lockstep:
             return [self._states[name]] * len(self.ranks)
         if isinstance(info.value, Setting):
             return [*setting_values((info.value.name,), VERIFY_SETTINGS, training=self.training)] * len(self.ranks)
+        if isinstance(info.value, Table):
+            return [self._tables[int(path.split(".")[1])]] * len(self.ranks)
         if info.key == LAYER and info.value is None:
             return [torch.tensor(int(path.split(".")[1]), device="cpu")] * len(self.ranks)
         return next(pending)

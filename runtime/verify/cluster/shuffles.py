@@ -17,6 +17,7 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import attributes_among
 from moec.passes.ir.ops import Conversion
 from moec.passes.ir.ops import ragged_conversions as rows
+from moec.runtime.ops.assign_slots import counts_and_slots, rows_of_experts
 from moec.runtime.ops.sharded_vocabulary import embed_rows, pick_logits
 from moec.runtime.refused_derivatives import once_differentiable
 
@@ -166,6 +167,13 @@ def _gathered_counts(_: object, counts: Tensors) -> list[Any]:
     return [(gathered.flatten(0, 1), rank_splits) for rank_splits in splits]
 
 
+def _assigned_slots(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
+    experts, slots = inputs
+    counts = [rows_of_experts(choices, args[2]) for choices in experts]
+    operands = zip(experts, counts, slots, strict=True)
+    return [counts_and_slots(*own[:2], torch.cat(counts), own[2], rank) for rank, own in enumerate(operands)]
+
+
 def _exchanged_and_gathered_counts(args: Args, inputs: list[list[Any]]) -> list[Any]:
     (counts,) = inputs
     if isinstance(counts[0], Tensor):
@@ -175,6 +183,7 @@ def _exchanged_and_gathered_counts(args: Args, inputs: list[list[Any]]) -> list[
     return list(zip(received, all_counts, splits, all_splits, strict=True))
 
 
+NODES[f"moec.{o.AssignSlots.operator}.default"] = _assigned_slots
 NODES[f"moec.{rows.ExchangeAndGatherCounts.operator}.default"] = _exchanged_and_gathered_counts
 
 

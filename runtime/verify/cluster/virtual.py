@@ -9,17 +9,24 @@ import torch
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.passes.guests.place_guests import homes_only
+from moec.passes.ir import Program
 from moec.runtime.backends.triton.triton_tiles import ways_on
+from moec.runtime.model.plan_layer import homes_of
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.routes import Routes
 from moec.runtime.verify.cluster.stage_values import InputsByRole, Loads, StageValues
 from moec.runtime.verify.cluster.virtual_step import VirtualStep
 from moec.runtime.verify.cluster.virtual_weights import VirtualWeights
+from moec.runtime.verify.guest_maps import Maps
 
 
 class VirtualCluster:
-    """All ranks of `plan`, each with its part of `parameters` (full name → unsharded tensor), and with all `states`."""
+    """All ranks of `plan`, each with its part of `parameters` (full name → unsharded tensor), and with all `states`.
+
+    `slots`: those of layers with room for guests, for a step with guests; else a step without.
+    """
 
     def __init__(
         self,
@@ -31,12 +38,15 @@ class VirtualCluster:
         routes: Routes | None = None,
         training: bool = True,
         watch: Watch | None = None,
+        slots: Maps | None = None,
     ) -> None:
-        self.plan, self.weights = plan, VirtualWeights(plan, parameters)
+        program = homes_only(plan.program) if slots is None else plan.program
+        self.plan, self.weights = plan, VirtualWeights(plan, parameters, slots or {})
+        tables = _at_home(program) if slots is None else slots
         self._step: VirtualStep | None = None
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
-            Graphs(plan.program, float64=float64, ways=partial(ways_on, plan, device=torch.device("cpu"))),
+            Graphs(program, float64=float64, ways=partial(ways_on, plan, device=torch.device("cpu"))),
             plan.stage_size,
             plan.groups_in_stage,
             self._weight,
@@ -46,6 +56,7 @@ class VirtualCluster:
             training=training,
             data_ranks=[plan.data_rank(rank) for rank in range(plan.stage_size)],
             watch=watch,
+            tables=tables,
         )
 
     def step(
@@ -68,3 +79,9 @@ class VirtualCluster:
         assert self._step is not None
         self._step.enter(self.weights.unit_of[name])
         return self.weights.weight(name)
+
+
+def _at_home(program: Program) -> Maps:
+    """The slots of layers without guests."""
+    bodies = ((layer.number, program.body(layer).tables) for layer in program.layers)
+    return {number: homes_of(tables)[0] for number, tables in bodies if tables}

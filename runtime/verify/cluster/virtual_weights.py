@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,14 +19,23 @@ class VirtualWeights:
     """The parameters of all ranks of `plan`. A rank's masters are its parts of `parameters` (full name → unsharded
     tensor).
 
-    Weights are gathered from masters, and gradients end in their layout. Ranks that sum a gradient over the same list
+    Weights are gathered from masters, and gradients end in their layout. With `slots` of a layer the weights of guests
+    stand behind those of a rank's own experts. Ranks that sum a gradient over the same list
     of the first group of `sum_over`, and hold the same part of the weight, share a leaf: autograd adds their gradients.
     Each rank has its own leaf in bf16, where autograd would round each sum, and in a wrong plan in which a rank is in
     several lists. A gradient is a list with one tensor for each leaf.
     """
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], slots: Mapping[int, Tensor]) -> None:
         self._plan = plan
+        self._slots = {
+            f"{layer.prefix}{p.name}": slots[layer.number]
+            for layer in plan.program.layers
+            if layer.number in slots
+            for p in plan.program.body(layer).parameters
+            if p.guests
+        }
+        """The slots for guests, by the full names of parameters."""
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
         self.masters = {name: self._masters(name, parameter) for name, parameter in self._parameters.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}
@@ -96,11 +105,14 @@ class VirtualWeights:
         gathered = self._converted(name, self.masters[name], data.master, data.layout)
         leaves: dict[object, tuple[int, Tensor]] = {}
         leaf_of_rank = []
-        for rank in range(self._plan.stage_size):
-            index = local_slices(data.shape, data.layout, mesh, rank)
+        cells = [local_slices(data.shape, data.layout, mesh, rank) for rank in range(self._plan.stage_size)]
+        if data.master == data.layout:
+            gathered = [parameter[index] for index in cells]
+        if name in self._slots:
+            gathered = self._in_groups(name, gathered, hosted)
+        for rank, (index, weight) in enumerate(zip(cells, gathered, strict=True)):
             key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
             if key not in leaves:
-                weight = parameter[index] if data.master == data.layout else gathered[rank]
                 leaves[key] = len(leaves), weight.detach().requires_grad_(not data.frozen)
             leaf_of_rank.append(leaves[key])
         self._leaf_of_rank[name] = [number for number, _ in leaf_of_rank]
@@ -125,6 +137,8 @@ class VirtualWeights:
         """A gradient after the sums over the plan's groups: each rank's part, in the master's layout."""
         data, leaf_of = self._plan.parameters[name], self._leaf_of_rank[name]
         gradients, shared = [leaf_gradients[leaf] for leaf in leaf_of], len(leaf_gradients) < len(leaf_of)
+        if name in self._slots:
+            gradients = self._in_groups(name, gradients, returned)
         for number, group in enumerate(data.sum_over):
             for ranks in self._groups[group]:
                 terms = [gradients[rank] for rank in ranks]
@@ -134,6 +148,16 @@ class VirtualWeights:
                 for rank in ranks:
                     gradients[rank] = total
         return self._converted(name, gradients, data.layout, data.master)
+
+    def _in_groups(
+        self, name: str, parts: Sequence[Tensor], convert: Callable[[Sequence[Tensor], Tensor], list[Tensor]]
+    ) -> list[Tensor]:
+        """Every rank's part of a parameter of experts, converted by the ranks of each group of `ep`."""
+        results = list(parts)
+        for ranks in self._plan.meshes[self._plan.parameters[name].mesh].groups("ep"):
+            for rank, part in zip(ranks, convert([parts[r] for r in ranks], self._slots[name]), strict=True):
+                results[rank] = part
+        return results
 
     def _converted(self, name: str, parts: Sequence[Tensor], source: Layout, target: Layout) -> list[Tensor]:
         """Every rank's part of a parameter or a gradient, converted from layout `source` to `target`.
@@ -147,6 +171,23 @@ class VirtualWeights:
                 for rank, part in zip(ranks, shuffle(conversion, [parts[rank] for rank in ranks]), strict=True):
                     parts[rank] = part
         return parts
+
+
+def hosted(parts: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
+    """The weights of all ranks of a group with those of guests behind their own. Nothing reads an empty slot: NaN."""
+    experts = torch.cat(list(parts))
+    chosen = [experts[row.clamp(min=0)].clone() for row in slots]
+    for weights, row in zip(chosen, slots, strict=True):
+        weights[row < 0] = torch.nan
+    return chosen
+
+
+def returned(gradients: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
+    """The gradients of all ranks' own experts, to which those of their guests are added."""
+    total = gradients[0].new_zeros((int(slots.max()) + 1, *gradients[0].shape[1:]))
+    for gradient, row in zip(gradients, slots, strict=True):
+        total.index_add_(0, row[row >= 0], gradient[row >= 0])
+    return list(total.chunk(len(gradients)))
 
 
 def named_parameters(unit: Unit) -> Iterator[tuple[str, Parameter]]:

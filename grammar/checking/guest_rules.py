@@ -1,0 +1,41 @@
+"""Mixtures and degrees beside which experts cannot have guests yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.checking.marks import elsewhere, refused
+from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.spec import Dropless, Smear, Soft, Spec
+from moec.grammar.stated import open_words, stated_of_layers
+
+CHOICES = "use a gate that chooses experts"
+
+
+def unsupported_guests(spec: Spec) -> Iterator[Diagnostic]:
+    """One diagnostic for each part of the file that `placement` does not go with yet."""
+    if spec.adapt is None or spec.adapt.placement is None:
+        return
+    span = spec.adapt.span("placement")
+    if not spec.has_model:
+        help = "a layer has no `job.step`, between which guests are chosen; use it in a `model`"
+        yield elsewhere(span, "`placement` in the file of one `layer`", help)
+        return
+    if words := open_words(spec):
+        what = f"`placement` where `{next(iter(words))}` is left open"
+        yield refused(span, what, "let `moec plan` choose without `adapt`, and state what it chose", numbers=False)
+    parallel = spec.parallel
+    if isinstance(parallel.pp, int) and parallel.pp > 1:
+        yield refused(span, f"`placement` beside `pp = {parallel.pp}`", "leave `pp` out", numbers=False)
+    for _, etp in stated_of_layers(spec, "etp"):
+        if etp.value > 1:
+            what = f"`placement` beside `etp = {etp.value}`"
+            yield refused(etp.span or span, what, "use `ep` alone", numbers=False)
+    for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
+        if isinstance(moe.gate, Soft | Smear):
+            yield refused(span, f"`placement` of experts of `{moe.gate.word}`", CHOICES, numbers=False)
+        elif not isinstance(moe.capacity, Dropless):
+            what = "`placement` of experts with a capacity"
+            yield refused(moe.capacity.span() or moe.span("capacity"), what, "use `dropless`", numbers=False)
+        elif len(moe.parts) > 1:
+            yield refused(moe.span("experts"), "`placement` of a list of experts", "use one size", numbers=False)

@@ -1,0 +1,174 @@
+"""Chooses the guests of a model's layers again from time to time, by the loads of the steps before.
+
+After every `every`-th step ranks gather the rows of their tokens by expert. Each rank then chooses for its share of the
+layers while the next step runs, and before the step after that ranks exchange what they chose: a choice computes with
+floats, and must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moec.codegen.plan import Plan
+from moec.passes.degrees.guest_slots import placements
+from moec.passes.guests.choice import Slots, choose_guests
+from moec.passes.guests.layer_time import layer_times
+from moec.passes.guests.place_guests import guests_of
+from moec.passes.ir import OutputKey
+from moec.passes.ir.mesh import group_name
+from moec.runtime.model.plan_layer import layer_inside
+from moec.runtime.ops.dense_collectives import all_gather_single
+from moec.runtime.ranks.groups import HOST, STAGE
+from moec.runtime.ranks.watch import collective
+from moec.runtime.refused_derivatives import unwrapped
+from moec.runtime.weights.guests import Guests, homes
+
+DELAY = 1
+"""Whole steps between the loads and the step for which guests are chosen: the choice is computed beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A layer: its experts, the lists of ranks of its groups of `ep`, and the slots of a rank for guests."""
+
+    number: int
+    experts: int
+    groups: tuple[tuple[int, ...], ...]
+    guests: int
+    group: str
+    body: str
+
+    @property
+    def ranks(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def own(self) -> int:
+        return self.experts // self.ranks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.ranks, self.own + self.guests
+
+
+class GuestPolicy:
+    """The guests of the layers of one model of a job. Every rank of the job has one, and calls it at the same times."""
+
+    def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
+        self._rank, self._job, self._ranks, self._device = rank, job, plan.world_size, device
+        layers = [layer.number for layer in plan.program.layers if plan.program.body(layer).tables]
+        self._places = [_place_of(plan, number) for number in layers]
+        self._words = placements(plan.spec)
+        self._every = min(word.every for word in self._words)
+        self._times = layer_times(plan.program, plan.spec)
+        self._loads: dict[int, Tensor] = {}
+        self._steps = self._counted = 0
+        self._chosen: Future[dict[int, Any]] | None = None
+        self._due = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # the guests of a copy of a model stay what they are
+
+    def add(self, results: Mapping[OutputKey, Any]) -> None:
+        """Adds the rows of a forward pass in training to the loads of the step."""
+        for place in self._places:
+            counts = results.get(("counts", place.number, None))
+            if counts is not None:
+                earlier = self._loads.get(place.number)
+                self._loads[place.number] = unwrapped(counts if earlier is None else earlier + counts)
+
+    def begin_step(self, layers: nn.ModuleList) -> None:
+        """Gives the layers their new guests, if some were chosen for this step. A collective of all ranks then."""
+        if self._chosen is not None and self._steps >= self._due:
+            chosen, self._chosen = self._chosen.result(), None
+            self._give(layers, self._exchanged(chosen))
+
+    def end_step(self) -> None:
+        """Counts a step; after every `every`-th, gathers loads and begins to choose. A collective of all ranks then."""
+        self._steps += 1
+        if self._steps - self._counted >= self._every and self._chosen is None:
+            counts, steps = self._gathered(), self._steps - self._counted
+            self._counted, self._due = self._steps, self._steps + DELAY
+            self._loads.clear()
+            executor = ThreadPoolExecutor(1, "guests")
+            self._chosen = executor.submit(self._choose, counts, steps)
+            executor.shutdown(wait=False)
+
+    # ---- choosing --------------------------------------------------------------------------------------
+
+    def _gathered(self) -> dict[int, Tensor]:
+        """The rows of each rank's tokens by expert [ranks, experts], by layer."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        own = [self._loads.get(p.number, nothing.expand(p.experts)).flatten() for p in self._places]
+        flat = torch.cat(own)
+        gathered = flat.new_empty((self._ranks, flat.numel()))
+        with collective("gather_loads", self._job + STAGE, "the choice of guests") as peers:
+            all_gather_single(gathered.view(-1), flat, group=peers)
+        parts = torch.split(gathered.cpu(), [p.experts for p in self._places], 1)
+        return {place.number: part for place, part in zip(self._places, parts, strict=True)}
+
+    def _choose(self, counts: Mapping[int, Tensor], steps: int) -> dict[int, Any]:
+        """The slots of this rank's share of the layers, by their numbers."""
+        chosen = dict[int, Any]()
+        for place in self._places[self._rank :: self._ranks]:
+            rows = counts[place.number].numpy()[np.array(place.groups)].sum(0) // (steps * len(place.groups))
+            of_all = sum(self._most(word, place) for word in self._words)
+            home = np.arange(place.experts) // place.own
+            found = choose_guests(rows, home, Slots(place.guests, of_all), self._times[place.body])
+            chosen[place.number] = _slots_of(found.copies, place)
+        return chosen
+
+    @staticmethod
+    def _most(word: Any, place: _Place) -> int:
+        return int(word.slots) if word.word == "replicate" else int(word.most) * (place.ranks - 1)
+
+    def _exchanged(self, chosen: Mapping[int, Any]) -> dict[int, Tensor]:
+        """The slots of all layers, each from the rank that chose them."""
+        flat = [
+            torch.from_numpy(chosen[p.number] if p.number in chosen else np.zeros(p.shape, np.int64)).flatten()
+            for p in self._places
+        ]
+        total = torch.cat(flat)
+        with collective("exchange_guests", self._job + HOST, "the choice of guests") as peers:
+            dist.all_reduce(total, group=peers)
+        parts = torch.split(total, [part.numel() for part in flat])
+        return {p.number: part.view(p.shape) for p, part in zip(self._places, parts, strict=True)}
+
+    def _give(self, layers: nn.ModuleList, slots: Mapping[int, Tensor]) -> None:
+        for place in self._places:
+            layer, chosen = layer_inside(layers[place.number]), slots[place.number]
+            if layer is not None:
+                has_guests = bool((chosen[:, place.own :] >= 0).any())
+                layer.guests = self._guests(place, chosen, layer) if has_guests else None
+
+    def _guests(self, place: _Place, slots: Tensor, layer: Any) -> Guests:
+        position = next(ranks.index(self._rank) for ranks in place.groups if self._rank in ranks)
+        site = f"layer {place.number}"
+        return Guests(slots, position, place.own, layer.hosted, self._job + place.group, site)
+
+
+def _place_of(plan: Plan, number: int) -> _Place:
+    layer = plan.program.layers[number]
+    block, mesh = plan.program.body(layer), plan.expert_meshes[number]
+    ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
+    guests = guests_of(block)
+    groups = tuple(tuple(ranks) for ranks in mesh.groups("ep"))
+    return _Place(number, ranks * (of_rank - guests), groups, guests, group_name("ep", block.experts), block.name)
+
+
+def _slots_of(copies: Any, place: _Place) -> Any:
+    """The slots [ranks, slots of a rank] of `copies` [experts, ranks]: own experts, then guests in their order."""
+    slots = np.full(place.shape, -1, np.int64)
+    slots[:, : place.own] = homes(place.ranks, place.experts).numpy()
+    for rank in range(place.ranks):
+        guests = [expert for expert in np.flatnonzero(copies[:, rank]).tolist() if expert // place.own != rank]
+        slots[rank, place.own : place.own + len(guests)] = guests
+    return slots

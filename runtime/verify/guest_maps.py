@@ -1,0 +1,78 @@
+"""The maps of guests under which a plan is verified: each layer's slots, which a job may fill with any experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from moec.passes.guests.place_guests import SLOTS, guests_of
+from moec.passes.ir import Program
+from moec.runtime.weights.guests import homes
+
+RANDOM_MAPS = 10
+"""At least so many random maps are compared, beside those of `_extreme`."""
+
+EMPTY = 0.25
+"""The share of empty slots in a random map."""
+
+Maps = Mapping[int, Tensor]
+"""The slots of each layer that has room for guests, int64 [ranks, slots of a rank]."""
+
+
+def guest_maps(program: Program, seed: int) -> Sequence[Maps]:
+    """Maps for as many steps as it takes: in a step each layer has another one."""
+    layers = [layer for layer in program.layers if program.body(layer).tables]
+    if not layers:
+        return []
+    maps: list[dict[int, Tensor]] = []
+    generator, number = torch.Generator().manual_seed(seed), 0
+    shapes = {layer.number: _shape(program, layer.body) for layer in layers}
+    while number < RANDOM_MAPS + len(list(_extreme(*shapes[layers[0].number], generator))):
+        step: dict[int, Tensor] = {}
+        for layer in layers:
+            shape = shapes[layer.number]
+            extreme = next(islice(_extreme(*shape, generator), number, None), None)
+            step[layer.number] = _random(*shape, generator) if extreme is None else extreme
+            number += 1
+        maps.append(step)
+    return maps
+
+
+def _shape(program: Program, body: str) -> tuple[int, int, int]:
+    """The ranks of a layer's group, its experts, and the slots of a rank for guests."""
+    block = program.block(body)
+    (ranks, of_rank), guests = next(table.shape for table in block.tables if table.name == SLOTS), guests_of(block)
+    return int(ranks), int(ranks) * (int(of_rank) - guests), guests
+
+
+def _extreme(ranks: int, experts: int, guests: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """One expert on every rank; the experts of one rank on all others, as many as have room; one guest in all, in its
+    rank's last slot."""
+    own = experts // ranks
+    expert = int(torch.randint(experts, (), generator=generator))
+    for number in (1, min(own, guests)):
+        slots = _empty(ranks, experts, guests)
+        first = expert // own * own if number > 1 else expert
+        for rank in (rank for rank in range(ranks) if rank != expert // own):
+            slots[rank, own : own + number] = torch.arange(first, first + number)
+        yield slots
+    slots = _empty(ranks, experts, guests)
+    slots[(expert // own + 1) % ranks, -1] = expert
+    yield slots
+
+
+def _random(ranks: int, experts: int, guests: int, generator: torch.Generator) -> Tensor:
+    slots, own = _empty(ranks, experts, guests), experts // ranks
+    for rank in range(ranks):
+        others = torch.tensor([e for e in range(experts) if e // own != rank])
+        chosen = others[torch.randperm(len(others), generator=generator)[:guests]]
+        is_empty = torch.rand(len(chosen), generator=generator) < EMPTY
+        slots[rank, own : own + len(chosen)] = torch.where(is_empty, -1, chosen)
+    return slots
+
+
+def _empty(ranks: int, experts: int, guests: int) -> Tensor:
+    return torch.cat([homes(ranks, experts), torch.full((ranks, guests), -1)], 1)
