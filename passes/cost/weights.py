@@ -20,6 +20,9 @@ from moec.passes.place.schedule import gathers_again, is_summed, keeps_weights
 GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
 
+EXCHANGED = 2
+"""Copies of guests' weights, or of their gradients, while they travel: as sent, and as received."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
@@ -89,39 +92,43 @@ def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int, *, in_pipeline:
 def _bytes_of_trained(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, passes: _Passes) -> WeightBytes:
     master_shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
     elements, master = math.prod(cost.workload.shape(p)), math.prod(master_shape) * MASTER_BYTES
+    guests = math.prod(cost.workload.shape(p.used())) - elements
     weight, gradient = elements * DTYPE_BYTES[p.dtype], elements * MASTER_BYTES
+    used, of_slots = weight + guests * DTYPE_BYTES[p.dtype], gradient + guests * MASTER_BYTES
     is_narrow = DTYPE_BYTES[p.dtype] < MASTER_BYTES
     always = WeightBytes(
         masters=master,
         optimizer_states=state_bytes(master_shape, spec.update, p.matrices),
-        narrow_gradients=weight,
-        wide_gradients=gradient if is_narrow else 0,
+        gather_buffers=EXCHANGED * (used - weight),
+        narrow_gradients=used,
+        wide_gradients=of_slots if is_narrow else 0,
         final_gradients=master,
     )
+    sent_home = EXCHANGED * (of_slots - gradient)
     if p.gathered == "never":
-        copy, buffer = weight if is_narrow else 0, gradient if p.sum_over else 0
+        copy, buffer = used if is_narrow or p.guests else 0, gradient if p.sum_over else 0
         return replace(
             always,
             compute_copies=copy,
             saved_copies=copy * is_saved * (1 - passes.cast_once),
             step_copies=copy * passes.cast_once,
-            all_reduce_buffers=buffer,
+            all_reduce_buffers=buffer + sent_home,
             sum_copies=buffer,
             pass_gradients=gradient,
-            collected_gradients=gradient,
+            collected_gradients=of_slots,
         )
     stays, scatters = not gathers_again(p), is_summed(p, last=False)
     return replace(
         always,
-        compute_copies=weight,
-        saved_copies=weight * (stays and is_saved) * (passes.number == 1),
-        step_copies=weight * stays * (passes.number > 1),
-        regathered=0 if stays else weight,
-        gather_buffers=_buffer_copies(cost) * weight,
-        reduce_scatter_buffers=_buffer_copies(cost) * gradient,
+        compute_copies=used,
+        saved_copies=used * (stays and is_saved) * (passes.number == 1),
+        step_copies=used * stays * (passes.number > 1),
+        regathered=0 if stays else used,
+        gather_buffers=always.gather_buffers + _buffer_copies(cost) * weight,
+        reduce_scatter_buffers=_buffer_copies(cost) * gradient + sent_home,
         sum_copies=master,
         pass_gradients=master,
-        collected_gradients=master if scatters else gradient,
+        collected_gradients=master if scatters else of_slots,
         scatters_per_pass=scatters,
     )
 

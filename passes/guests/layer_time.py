@@ -11,7 +11,7 @@ from moec.passes.cost.rates import ClusterRates
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.guests.choice import LayerTime
 from moec.passes.guests.place_guests import homes_only
-from moec.passes.ir import DTYPE_BYTES, Program
+from moec.passes.ir import DTYPE_BYTES, Block, Program
 from moec.passes.ir.work.cost import MASTER_BYTES
 from moec.passes.ir.work.workload import Workload
 
@@ -23,24 +23,29 @@ def layer_times(program: Program, spec: Spec) -> dict[str, LayerTime]:
     """
     rates, workload = ClusterRates(spec.cluster), Workload.of_microbatch(spec, program).even
     costs = costs_of(homes_only(program), workload)
-    return {block.name: _layer_time(costs[block.name], rates) for block in program.blocks if block.tables}
+    return {block.name: _layer_time(costs[block.name], block, rates) for block in program.blocks if block.tables}
 
 
-def _layer_time(cost: BlockCost, rates: ClusterRates) -> LayerTime:
-    meshes, block = cost.workload.meshes, cost.block
+def _layer_time(cost: BlockCost, block: Block, rates: ClusterRates) -> LayerTime:
+    """Of a block with guests; `cost` is that without."""
+    meshes = cost.workload.meshes
     ranks, group = meshes.size("ep"), group_along("ep", meshes)
     seconds = work_of(cost, rates).timed(block.recompute)
     both = seconds.forward + seconds.backward
-    rows = max(cost.workload.count(v) / cost.workload.row(v) for v in block.scope.values() if v.ragged is not None)
+    rows = max(cost.workload.count(v) / cost.workload.row(v) for v in cost.block.scope.values() if v.ragged is not None)
     sent = rows * (ranks - 1) / ranks
-    guest = 0.0
-    for p in block.parameters:
-        if p.layout is not None and "ep" in p.layout.cuts(0):
-            of_element = DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES)
-            experts = cost.workload.shape(p)[0]
-            guest += of_element * math.prod(cost.workload.shape(p)) / experts
     return LayerTime(
         row=both.of.get("experts", 0.0) / rows,
         sent=both.of.get("all_to_all", 0.0) / sent,
-        guest=rates.collective("all_to_all", guest, group, of="weights"),
+        guest=rates.collective("all_to_all", guest_bytes(block), group, of="weights"),
+    )
+
+
+def guest_bytes(block: Block) -> int:
+    """What a guest of a layer sends in a step: an expert's weights, and their gradients in fp32."""
+    return sum(
+        (DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES))
+        * math.prod(d for d in p.shape[1:] if isinstance(d, int))
+        for p in block.parameters
+        if p.guests
     )

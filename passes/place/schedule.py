@@ -49,10 +49,12 @@ def gathers_again(p: Parameter) -> bool:
 def keeps_weights(block: Block, passes: int, *, in_pipeline: bool) -> bool:
     """Whether the first pass of a step casts and gathers a layer's weights for all passes of the step.
 
-    It does where it gathers them once per step. In a pipeline it also does for weights that are only cast.
+    It does where it gathers them, or sends them to guests, once per step. In a pipeline it also does for weights that
+    are only cast.
     """
     kinds = {p.gathered for p in block.parameters}
-    return (passes > 1) & ("per use" not in kinds) & (in_pipeline | ("per step" in kinds))
+    sends = "per step" in kinds or any(p.guests for p in block.parameters)
+    return (passes > 1) & ("per use" not in kinds) & (in_pipeline | sends)
 
 
 def is_gathered(p: Parameter, first: bool) -> bool:

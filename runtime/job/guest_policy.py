@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from moec.codegen.plan import Plan
 from moec.passes.degrees.guest_slots import placements
+from moec.passes.guests.assignment import slot_numbers
 from moec.passes.guests.choice import Slots, choose_guests
-from moec.passes.guests.layer_time import layer_times
+from moec.passes.guests.layer_time import guest_bytes, layer_times
 from moec.passes.guests.place_guests import guests_of
+from moec.passes.guests.split import split
 from moec.passes.ir import OutputKey
 from moec.passes.ir.mesh import group_name
 from moec.runtime.model.plan_layer import layer_inside
@@ -45,6 +47,8 @@ class _Place:
     guests: int
     group: str
     body: str
+    bytes: int
+    """Of one guest in a step: its weights, and its gradients in fp32."""
 
     @property
     def ranks(self) -> int:
@@ -63,7 +67,7 @@ class GuestPolicy:
     """The guests of the layers of one model of a job. Every rank of the job has one, and calls it at the same times."""
 
     def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
-        self._rank, self._job, self._ranks, self._device = rank, job, plan.world_size, device
+        self._plan, self._rank, self._job, self._ranks, self._device = plan, rank, job, plan.world_size, device
         layers = [layer.number for layer in plan.program.layers if plan.program.body(layer).tables]
         self._places = [_place_of(plan, number) for number in layers]
         self._words = placements(plan.spec)
@@ -101,6 +105,24 @@ class GuestPolicy:
             executor = ThreadPoolExecutor(1, "guests")
             self._chosen = executor.submit(self._choose, counts, steps)
             executor.shutdown(wait=False)
+
+    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, dict[int, float]]:
+        """Of each layer: its guests, the bytes that all ranks send of them in a step, and rows of the busiest rank over
+        the mean, at home alone and as they were split. `loads`: rows of each expert, of all groups together."""
+        found: dict[str, dict[int, float]] = {"guests": {}, "guest_bytes": {}, "home_rows": {}, "rows": {}}
+        for place in self._places:
+            layer, rows = layer_inside(layers[place.number]), loads.get(place.number)
+            if layer is None or rows is None:
+                continue
+            counts, at_home = rows.numpy(), homes(place.ranks, place.experts).numpy()
+            slots = at_home if layer.guests is None else layer.guests.slots.numpy()
+            copies = slot_numbers(slots, place.experts) >= 0
+            guests = int(copies.sum()) - place.experts
+            found["guests"][place.number] = guests
+            found["guest_bytes"][place.number] = guests * len(place.groups) * place.bytes
+            found["home_rows"][place.number] = over_mean(counts[at_home].sum(1))
+            found["rows"][place.number] = over_mean(split(counts, copies).sum(0))
+        return found
 
     # ---- choosing --------------------------------------------------------------------------------------
 
@@ -161,7 +183,13 @@ def _place_of(plan: Plan, number: int) -> _Place:
     ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
     guests = guests_of(block)
     groups = tuple(tuple(ranks) for ranks in mesh.groups("ep"))
-    return _Place(number, ranks * (of_rank - guests), groups, guests, group_name("ep", block.experts), block.name)
+    experts = ranks * (of_rank - guests)
+    return _Place(number, experts, groups, guests, group_name("ep", block.experts), block.name, guest_bytes(block))
+
+
+def over_mean(rows: Any) -> float:
+    """The largest of some numbers of rows over their mean; 1 without rows."""
+    return float(rows.max() / rows.mean()) if rows.any() else 1.0
 
 
 def _slots_of(copies: Any, place: _Place) -> Any:

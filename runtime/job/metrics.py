@@ -31,7 +31,7 @@ OutputPath = str | PathLike[str] | None
 """Where an output goes; None leaves it out."""
 
 Record = dict[str, Any]
-"""The figures of one step: numbers, and numbers by layer (`load`, `head_load` and `drop_rate`)."""
+"""The figures of one step: numbers, and numbers by layer (`load`, `head_load`, `drop_rate`, those of guests)."""
 
 OWN_FIGURES = {
     "step",
@@ -46,6 +46,10 @@ OWN_FIGURES = {
     "load",
     "head_load",
     "drop_rate",
+    "guests",
+    "guest_bytes",
+    "home_rows",
+    "rows",
     "resumed",
 }
 """Names of the job's own figures; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""
@@ -166,6 +170,7 @@ class Metrics:
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
         record |= {"head_load": heads} if heads else {}
         record |= {"drop_rate": drops} if drops else {}
+        record |= model.guest_policy.figures(model.layers, loads) if model.guest_policy is not None else {}
         for output in tuple(self._outputs):
             self._try(output, lambda output=output: output.write(record))
         return record

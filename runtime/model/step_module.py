@@ -35,6 +35,9 @@ class BetweenSteps(Protocol):
     def end_step(self) -> None:
         """Counts a step."""
 
+    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, dict[int, float]]:
+        """Figures of each layer, of the guests and the rows of the last step. `loads`: rows of each expert."""
+
 
 class StepModule(nn.Module):
     """The part of `PlanModule` that only jobs call; `PlanModule` sets its attributes."""

@@ -54,7 +54,7 @@ def _assign_slots(
 
 def rows_of_experts(experts: Tensor, num_experts: int) -> Tensor:
     """The rows of choices [B, S, k] by expert, int64 [1, num_experts]; choices of −1 have none."""
-    return torch.bincount(experts.reshape(-1) + 1, minlength=num_experts + 1)[None, 1:]
+    return torch.bincount(experts.reshape(-1) + 1, minlength=num_experts + 1)[None, 1:].clone()
 
 
 def counts_and_slots(experts: Tensor, counts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> Results:

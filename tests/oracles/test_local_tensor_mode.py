@@ -77,7 +77,7 @@ def test_every_conversion_is_among_these_plans():
     plans += [moe_plan(expert="gelu(4, bias = true)", ep=ep, etp=2) for ep in (1, 2)]
     graphs = (emit_graph(plan.program, block) for plan in plans for block in plan.program.blocks)
     used = {target_name(node) for graph in graphs for node in graph.nodes}
-    assert NODES.keys() <= used
+    assert NODES.keys() - {"moec.assign_slots.default"} <= used  # gloo ranks train with it
 
 
 def without(plan: Plan, kind: type[Op]) -> Plan:

@@ -53,6 +53,7 @@ def moe_text(
     recompute: str = "",
     memory: str = "",
     levels: str = "",
+    adapt: str = "",
 ) -> str:
     """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
 
@@ -103,6 +104,7 @@ cluster "here" {{ device = {"roomy" if memory else "cpu"}; {levels} }}
 train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer} }}
 parallel {{
 {degrees}}}
+{f"adapt {{ placement = {adapt} }}" if adapt else ""}
 {f'device "roomy" {{ kind = cpu; memory = {memory}; bandwidth = 10GB/s }}' if memory else ""}"""
 
 

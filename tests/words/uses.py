@@ -35,7 +35,7 @@ def known_uses() -> set[Use]:
 
 def _uses_of_field(known: Field) -> Iterator[tuple[str, str]]:
     mark = known.not_yet
-    if mark is not None and not mark.words and not mark.lists:
+    if mark is not None and not mark.words:
         return
     yield known.word, ""
     values = [value for kind in known.kinds if isinstance(kind, WordKind) for value in kind.values]

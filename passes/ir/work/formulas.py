@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.row_table import table_length
+from moec.passes.ir.value import Parameter
 from moec.passes.ir.work.arrays import rounded
 from moec.passes.ir.work.cost import Cost, Direction, Product, Saved, Work
 
@@ -158,7 +159,9 @@ def saved_inside_experts(result: Value, rows: float, up: Value, workload: Worklo
 
 
 def used_share(experts: Value, workload: Workload) -> float:
-    """The fraction of all experts that one token goes to."""
+    """The fraction of all experts that one token goes to; guests are no experts of their own."""
     count = experts.shape[0]
     assert isinstance(count, int)
+    if isinstance(experts, Parameter):
+        count -= experts.guests
     return workload.sizes["choices"] * workload.share(experts) / count

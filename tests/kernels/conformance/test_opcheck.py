@@ -276,6 +276,7 @@ IN_A_GROUP = {
     *(case.operator for case in CASES),
     *("embed_part", "embed_part_backward", "label_logit", "label_logit_backward"),
     "exchange_and_gather_counts",
+    "assign_slots",
 }
 """`tests/distributed` checks these."""
 

@@ -99,7 +99,7 @@ EVERY: dict[str, Check] = {
         (
             *("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319"),
             *("MOE0326", "MOE0327", "MOE0329", "MOE0330", "MOE0355"),
-            *("MOE0376", "MOE0377", "MOE0378", "MOE0379", "MOE0380"),
+            *("MOE0376", "MOE0377", "MOE0378", "MOE0379", "MOE0380", "MOE0381"),
         ),
         with_degrees,
     ),

@@ -22,10 +22,8 @@ ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINE
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 LATER = re.compile(r"not built yet: `([^`]+)`")
 
-PARALLEL = "parallel {"
 REFUSED: dict[str, tuple[str, str]] = {
     "fp8": ("dtype = fp32", "dtype = fp8"),
-    "adapt": (PARALLEL, f"adapt {{ placement = replicate(2) }}\n{PARALLEL}"),
 }
 """The words that the page calls not built yet, with the change to a file that uses each."""
 

@@ -31,7 +31,7 @@ def refused(**given: str) -> list[Diagnostic]:
     ("given", "what", "today"),
     [
         ({"tail": "parallel { layers 1..2 { recompute = auto } }"}, "`recompute = auto`", "experts, layer, none"),
-        ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
+        ({"tail": "adapt { window = 64 }"}, "`window`", ""),
         ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "a `layer` beside a `model`", ""),
     ],
 )

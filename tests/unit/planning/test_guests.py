@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.tables import each_row
 
+from moec.passes.guests.assignment import assigned, segments, slot_numbers
 from moec.passes.guests.choice import LayerTime, Slots, choose_guests, traffic_of
 from moec.passes.guests.split import kept_here, split
 
@@ -79,3 +80,28 @@ def test_who_is_everywhere_is_sent_by_a_broadcast(guests: list[int], sent: float
     copies = HOMES[:, None] == np.arange(4)
     copies[0, guests] = True
     assert traffic_of(copies, HOMES) == pytest.approx(sent)
+
+
+@examples(20, 400)
+@given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 3), st.integers(1, 4))
+def test_what_ranks_send_is_what_others_expect(seed: int, ranks: int, own: int, guests: int) -> None:
+    draw, experts = np.random.default_rng(seed), ranks * own
+    counts = draw.integers(0, 9, (ranks, experts)) * draw.integers(0, 2, experts)
+    slots = np.full((ranks, own + guests), -1)
+    slots[:, :own] = np.arange(experts).reshape(ranks, own)
+    for rank, row in enumerate(slots):
+        others = draw.permutation([e for e in range(experts) if e // own != rank])[:guests]
+        row[own : own + len(others)] = np.where(draw.random(len(others)) < 0.3, -1, others)
+    numbers = slot_numbers(slots, experts)
+    found = [assigned(counts, slots, numbers, rank) for rank in range(ranks)]
+    quotas = split(counts.sum(0), numbers >= 0)
+    for rank, each in enumerate(found):
+        assert (each.sent.sum(1) == counts[rank]).all()
+        assert (np.diag(each.sent[:, [rank] * experts]) == np.minimum(counts[rank], quotas[:, rank])).all()
+        for place, expert in enumerate(slots[rank]):
+            sent = [0 if expert < 0 else other.sent[expert, rank] for other in found]
+            assert each.received[:, place].tolist() == sent
+        of_rank = segments(each.sent, numbers, rank)
+        assert (of_rank.ends[:, -1] == counts[rank]).all()
+        assert (of_rank.slots[:, 0] == numbers[:, rank]).all()
+    assert (sum(each.sent for each in found) == quotas).all()

@@ -48,7 +48,7 @@ def test_a_conversion_moves_a_value_and_its_gradient(case: Case, ranks: int):
 
 def test_every_registered_conversion_is_among_the_cases():
     assert {type(case.conversion) for case in CASES} == set(conversion_classes())
-    others = {"embed_part", "label_logit", "exchange_and_gather_counts"}
+    others = {"embed_part", "label_logit", "exchange_and_gather_counts", "assign_slots"}
     assert {case.operator for case in CASES} | others == {
         name.removeprefix("moec.").removesuffix(".default") for name in NODES
     }

@@ -1,0 +1,88 @@
+"""Guests on gloo ranks: with others in every step a plan trains as the unsharded model does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.guests import bytes_of_guests, train_with_guests
+from support.ranks.training import STEPS, require_same_training, unsharded
+from torch import Tensor
+from torch.library import opcheck
+
+from moec.runtime.ops.assign_slots import assign_slots
+from moec.runtime.ranks import groups
+
+MODEL = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "ep 2, edp 2, zero 1, micro-batches": {"ranks": 4, "ep": 2, "zero": 1, "microbatches": 2, "adapt": "replicate(4)"},
+    "ep 4": {"ranks": 4, "ep": 4, "adapt": "replicate(8)"},
+    "ep 4, tp 2, recomputed": {"ranks": 4, "ep": 4, "tp": 2, "recompute": "layer", "adapt": "shadow(2)"},
+    "zero 2": {"ranks": 4, "ep": 2, "zero": 2, "microbatches": 2, "adapt": "[replicate(2), shadow(1)]"},
+    "zero 3": {"ranks": 4, "ep": 2, "zero": 3, "recompute": "experts", "adapt": "replicate(6)"},
+    "biases, micro-batches": {
+        "ranks": 2,
+        "ep": 2,
+        "expert": "swiglu(16, bias = true)",
+        "microbatches": 2,
+        "adapt": "replicate(2)",
+    },
+    "two degrees": {"ranks": 4, "ep": 4, "mixtures": ((8, 2), (8, 4)), "adapt": "replicate(4)"},
+}
+FAST = "biases, micro-batches"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == FAST else [pytest.mark.slow]) for name in CASES]
+)
+def test_with_other_guests_in_every_step_ranks_train_as_one(gloo: GlooPool, name: str) -> None:
+    options = {**MODEL, **CASES[name]}
+    same = {key: value for key, value in options.items() if key in (*MODEL, "expert", "mixtures")}
+    plan = moe_plan(**options)
+    results = gloo.run(plan.world_size, train_with_guests, plan, STEPS)
+    require_same_training(results, unsharded(STEPS, **same), plan)
+
+
+@pytest.mark.slow
+def test_no_guests_are_compiled_again(gloo: GlooPool) -> None:
+    options = {**MODEL, "ranks": 4, "ep": 4, "adapt": "replicate(4)"}
+    plan = moe_plan(**options)
+    results = gloo.run(plan.world_size, train_with_guests, plan, 8, "aot_eager")
+    require_same_training(results, unsharded(8, **MODEL), plan)
+    bodies, scalars = 2, 4  # of a dense layer, and of one with guests
+    assert {result["graphs"] for result in results} == {bodies + scalars}
+
+
+def test_guests_travel_once_per_step_in_the_compute_dtype_and_home_in_fp32(gloo: GlooPool) -> None:
+    plan = moe_plan(**MODEL, ranks=2, ep=2, dtype="bf16", adapt="replicate(4)")
+    once, again = (gloo.run(2, bytes_of_guests, plan, number) for number in (1, 2))
+    assert sum(elements for _, elements in once) > 0
+    assert sum(sent for sent, _ in once) == 3 * sum(elements for _, elements in once)  # 2 bytes there, 4 back
+    assert once == again
+
+
+def placed_rows(experts: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    rank = dist.get_rank()
+    with groups.use({"ep": dist.group.WORLD}):
+        opcheck(assign_slots, (experts[rank], slots, 4, "ep"))
+        return assign_slots(experts[rank], slots, 4, "ep")
+
+
+def test_ranks_agree_on_which_rows_go_to_which_slot(gloo: GlooPool) -> None:
+    experts = torch.randint(-1, 4, (2, 3, 5, 2), generator=torch.Generator().manual_seed(0))
+    slots = torch.tensor([[0, 1, 3, -1], [2, 3, 1, 0]])
+    found = gloo.run(2, placed_rows, experts, slots)
+    for rank, (placed, counts, received, splits) in enumerate(found):
+        chosen = torch.cat([slots.flatten(), torch.tensor([-1])])[placed]
+        assert torch.equal(chosen, experts[rank])
+        assert counts.tolist() == [torch.bincount(experts[rank].flatten() + 1, minlength=5)[1:].tolist()]
+        rows = torch.stack([torch.bincount(other[0].flatten() + 1, minlength=9)[1:].view(2, 4) for other in found])
+        assert torch.equal(received, rows[:, rank])
+        assert splits.tolist() == [rows[rank].sum(1).tolist(), rows[:, rank].sum(1).tolist()]
+    busiest = [int(result[2].sum()) for result in found]
+    assert max(busiest) - min(busiest) <= 1

@@ -1,0 +1,78 @@
+"""`moec verify` with guests: the maps that it tries, and faults that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from support.plans import moe_plan
+from support.tables import each_row
+from torch import Tensor
+
+from moec.passes.guests.place_guests import guests_of, homes_only
+from moec.passes.ir.texts.parse import parse_program
+from moec.passes.ir.texts.text import print_program
+from moec.runtime.verify.cluster import virtual_weights
+from moec.runtime.verify.guest_maps import guest_maps
+from moec.runtime.verify.verification import verify
+from moec.runtime.weights.guests import slots_complaint
+
+PLAN = {"ranks": 2, "ep": 2, "adapt": "replicate(4)"}
+
+
+def test_the_program_has_slots_and_is_read_back() -> None:
+    program = moe_plan(**PLAN).program
+    body = program.body(program.layers[1])
+    assert guests_of(body) == 2
+    assert [table.shape for table in body.tables] == [(2, 6)]
+    assert parse_program(print_program(program)) == program
+    assert guests_of(homes_only(program).body(program.layers[1])) == 0
+
+
+def test_maps_are_different_possible_and_more_than_ten() -> None:
+    maps = [slots for step in guest_maps(moe_plan(**PLAN).program, 0) for slots in step.values()]
+    assert len(maps) > 12
+    assert len({str(slots.tolist()) for slots in maps}) > 10
+    assert {slots_complaint(slots, 2, 8, 2) for slots in maps} == {""}
+    full = {bool((slots >= 0).all()) for slots in maps}
+    assert full == {True, False}
+
+
+@each_row(
+    ("change", "words"),
+    [
+        (lambda slots: slots[:, 1:], "not int64 [2, 6]"),
+        (lambda slots: slots.flip(1), "do not begin with each rank's own 4 experts"),
+        (lambda slots: slots.clamp(max=6).index_put((torch.tensor(0), torch.tensor(4)), torch.tensor(8)), "own 4"),
+        (lambda slots: slots.index_put((torch.tensor(0), torch.tensor(4)), torch.tensor(8)), "not among 0 to 7"),
+        (lambda slots: slots.index_put((torch.tensor(0), torch.tensor([4, 5])), torch.tensor(1)), "1 twice on rank 0"),
+    ],
+)
+def test_impossible_slots_are_named(change: Callable[[Tensor], Tensor], words: str) -> None:
+    slots = torch.cat([torch.arange(8).view(2, 4), torch.tensor([[4, -1], [-1, 0]])], 1)
+    assert words in slots_complaint(change(slots), 2, 8, 2)
+
+
+def lost(gradients: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
+    return [gradient[: int(slots.max() + 1) // len(slots)] for gradient in gradients]
+
+
+def swapped(parts: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
+    right, own = hosted(parts, slots), len(parts[0])
+    return [torch.cat([weights[:own], weights[own:].flip(0)]) for weights in right]
+
+
+hosted = virtual_weights.hosted
+
+
+@each_row(("name", "wrong", "gradient"), [("returned", lost, True), ("hosted", swapped, False)])
+def test_guests_that_lose_gradients_or_have_other_weights_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., list[Tensor]], gradient: bool
+) -> None:
+    plan = moe_plan(**PLAN)
+    monkeypatch.setattr(virtual_weights, name, wrong)
+    report = verify(plan, float32=False)
+    assert not report.ok
+    assert report.first_difference is not None
+    assert (report.first_difference.op, report.first_difference.gradient) == ("assign_slots", gradient)
