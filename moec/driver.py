@@ -212,6 +212,7 @@ def launch(
     timeout: float = 100.0,
     checks: Literal["all", "first", "none"] = "first",
     on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+    choices: str | Path | None = None,
 ) -> Job:
     """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
 
@@ -225,6 +226,9 @@ def launch(
 
     `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
     raises `JobError` on every rank, or the step changes no weight and training goes on, or it is not checked.
+
+    `choices`: a file of JSON lines, of a plan with `adapt`. The guests that are chosen are added to it; steps that it
+    has already have the guests that it says.
     """
     from moec.runtime.job.job import Job
 
@@ -237,7 +241,7 @@ def launch(
             f"{loaded.name} is a layer, but `moec.launch` trains models",
             "use `moec.layer`, which makes a module for a plain PyTorch model",
         )
-    return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite)
+    return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite, choices)
 
 
 @called("moec.from_hf")

@@ -7,7 +7,8 @@ floats, and must be the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from moec.passes.guests.place_guests import guests_of
 from moec.passes.guests.split import split
 from moec.passes.ir import OutputKey
 from moec.passes.ir.mesh import group_name
+from moec.runtime.job.guest_choices import GuestChoices
 from moec.runtime.model.plan_layer import layer_inside
 from moec.runtime.ops.dense_collectives import all_gather_single
 from moec.runtime.ranks.groups import HOST, STAGE
@@ -38,7 +40,7 @@ DELAY = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A layer: its experts, the lists of ranks of its groups of `ep`, and the slots of a rank for guests."""
 
     number: int
@@ -64,19 +66,29 @@ class _Place:
 
 
 class GuestPolicy:
-    """The guests of the layers of one model of a job. Every rank of the job has one, and calls it at the same times."""
+    """The guests of the layers of one model of a job. Every rank of the job has one, and calls it at the same times.
 
-    def __init__(self, plan: Plan, rank: int, job: str, device: torch.device) -> None:
+    `steps` gives the number of the step that runs, from 1. `choices`: the recorded choices, which it repeats.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        job: str,
+        device: torch.device,
+        steps: Callable[[], int],
+        choices: GuestChoices | None = None,
+    ) -> None:
         self._plan, self._rank, self._job, self._ranks, self._device = plan, rank, job, plan.world_size, device
-        layers = [layer.number for layer in plan.program.layers if plan.program.body(layer).tables]
-        self._places = [_place_of(plan, number) for number in layers]
+        self._step, self._choices = steps, choices
+        self._places = places_of(plan)
         self._words = placements(plan.spec)
         self._every = min(word.every for word in self._words)
         self._times = layer_times(plan.program, plan.spec)
         self._loads: dict[int, Tensor] = {}
-        self._steps = self._counted = 0
-        self._chosen: Future[dict[int, Any]] | None = None
-        self._due = 0
+        self._counted, self._repeated = 0, 0
+        self._chosen: deque[tuple[int, Future[dict[int, Any]]]] = deque()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # the guests of a copy of a model stay what they are
@@ -91,20 +103,29 @@ class GuestPolicy:
 
     def begin_step(self, layers: nn.ModuleList) -> None:
         """Gives the layers their new guests, if some were chosen for this step. A collective of all ranks then."""
-        if self._chosen is not None and self._steps >= self._due:
-            chosen, self._chosen = self._chosen.result(), None
-            self._give(layers, self._exchanged(chosen))
+        step, recorded = self._step(), {} if self._choices is None else self._choices.steps
+        for number in sorted(number for number in recorded if self._repeated < number <= step):
+            self._give(layers, recorded[number])
+        self._repeated = step
+        while self._chosen and self._chosen[0][0] <= step:
+            slots = self._exchanged(self._chosen.popleft()[1])
+            self._give(layers, slots)
+            if self._choices is not None and self._rank == 0:
+                self._choices.write(step, slots)
 
     def end_step(self) -> None:
         """Counts a step; after every `every`-th, gathers loads and begins to choose. A collective of all ranks then."""
-        self._steps += 1
-        if self._steps - self._counted >= self._every and self._chosen is None:
-            counts, steps = self._gathered(), self._steps - self._counted
-            self._counted, self._due = self._steps, self._steps + DELAY
-            self._loads.clear()
+        step = self._step()
+        self._counted += 1
+        if step % self._every:
+            return
+        due, last = step + DELAY + 1, 0 if self._choices is None else self._choices.last
+        if due > last:
             executor = ThreadPoolExecutor(1, "guests")
-            self._chosen = executor.submit(self._choose, counts, steps)
+            self._chosen.append((due, executor.submit(self._choose, self._gathered(), self._counted)))
             executor.shutdown(wait=False)
+        self._loads.clear()
+        self._counted = 0
 
     def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, dict[int, float]]:
         """Of each layer: its guests, the bytes that all ranks send of them in a step, and rows of the busiest rank over
@@ -149,42 +170,52 @@ class GuestPolicy:
         return chosen
 
     @staticmethod
-    def _most(word: Any, place: _Place) -> int:
+    def _most(word: Any, place: Place) -> int:
         return int(word.slots) if word.word == "replicate" else int(word.most) * (place.ranks - 1)
 
-    def _exchanged(self, chosen: Mapping[int, Any]) -> dict[int, Tensor]:
-        """The slots of all layers, each from the rank that chose them."""
+    def _exchanged(self, future: Future[dict[int, Any]]) -> dict[int, Tensor]:
+        """The slots of all layers, each from the rank that chose them. Raises on every rank if one could not choose."""
+        error = future.exception()
+        chosen = {} if error is not None else future.result()
         flat = [
             torch.from_numpy(chosen[p.number] if p.number in chosen else np.zeros(p.shape, np.int64)).flatten()
             for p in self._places
         ]
-        total = torch.cat(flat)
+        total = torch.cat([*flat, torch.tensor([int(error is not None)])])
         with collective("exchange_guests", self._job + HOST, "the choice of guests") as peers:
             dist.all_reduce(total, group=peers)
-        parts = torch.split(total, [part.numel() for part in flat])
+        *parts, failed = torch.split(total, [*(part.numel() for part in flat), 1])
+        if int(failed):
+            raise RuntimeError(f"{int(failed)} ranks could not choose guests") from error
         return {p.number: part.view(p.shape) for p, part in zip(self._places, parts, strict=True)}
 
     def _give(self, layers: nn.ModuleList, slots: Mapping[int, Tensor]) -> None:
         for place in self._places:
-            layer, chosen = layer_inside(layers[place.number]), slots[place.number]
-            if layer is not None:
+            layer, chosen = layer_inside(layers[place.number]), slots.get(place.number)
+            if layer is not None and chosen is not None:
                 has_guests = bool((chosen[:, place.own :] >= 0).any())
                 layer.guests = self._guests(place, chosen, layer) if has_guests else None
 
-    def _guests(self, place: _Place, slots: Tensor, layer: Any) -> Guests:
+    def _guests(self, place: Place, slots: Tensor, layer: Any) -> Guests:
         position = next(ranks.index(self._rank) for ranks in place.groups if self._rank in ranks)
         site = f"layer {place.number}"
         return Guests(slots, position, place.own, layer.hosted, self._job + place.group, site)
 
 
-def _place_of(plan: Plan, number: int) -> _Place:
+def places_of(plan: Plan) -> list[Place]:
+    """The layers with room for guests."""
+    layers = (layer.number for layer in plan.program.layers if plan.program.body(layer).tables)
+    return [_place_of(plan, number) for number in layers]
+
+
+def _place_of(plan: Plan, number: int) -> Place:
     layer = plan.program.layers[number]
     block, mesh = plan.program.body(layer), plan.expert_meshes[number]
     ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
     guests = guests_of(block)
     groups = tuple(tuple(ranks) for ranks in mesh.groups("ep"))
     experts = ranks * (of_rank - guests)
-    return _Place(number, experts, groups, guests, group_name("ep", block.experts), block.name, guest_bytes(block))
+    return Place(number, experts, groups, guests, group_name("ep", block.experts), block.name, guest_bytes(block))
 
 
 def over_mean(rows: Any) -> float:
@@ -192,7 +223,7 @@ def over_mean(rows: Any) -> float:
     return float(rows.max() / rows.mean()) if rows.any() else 1.0
 
 
-def _slots_of(copies: Any, place: _Place) -> Any:
+def _slots_of(copies: Any, place: Place) -> Any:
     """The slots [ranks, slots of a rank] of `copies` [experts, ranks]: own experts, then guests in their order."""
     slots = np.full(place.shape, -1, np.int64)
     slots[:, : place.own] = homes(place.ranks, place.experts).numpy()

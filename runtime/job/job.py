@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -23,7 +24,8 @@ from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.job.accumulate import accumulating
-from moec.runtime.job.guest_policy import GuestPolicy
+from moec.runtime.job.guest_choices import GuestChoices
+from moec.runtime.job.guest_policy import GuestPolicy, places_of
 from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
 from moec.runtime.job.step import Counter, Loss, Step, run_step
@@ -65,10 +67,11 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         timeout: float = TIMEOUT,
         checks: str = "first",
         on_nonfinite: str = "raise",
+        choices: str | Path | None = None,
     ) -> None:
         require_arguments(device, check_replicas, timeout)
         super().__init__(plan, device, timeout, checks, on_nonfinite)
-        self._check_every = check_replicas
+        self._check_every, self._choices = check_replicas, None if choices is None else Path(choices)
         self._seen = set[object]()
         self._scaled_later = WeakSet[PlanModule]()
         """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
@@ -97,7 +100,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         with torch.inference_mode(False):  # the parameters are to be trained
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
         if any(block.tables for block in self.plan.program.blocks):
-            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, target)
+            choices = self._read_choices()
+            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, target, lambda: self.steps, choices)
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:
@@ -288,6 +292,17 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             self._take_back(model)
             look_at(StepBegins(model, seen=model.seen))
             yield
+
+    def _read_choices(self) -> GuestChoices | None:
+        """The recorded choices of guests, of the first model. A collective if there is a file for them."""
+        path, self._choices = self._choices, None
+        if path is None:
+            return None
+        shapes = {place.number: (place.ranks, place.experts, place.guests) for place in places_of(self.plan)}
+        choices = GuestChoices(path, self.plan, shapes)
+        self.checks.require("job.build", choices.read() if self.rank == 0 else None)
+        choices.share(self.number)
+        return choices
 
     def _take_back(self, model: PlanModule) -> None:
         """Scales the gradients that were handed to an optimizer which was not called since."""

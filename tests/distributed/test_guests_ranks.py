@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 import torch.distributed as dist
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.guests import bytes_of_guests, train_with_guests
+from support.ranks.guests import bytes_of_guests, train_with_choices, train_with_guests
 from support.ranks.training import STEPS, require_same_training, unsharded
 from torch import Tensor
 from torch.library import opcheck
 
+import moec
 from moec.runtime.ops.assign_slots import assign_slots
 from moec.runtime.ranks import groups
 
@@ -86,3 +89,20 @@ def test_ranks_agree_on_which_rows_go_to_which_slot(gloo: GlooPool) -> None:
         assert splits.tolist() == [rows[rank].sum(1).tolist(), rows[:, rank].sum(1).tolist()]
     busiest = [int(result[2].sum()) for result in found]
     assert max(busiest) - min(busiest) <= 1
+
+
+def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool, tmp_path: Path) -> None:
+    plan = moe_plan(**MODEL, ranks=2, ep=2, adapt="replicate(2, every = 2)")
+    path = tmp_path / "choices.jsonl"
+    first = gloo.run(2, train_with_choices, plan, str(path), 6)
+    content = path.read_text()
+    steps = [json.loads(line).get("step") for line in content.splitlines()]
+    assert steps == [None, 4, 6]
+    assert any(first[0]["guests"])
+    assert first[0] == first[1]
+    path.write_text(content + '{"step": 8, "slo')  # a line that was not finished
+    assert gloo.run(2, train_with_choices, plan, str(path), 6) == first
+    assert path.read_text() == content
+    path.write_text(content.replace("[0, 1, 2, 3, ", "[0, 1, 2, 2, ", 1))
+    with pytest.raises(moec.JobError, match="slots of layer 1 have expert 2 twice"):
+        gloo.run(2, train_with_choices, plan, str(path), 6)

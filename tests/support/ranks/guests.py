@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from support.ranks.training import train_as_rank
+from support.ranks.training import batches_of, own_part, train_as_rank
 from torch import nn
 
 import moec
@@ -20,11 +20,11 @@ class RandomGuests(GuestPolicy):
     """Every step has other guests: those under which plans are verified, first the extreme ones."""
 
     def begin_step(self, layers: nn.ModuleList) -> None:
-        maps = guest_maps(self._plan.program, self._steps)
-        self._give(layers, maps[self._steps % len(maps)])
+        maps = guest_maps(self._plan.program, self._step())
+        self._give(layers, maps[self._step() % len(maps)])
 
     def end_step(self) -> None:
-        self._steps += 1
+        """Chooses nothing."""
 
 
 def train_with_guests(plan: Plan, steps: int, compiled: str = "") -> dict[str, Any]:
@@ -54,3 +54,19 @@ def bytes_of_guests(plan: Plan, microbatches: int) -> tuple[int, int]:
         tokens = torch.randint(32, (8 // job.data_size, 8))
         job.step(job.build(seed=1), tokens, tokens, microbatches=microbatches)
     return sent, elements
+
+
+def train_with_choices(plan: Plan, choices: str, steps: int) -> dict[str, Any]:
+    """The losses of a run that writes its choices to a file, or repeats those of the file, and its last guests."""
+    with moec.launch(plan, device="cpu", choices=choices) as job:
+        model, losses = job.build(seed=1), []
+        optimizer = job.optimizer(model)
+        with torch.no_grad():
+            for layer in model.layers[1:]:
+                layer.moe.gate.weight.to_local()[3] *= 30  # one busy expert
+        for tokens, labels in batches_of(plan.spec, steps):
+            losses.append(job.step(model, *own_part(job, tokens, labels)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        guests = [None if layer.guests is None else layer.guests.slots.tolist() for layer in model.layers]
+    return {"losses": losses, "guests": guests}

@@ -482,6 +482,16 @@ def build_before_the_job() -> Sequence[Diagnostic]:
     return raised(moec.launch(moe_plan(ranks=1, ep=1), device="cpu").build)
 
 
+def choices_of_another_plan() -> Sequence[Diagnostic]:
+    from moec.runtime.job.guest_choices import GuestChoices
+
+    path, plan = Path("choices.jsonl"), moe_plan(ep=2, adapt="replicate(4)")
+    path.write_text('{"choices_of": "sha256:0123"}\n')
+    complaint = GuestChoices(path, plan, {1: (2, 8, 2), 2: (2, 8, 2)}).read()
+    assert complaint is not None
+    return complaint.error().diagnostics
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -533,6 +543,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0750": device_that_is_none,
     "MOE0751": file_for_a_plan,
     "MOE0752": build_before_the_job,
+    "MOE0753": choices_of_another_plan,
     **PLAN_EVENTS,
     **LAYER_EVENTS,
     **CHECKPOINT_EVENTS,

@@ -1,0 +1,119 @@
+"""`moec.launch(plan, choices=…)`: a file of the guests that were chosen, which a later run repeats.
+
+A line of JSON for each step that began with other guests; the first line names the plan. Only the first rank reads and
+writes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.codegen.folder import digest
+from moec.codegen.plan import Plan
+from moec.passes.ir.texts.text import print_program
+from moec.runtime.job.figures import warn_unwritten
+from moec.runtime.ranks.checks import Complaint
+from moec.runtime.ranks.groups import HOST
+from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.guests import slots_complaint
+
+Shapes = Mapping[int, tuple[int, int, int]]
+"""Of each layer with room for guests: the ranks of its groups, its experts, and the slots of a rank for guests."""
+
+Steps = dict[int, dict[int, Tensor]]
+"""The slots of layers at the beginning of a step, by its number, from 1."""
+
+
+class GuestChoices:
+    """The recorded choices of a run, and the file to which further ones are added."""
+
+    def __init__(self, path: Path, plan: Plan, shapes: Shapes) -> None:
+        self._path, self._shapes = path, shapes
+        self._plan = digest(print_program(plan.program, spans=False).encode())
+        self._writes, self._has_head = True, False
+        self.steps: Steps = {}
+
+    @property
+    def last(self) -> int:
+        """The last recorded step; 0 without one."""
+        return max(self.steps, default=0)
+
+    def read(self) -> Complaint | None:
+        """Reads the file, on the first rank. The complaint about a file that this plan cannot repeat, or None."""
+        try:
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+            *lines, rest = text.split("\n")
+            self._has_head = bool(lines)
+            if rest:  # a line that its writer did not finish
+                with self._path.open("r+b") as file:
+                    file.truncate(len(text.encode()) - len(rest.encode()))
+            return self._take(lines)
+        except (OSError, UnicodeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return self._refused(f"line {len(self.steps) + 1} cannot be read ({type(error).__name__}: {error})")
+
+    def _take(self, lines: list[str]) -> Complaint | None:
+        for number, line in enumerate(lines):
+            data = json.loads(line)
+            if number == 0:
+                if data["choices_of"] != self._plan:
+                    return self._refused("it is of another plan")
+                continue
+            slots = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
+            for layer, given in slots.items():
+                if layer not in self._shapes:
+                    return self._refused(f"step {data['step']}: layer {layer} has no room for guests")
+                if complaint := slots_complaint(given, *self._shapes[layer]):
+                    return self._refused(f"step {data['step']}: the slots of layer {layer} {complaint}")
+            self.steps.setdefault(int(data["step"]), {}).update(slots)
+        return None
+
+    def _refused(self, words: str) -> Complaint:
+        help = "give the file of a run of this plan, or a path without a file: then choices are written there"
+        return Complaint("MOE0753", f"{self._path}: {words}", help)
+
+    def share(self, job: str) -> None:
+        """Gives all ranks what the first one has read."""
+        rows = [
+            torch.tensor([step, layer, *slots.flatten().tolist()])
+            for step, layers in self.steps.items()
+            for layer, slots in layers.items()
+        ]
+        longest = 2 + max(experts + ranks * guests for ranks, experts, guests in self._shapes.values())
+        number = torch.tensor(len(rows))
+        with collective("broadcast", job + HOST, "choices of guests") as peers:
+            dist.broadcast(number, group=peers, group_src=0)
+        flat = torch.full((int(number), longest), -1)
+        for row, values in zip(flat, rows, strict=False):
+            row[: len(values)] = values
+        if len(flat):
+            with collective("broadcast", job + HOST, "choices of guests") as peers:
+                dist.broadcast(flat, group=peers, group_src=0)
+        self.steps = {}
+        for step, layer, *values in flat.tolist():
+            ranks, experts, guests = self._shapes[layer]
+            size = experts + ranks * guests
+            self.steps.setdefault(step, {})[layer] = torch.tensor(values[:size]).view(ranks, -1)
+
+    def write(self, step: int, slots: Mapping[int, Tensor]) -> None:
+        """Adds the slots of a step, on the first rank. A file that cannot be written is named once, and left out."""
+        if not self._writes:
+            return
+        head: list[dict[str, Any]] = [] if self._has_head else [{"choices_of": self._plan}]
+        records = [*head, {"step": step, "slots": {str(layer): given.tolist() for layer, given in slots.items()}}]
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                if file.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, "only a part of a line was written", str(self._path))
+            self._has_head = True
+        except OSError as error:
+            self._writes = False
+            warn_unwritten(error)
