@@ -167,6 +167,13 @@ class Adapt(Node):
         Greedy | Replicate | Shadow | tuple[Replicate | Shadow, ...] | None,
         Doc("how experts move between ranks, or where they have guests"),
     ] = None
+    split: Annotated[
+        Literal["fresh", "old", "even"],
+        Doc(
+            "how rows of an expert with guests are split among its copies: by the step's own counts, as those of the "
+            "steps by which guests were chosen, or evenly"
+        ),
+    ] = "fresh"
     horizon: Annotated[
         float, more_than(0), NotYet(), Doc("steps within which a move has to save more time than it takes")
     ] = 1000.0

@@ -1,7 +1,6 @@
 """Which rows of a rank's tokens go to which copy of their expert, and which rows a rank receives.
 
-`slots` [ranks, slots of a rank] has the expert of each slot, −1 for none. All ranks compute this from the same counts,
-in whole numbers, so that what one sends is what the other expects.
+All ranks compute this from the same counts, in whole numbers, so that what one sends is what the other expects.
 """
 
 from __future__ import annotations
@@ -10,10 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moec.passes.guests.split import kept_here, split
+from moec.passes.guests.split import in_shares, kept_here, split
 
 Slots = Any
 """The expert of each slot [ranks, slots of a rank], −1 for none; no expert twice on a rank."""
+
+Shares = Any
+"""In which proportions slots get rows of their experts [ranks, slots of a rank]; all 0: as evens the ranks out."""
 
 
 class Assigned(NamedTuple):
@@ -34,14 +36,14 @@ def slot_numbers(slots: Slots, experts: int) -> Any:
     return numbers
 
 
-def assigned(counts: Any, slots: Slots, numbers: Any, rank: int) -> Assigned:
+def assigned(counts: Any, slots: Slots, shares: Shares, numbers: Any, rank: int) -> Assigned:
     """What `rank` sends and receives. `counts` [ranks, experts]: rows of each rank's tokens; `numbers`: those of
     `slot_numbers`.
 
     An expert's own copies take their ranks' rows first. What is left of sources, in order, fills what is left of
     copies, in order: an overlap of two intervals for each pair.
     """
-    quotas = split(counts.sum(0), numbers >= 0)
+    quotas = quotas_of(counts.sum(0), shares, numbers)
     own = kept_here(counts, quotas)
     left_of_sources, left_of_copies = counts.T - own, quotas - own
     source_ends, copy_ends = left_of_sources.cumsum(1), left_of_copies.cumsum(1)
@@ -60,6 +62,13 @@ def assigned(counts: Any, slots: Slots, numbers: Any, rank: int) -> Assigned:
     received = np.zeros(slots.shape, np.int64)
     received[:, here] = taken.T
     return Assigned(sent, received)
+
+
+def quotas_of(counts: Any, shares: Shares, numbers: Any) -> Any:
+    """The rows of each expert that each rank computes [experts, ranks], of the rows of each expert."""
+    if not shares.any():
+        return split(counts, numbers >= 0)
+    return in_shares(counts, np.where(numbers >= 0, shares.ravel()[numbers], 0))
 
 
 class Segments(NamedTuple):

@@ -10,7 +10,8 @@ from moec.passes.ir import REPLICATED, Block, Op, Parameter, Program, Shard, Tab
 from moec.passes.ir.ops import AssignSlots, ExchangeCounts, Permute
 
 SLOTS = "slots"
-"""The name of the table of a layer: the expert of each slot, −1 for none, int64 [ranks of ep, slots of a rank]."""
+"""The name of the table of a layer, int64 [2, ranks of ep, slots of a rank]: the expert of each slot, −1 for none, and
+the share of the expert's rows that the slot gets."""
 
 ROWS_OF_EXPERTS = "rows_of_experts"
 """The name of the counts of rows by experts."""
@@ -44,7 +45,7 @@ def homes_only(program: Program) -> Program:
 def guests_of(block: Block) -> int:
     """The slots for guests of a rank of this block."""
     for table in block.tables:
-        ranks, of_rank = table.shape
+        _, ranks, of_rank = table.shape
         experts = next(op.num_experts for op in block.ops if isinstance(op, AssignSlots))
         assert isinstance(ranks, int)
         assert isinstance(of_rank, int)
@@ -66,7 +67,7 @@ def _rewritten(program: Program, block: Block, guests: int) -> Block:
     ranks = mesh.size("ep")
     (permute,) = (op for op in block.ops if isinstance(op, Permute))
     experts = next((op.num_experts for op in block.ops if isinstance(op, AssignSlots)), permute.num_experts)
-    shape = (ranks, experts // ranks + guests)
+    shape = (2, ranks, experts // ranks + guests)
     parameters = tuple(replace(p, guests=ranks * guests) if _is_of_experts(p) else p for p in block.parameters)
     table = Table(name=SLOTS, shape=shape, dtype="int64", layout=REPLICATED)
     ops, outputs = block.ops, block.outputs
@@ -74,7 +75,7 @@ def _rewritten(program: Program, block: Block, guests: int) -> Block:
         ops, counts = tuple(_by_slots(block, permute)), permute.results[1].name
         outputs = tuple(replace(o, name=ROWS_OF_EXPERTS) if o.name == counts else o for o in outputs)
     changed = replace(block, parameters=parameters, tables=(table,), outputs=outputs)
-    slots = ranks * shape[1]
+    slots = ranks * shape[2]
     sized = (replace(op, num_experts=slots) if isinstance(op, Permute) else op for op in ops)
     return replace(changed, ops=tuple(_inferred(program, changed, sized)))
 

@@ -42,6 +42,17 @@ def split(counts: Counts, copies: Copies, passes: int = PASSES) -> Quotas:
     return quotas
 
 
+def in_shares(counts: Counts, shares: Any) -> Quotas:
+    """Quotas in the proportions of `shares` [experts, ranks], of which every expert with rows has some. What is left
+    over of whole numbers goes to the largest remainders, of equal ones to the first rank."""
+    totals = np.maximum(shares.sum(1), 1)[:, None]
+    wanted = counts[:, None] * shares
+    quotas, remainders = wanted // totals, wanted % totals
+    left = counts - quotas.sum(1)
+    places = np.argsort(np.argsort(-remainders, axis=1, kind="stable"), axis=1, kind="stable")
+    return quotas + (places < left[:, None])
+
+
 def spread(rows: int, others: Any) -> Any:
     """So many rows over ranks with `others` already: the least ones are filled to one level. What is left over of whole
     numbers goes to the least."""

@@ -29,7 +29,7 @@ Shapes = Mapping[int, tuple[int, int, int]]
 """Of each layer with room for guests: the ranks of its groups, its experts, and the slots of a rank for guests."""
 
 Steps = dict[int, dict[int, Tensor]]
-"""The slots of layers at the beginning of a step, by its number, from 1."""
+"""The tables of layers (`Guests.table`) at the beginning of a step, by its number, from 1."""
 
 
 class GuestChoices:
@@ -56,24 +56,32 @@ class GuestChoices:
                 with self._path.open("r+b") as file:
                     file.truncate(len(text.encode()) - len(rest.encode()))
             return self._take(lines)
-        except (OSError, UnicodeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return self._refused(f"line {len(self.steps) + 1} cannot be read ({type(error).__name__}: {error})")
+        except (OSError, UnicodeError) as error:
+            return self._refused(f"{type(error).__name__}: {error}")
 
     def _take(self, lines: list[str]) -> Complaint | None:
-        for number, line in enumerate(lines):
-            data = json.loads(line)
-            if number == 0:
-                if data["choices_of"] != self._plan:
+        for number, line in enumerate(lines, 1):
+            try:
+                data = json.loads(line)
+                if number == 1 and data["choices_of"] != self._plan:
                     return self._refused("it is of another plan")
-                continue
-            slots = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
-            for layer, given in slots.items():
-                if layer not in self._shapes:
-                    return self._refused(f"step {data['step']}: layer {layer} has no room for guests")
-                if complaint := slots_complaint(given, *self._shapes[layer]):
-                    return self._refused(f"step {data['step']}: the slots of layer {layer} {complaint}")
-            self.steps.setdefault(int(data["step"]), {}).update(slots)
+                complaint = self._take_step(data) if number > 1 else ""
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                complaint = f"cannot be read ({type(error).__name__}: {error})"
+            if complaint:
+                return self._refused(f"line {number}: {complaint}")
         return None
+
+    def _take_step(self, data: Any) -> str:
+        """Takes the record of a step; gives what is wrong with it, or nothing."""
+        tables = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
+        for layer, table in tables.items():
+            if layer not in self._shapes:
+                return f"layer {layer} has no room for guests"
+            if complaint := slots_complaint(table, *self._shapes[layer]):
+                return f"the slots of layer {layer} {complaint}"
+        self.steps.setdefault(int(data["step"]), {}).update(tables)
+        return ""
 
     def _refused(self, words: str) -> Complaint:
         help = "give the file of a run of this plan, or a path without a file: then choices are written there"
@@ -86,7 +94,7 @@ class GuestChoices:
             for step, layers in self.steps.items()
             for layer, slots in layers.items()
         ]
-        longest = 2 + max(experts + ranks * guests for ranks, experts, guests in self._shapes.values())
+        longest = 2 + 2 * max(experts + ranks * guests for ranks, experts, guests in self._shapes.values())
         number = torch.tensor(len(rows))
         with collective("broadcast", job + HOST, "choices of guests") as peers:
             dist.broadcast(number, group=peers, group_src=0)
@@ -99,15 +107,15 @@ class GuestChoices:
         self.steps = {}
         for step, layer, *values in flat.tolist():
             ranks, experts, guests = self._shapes[layer]
-            size = experts + ranks * guests
-            self.steps.setdefault(step, {})[layer] = torch.tensor(values[:size]).view(ranks, -1)
+            size = 2 * (experts + ranks * guests)
+            self.steps.setdefault(step, {})[layer] = torch.tensor(values[:size]).view(2, ranks, -1)
 
-    def write(self, step: int, slots: Mapping[int, Tensor]) -> None:
-        """Adds the slots of a step, on the first rank. A file that cannot be written is named once, and left out."""
+    def write(self, step: int, tables: Mapping[int, Tensor]) -> None:
+        """Adds the tables of a step, on the first rank. A file that cannot be written is named once, and left out."""
         if not self._writes:
             return
         head: list[dict[str, Any]] = [] if self._has_head else [{"choices_of": self._plan}]
-        records = [*head, {"step": step, "slots": {str(layer): given.tolist() for layer, given in slots.items()}}]
+        records = [*head, {"step": step, "slots": {str(layer): table.tolist() for layer, table in tables.items()}}]
         content = "".join(json.dumps(record) + "\n" for record in records).encode()
         try:
             with self._path.open("ab", buffering=0) as file:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moec.codegen.plan import Plan
 from moec.passes.degrees.guest_slots import placements
-from moec.passes.guests.assignment import slot_numbers
+from moec.passes.guests.assignment import quotas_of, slot_numbers
 from moec.passes.guests.choice import Slots, choose_guests
 from moec.passes.guests.layer_time import guest_bytes, layer_times
 from moec.passes.guests.place_guests import guests_of
@@ -33,7 +33,7 @@ from moec.runtime.ops.dense_collectives import all_gather_single
 from moec.runtime.ranks.groups import HOST, STAGE
 from moec.runtime.ranks.watch import collective
 from moec.runtime.refused_derivatives import unwrapped
-from moec.runtime.weights.guests import Guests, homes
+from moec.runtime.weights.guests import Guests, homes, with_shares
 
 DELAY = 1
 """Whole steps between the loads and the step for which guests are chosen: the choice is computed beside them."""
@@ -62,6 +62,7 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Of the slots of all ranks."""
         return self.ranks, self.own + self.guests
 
 
@@ -83,7 +84,7 @@ class GuestPolicy:
         self._plan, self._rank, self._job, self._ranks, self._device = plan, rank, job, plan.world_size, device
         self._step, self._choices = steps, choices
         self._places = places_of(plan)
-        self._words = placements(plan.spec)
+        self._words, self._split = placements(plan.spec), plan.spec.adapt.split if plan.spec.adapt else "fresh"
         self._every = min(word.every for word in self._words)
         self._times = layer_times(plan.program, plan.spec)
         self._loads: dict[int, Tensor] = {}
@@ -136,13 +137,14 @@ class GuestPolicy:
             if layer is None or rows is None:
                 continue
             counts, at_home = rows.numpy(), homes(place.ranks, place.experts).numpy()
-            slots = at_home if layer.guests is None else layer.guests.slots.numpy()
-            copies = slot_numbers(slots, place.experts) >= 0
-            guests = int(copies.sum()) - place.experts
+            table = with_shares(homes(place.ranks, place.experts)) if layer.guests is None else layer.guests.table
+            slots, shares = table.numpy()
+            numbers = slot_numbers(slots, place.experts)
+            guests = int((numbers >= 0).sum()) - place.experts
             found["guests"][place.number] = guests
             found["guest_bytes"][place.number] = guests * len(place.groups) * place.bytes
             found["home_rows"][place.number] = over_mean(counts[at_home].sum(1))
-            found["rows"][place.number] = over_mean(split(counts, copies).sum(0))
+            found["rows"][place.number] = over_mean(quotas_of(counts, shares, numbers).sum(0))
         return found
 
     # ---- choosing --------------------------------------------------------------------------------------
@@ -159,26 +161,43 @@ class GuestPolicy:
         return {place.number: part for place, part in zip(self._places, parts, strict=True)}
 
     def _choose(self, counts: Mapping[int, Tensor], steps: int) -> dict[int, Any]:
-        """The slots of this rank's share of the layers, by their numbers."""
+        """The tables of this rank's share of the layers, by their numbers."""
         chosen = dict[int, Any]()
         for place in self._places[self._rank :: self._ranks]:
             rows = counts[place.number].numpy()[np.array(place.groups)].sum(0) // (steps * len(place.groups))
             of_all = sum(self._most(word, place) for word in self._words)
             home = np.arange(place.experts) // place.own
             found = choose_guests(rows, home, Slots(place.guests, of_all), self._times[place.body])
-            chosen[place.number] = _slots_of(found.copies, place)
+            chosen[place.number] = self._table_of(found.copies, rows.sum(0), place)
         return chosen
+
+    def _table_of(self, copies: Any, rows: Any, place: Place) -> Any:
+        """The table of `copies` [experts, ranks]: own experts, then guests in their order; and shares, as the file's
+        `split` says. An expert without rows has its share at home."""
+        slots = np.full(place.shape, -1, np.int64)
+        slots[:, : place.own] = homes(place.ranks, place.experts).numpy()
+        for rank in range(place.ranks):
+            guests = [expert for expert in np.flatnonzero(copies[:, rank]).tolist() if expert // place.own != rank]
+            slots[rank, place.own : place.own + len(guests)] = guests
+        shares = np.zeros(place.shape, np.int64)
+        if self._split == "even":
+            shares[slots >= 0] = 1
+        elif self._split == "old":
+            quotas, experts, ranks = split(rows, copies), np.arange(place.experts), np.arange(place.ranks)
+            quotas[experts, experts // place.own] += rows == 0
+            shares = np.where(slots >= 0, quotas[slots, ranks[:, None]], 0)
+        return np.stack([slots, shares])
 
     @staticmethod
     def _most(word: Any, place: Place) -> int:
         return int(word.slots) if word.word == "replicate" else int(word.most) * (place.ranks - 1)
 
     def _exchanged(self, future: Future[dict[int, Any]]) -> dict[int, Tensor]:
-        """The slots of all layers, each from the rank that chose them. Raises on every rank if one could not choose."""
+        """The tables of all layers, each from the rank that chose it. Raises on every rank if one could not choose."""
         error = future.exception()
         chosen = {} if error is not None else future.result()
         flat = [
-            torch.from_numpy(chosen[p.number] if p.number in chosen else np.zeros(p.shape, np.int64)).flatten()
+            torch.from_numpy(chosen[p.number] if p.number in chosen else np.zeros((2, *p.shape), np.int64)).flatten()
             for p in self._places
         ]
         total = torch.cat([*flat, torch.tensor([int(error is not None)])])
@@ -187,19 +206,19 @@ class GuestPolicy:
         *parts, failed = torch.split(total, [*(part.numel() for part in flat), 1])
         if int(failed):
             raise RuntimeError(f"{int(failed)} ranks could not choose guests") from error
-        return {p.number: part.view(p.shape) for p, part in zip(self._places, parts, strict=True)}
+        return {p.number: part.view(2, *p.shape) for p, part in zip(self._places, parts, strict=True)}
 
     def _give(self, layers: nn.ModuleList, slots: Mapping[int, Tensor]) -> None:
         for place in self._places:
             layer, chosen = layer_inside(layers[place.number]), slots.get(place.number)
             if layer is not None and chosen is not None:
-                has_guests = bool((chosen[:, place.own :] >= 0).any())
+                has_guests = bool((chosen[0, :, place.own :] >= 0).any())
                 layer.guests = self._guests(place, chosen, layer) if has_guests else None
 
-    def _guests(self, place: Place, slots: Tensor, layer: Any) -> Guests:
+    def _guests(self, place: Place, table: Tensor, layer: Any) -> Guests:
         position = next(ranks.index(self._rank) for ranks in place.groups if self._rank in ranks)
         site = f"layer {place.number}"
-        return Guests(slots, position, place.own, layer.hosted, self._job + place.group, site)
+        return Guests(table, position, place.own, layer.hosted, self._job + place.group, site)
 
 
 def places_of(plan: Plan) -> list[Place]:
@@ -211,7 +230,7 @@ def places_of(plan: Plan) -> list[Place]:
 def _place_of(plan: Plan, number: int) -> Place:
     layer = plan.program.layers[number]
     block, mesh = plan.program.body(layer), plan.expert_meshes[number]
-    ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
+    _, ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
     guests = guests_of(block)
     groups = tuple(tuple(ranks) for ranks in mesh.groups("ep"))
     experts = ranks * (of_rank - guests)
@@ -221,13 +240,3 @@ def _place_of(plan: Plan, number: int) -> Place:
 def over_mean(rows: Any) -> float:
     """The largest of some numbers of rows over their mean; 1 without rows."""
     return float(rows.max() / rows.mean()) if rows.any() else 1.0
-
-
-def _slots_of(copies: Any, place: Place) -> Any:
-    """The slots [ranks, slots of a rank] of `copies` [experts, ranks]: own experts, then guests in their order."""
-    slots = np.full(place.shape, -1, np.int64)
-    slots[:, : place.own] = homes(place.ranks, place.experts).numpy()
-    for rank in range(place.ranks):
-        guests = [expert for expert in np.flatnonzero(copies[:, rank]).tolist() if expert // place.own != rank]
-        slots[rank, place.own : place.own + len(guests)] = guests
-    return slots

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function
 from moec.passes.ir import Table
 from moec.runtime.inputs.settings import setting_values
-from moec.runtime.weights.guests import Guests, homes
+from moec.runtime.weights.guests import Guests, homes, with_shares
 from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         function = self.function if guests is not None or self.homes_only is None else self.homes_only
         settings = setting_values(function.settings, {}, training=self.training)
         states, handles = self.states().values(), Handles()
-        tables = homes_of(function.tables) if guests is None else [guests.slots]
+        tables = homes_of(function.tables) if guests is None else [guests.table]
         weights = self._weights(handles, guests)
         with handles.saved_as_handles():
             return function.module(*inputs, self._number, *settings, *states, *tables, *weights)
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 def homes_of(tables: Sequence[Table]) -> list[Tensor]:
     """The slots of a layer's experts at home."""
     shapes = (table.shape for table in tables)
-    return [homes(int(ranks), int(ranks) * int(of_rank)) for ranks, of_rank in shapes]
+    return [with_shares(homes(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]
 
 
 def layer_inside(module: nn.Module) -> Layer | None:

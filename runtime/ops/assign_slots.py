@@ -24,15 +24,15 @@ def _check(experts: Tensor, slots: Tensor, num_experts: int, group: str, site: s
     )
     size = resolve(group).size()
     check(
-        slots.dim() == 2 and slots.shape[0] == size and slots.dtype == torch.int64 and slots.device.type == "cpu",
+        slots.dim() == 3 and slots.shape[:2] == (2, size) and slots.dtype == torch.int64 and slots.device.type == "cpu",
         lambda: (
-            f"moec::assign_slots: slots must be int64 [{size}, S] on the host, not {slots.dtype} {list(slots.shape)}"
+            f"moec::assign_slots: slots must be int64 [2, {size}, S] on the host, not {slots.dtype} {list(slots.shape)}"
         ),
     )
 
 
 def _fake(experts: Tensor, slots: Tensor, num_experts: int, group: str, site: str = "", layer: Layer = None) -> Results:
-    ranks, of_rank = slots.shape
+    _, ranks, of_rank = slots.shape
     return (
         torch.empty_like(experts),
         experts.new_empty((1, num_experts)),
@@ -59,9 +59,9 @@ def rows_of_experts(experts: Tensor, num_experts: int) -> Tensor:
 
 def counts_and_slots(experts: Tensor, counts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> Results:
     """The results of the operator on a rank, of the counts [ranks, E] of all ranks on the host."""
-    all_counts, of_slots = gathered.numpy(), slots.numpy()
+    all_counts, (of_slots, shares) = gathered.numpy(), slots.numpy()
     numbers = slot_numbers(of_slots, counts.shape[1])
-    found = assigned(all_counts, of_slots, numbers, rank)
+    found = assigned(all_counts, of_slots, shares, numbers, rank)
     splits = torch.from_numpy(found.sent.sum(0)), torch.from_numpy(found.received.sum(1))
     received = torch.from_numpy(found.received).to(experts.device, non_blocking=True)
     return _placed(experts, found, numbers, rank), counts, received, torch.stack(splits)
@@ -83,7 +83,8 @@ def _placed(experts: Tensor, found: Assigned, numbers: object, rank: int) -> Ten
 assign_slots = define(schema_of(AssignSlots), fake=_fake, check=_check, kernel=_assign_slots, gives_integers=True)
 """Choose a slot for each choice of an expert: one of those on which `slots` puts the expert.
 
-experts [B, S, k] int64, −1 for none; slots [n, S] int64 on CPU, the expert of each slot, alike on all ranks ->
+experts [B, S, k] int64, −1 for none; slots [2, n, S] int64 on CPU, alike on all ranks: the expert of each slot, −1 for
+none, and its share of the expert's rows ->
   - placed [B, S, k] int64: r · S + s for slot s of rank r, −1 for none;
   - counts [1, E] int64: this rank's rows of each expert;
   - received [n, S] int64: the rows that each source sends for each of this rank's slots;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moec.passes.guests.place_guests import SLOTS, guests_of
 from moec.passes.ir import Program
-from moec.runtime.weights.guests import homes
+from moec.runtime.weights.guests import homes, with_shares
 
 RANDOM_MAPS = 10
 """At least so many random maps are compared, beside those of `_extreme`."""
@@ -19,7 +19,7 @@ EMPTY = 0.25
 """The share of empty slots in a random map."""
 
 Maps = Mapping[int, Tensor]
-"""The slots of each layer that has room for guests, int64 [ranks, slots of a rank]."""
+"""The table of each layer that has room for guests, int64 [2, ranks, slots of a rank]: experts and shares of rows."""
 
 
 def guest_maps(program: Program, seed: int) -> Sequence[Maps]:
@@ -35,7 +35,8 @@ def guest_maps(program: Program, seed: int) -> Sequence[Maps]:
         for layer in layers:
             shape = shapes[layer.number]
             extreme = next(islice(_extreme(*shape, generator), number, None), None)
-            step[layer.number] = _random(*shape, generator) if extreme is None else extreme
+            slots = _random(*shape, generator) if extreme is None else extreme
+            step[layer.number] = with_shares(slots) if number % 2 else _in_shares(slots, shape[1], generator)
             number += 1
         maps.append(step)
     return maps
@@ -44,7 +45,7 @@ def guest_maps(program: Program, seed: int) -> Sequence[Maps]:
 def _shape(program: Program, body: str) -> tuple[int, int, int]:
     """The ranks of a layer's group, its experts, and the slots of a rank for guests."""
     block = program.block(body)
-    (ranks, of_rank), guests = next(table.shape for table in block.tables if table.name == SLOTS), guests_of(block)
+    (_, ranks, of_rank), guests = next(table.shape for table in block.tables if table.name == SLOTS), guests_of(block)
     return int(ranks), int(ranks) * (int(of_rank) - guests), guests
 
 
@@ -62,6 +63,13 @@ def _extreme(ranks: int, experts: int, guests: int, generator: torch.Generator) 
     slots = _empty(ranks, experts, guests)
     slots[(expert // own + 1) % ranks, -1] = expert
     yield slots
+
+
+def _in_shares(slots: Tensor, experts: int, generator: torch.Generator) -> Tensor:
+    """The table with random shares, of which some are 0: these copies get no row. Every expert has one at home."""
+    shares = torch.randint(0, 4, slots.shape, generator=generator)
+    shares[:, : experts // len(slots)] += 1
+    return torch.stack([slots, torch.where(slots >= 0, shares, 0)])
 
 
 def _random(ranks: int, experts: int, guests: int, generator: torch.Generator) -> Tensor:

@@ -25,11 +25,19 @@ def homes(ranks: int, experts: int) -> Tensor:
     return torch.arange(experts, device="cpu").view(ranks, experts // ranks)
 
 
-def slots_complaint(slots: Tensor, ranks: int, experts: int, guests: int) -> str:
-    """Why `slots` cannot be those of a layer with so many guests of a rank; empty where they can."""
+def with_shares(slots: Tensor) -> Tensor:
+    """The table of these slots, whose rows are split by the step's own counts."""
+    return torch.stack([slots, torch.zeros_like(slots)])
+
+
+def slots_complaint(table: Tensor, ranks: int, experts: int, guests: int) -> str:
+    """Why slots with shares cannot be those of a layer with so many guests of a rank; empty where they can."""
     own = experts // ranks
-    if slots.dtype != torch.int64 or slots.shape != (ranks, own + guests):
-        return f"are {slots.dtype} {list(slots.shape)}, not int64 {[ranks, own + guests]}"
+    if table.dtype != torch.int64 or table.shape != (2, ranks, own + guests):
+        return f"are {table.dtype} {list(table.shape)}, not int64 {[2, ranks, own + guests]}"
+    slots, shares = table
+    if bool((shares < 0).any()):
+        return "have shares below 0"
     if not torch.equal(slots[:, :own].cpu(), homes(ranks, experts)):
         return f"do not begin with each rank's own {own} experts"
     if bool(((slots < -1) | (slots >= experts)).any()):
@@ -38,6 +46,9 @@ def slots_complaint(slots: Tensor, ranks: int, experts: int, guests: int) -> str
         taken = [expert for expert in row if expert >= 0]
         if twice := sorted({expert for expert in taken if taken.count(expert) > 1}):
             return f"have expert {twice[0]} twice on rank {rank} of the group"
+    given = torch.zeros(experts, dtype=torch.int64).index_add_(0, slots.clamp(min=0).flatten(), shares.flatten())
+    if bool(shares.any()) and not bool(given.all()):
+        return f"give no slot a share of expert {int(given.argmin())}"
     return ""
 
 
@@ -45,10 +56,11 @@ def slots_complaint(slots: Tensor, ranks: int, experts: int, guests: int) -> str
 class Guests:
     """The guests of a layer on one rank: of the parameters `indices`, whose dim 0 are this rank's experts.
 
-    `slots` int64 [ranks, slots of a rank], alike on every rank of `group`. Each has its own experts in order first.
+    `table` int64 [2, ranks, slots of a rank], alike on every rank of `group`: the expert of each slot, each rank's own
+    in order first, and shares of rows (`AssignSlots`).
     """
 
-    slots: Tensor
+    table: Tensor
     rank: int
     own: int
     indices: Sequence[int]
@@ -69,9 +81,14 @@ class Guests:
         object.__setattr__(self, "receives", receives)
 
     @property
+    def slots(self) -> Tensor:
+        """The expert of each slot [ranks, slots of a rank], −1 for none."""
+        return self.table[0]
+
+    @property
     def num_slots(self) -> int:
         """The slots of a rank."""
-        return int(self.slots.shape[1])
+        return int(self.table.shape[2])
 
     def hosted(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The weights with those of guests behind this rank's own: dim 0 are its slots. Empty slots are zeros."""

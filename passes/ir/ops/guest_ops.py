@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 class AssignSlots(TokenOp):
     """Choices of experts → choices of slots, with what `exchange_counts` would give for the rows of slots.
 
-    `slots` [ranks, slots of a rank]: the expert of each slot, −1 for none. A slot's number counts rank by rank. All
-    ranks of the axis gather the counts `[1, num_experts]` of their rows, and split each expert's rows among its slots
-    alike (`passes/guests/split.py`). Choices of −1 stay −1.
+    `slots` [2, ranks, slots of a rank]: the expert of each slot, −1 for none, and its share of the expert's rows. A
+    slot's number counts rank by rank. All ranks of the axis gather the counts `[1, num_experts]` of their rows, and
+    split each expert's rows among its slots alike: as the shares say, or where all shares are 0 so that ranks have
+    equally many rows (`passes/guests/split.py`). Choices of −1 stay −1.
     """
 
     axis: AxisName
@@ -42,8 +43,9 @@ class AssignSlots(TokenOp):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, slots = operands
         require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants choices [batch, sequence, k]")
-        require(slots.dtype == "int64" and len(slots.shape) == 2, self, "wants slots [ranks, slots of a rank]")
-        ranks, of_rank = slots.shape
+        fits = slots.dtype == "int64" and len(slots.shape) == 3 and slots.shape[0] == 2
+        require(fits, self, "wants slots [2, ranks, slots of a rank]")
+        _, ranks, of_rank = slots.shape
         assert isinstance(ranks, int)
         assert isinstance(of_rank, int)
         require(

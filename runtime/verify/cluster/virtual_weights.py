@@ -29,7 +29,7 @@ class VirtualWeights:
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], slots: Mapping[int, Tensor]) -> None:
         self._plan = plan
         self._slots = {
-            f"{layer.prefix}{p.name}": slots[layer.number]
+            f"{layer.prefix}{p.name}": slots[layer.number][0]
             for layer in plan.program.layers
             if layer.number in slots
             for p in plan.program.body(layer).parameters

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.tables import each_row
 
-from moec.passes.guests.assignment import assigned, segments, slot_numbers
+from moec.passes.guests.assignment import assigned, quotas_of, segments, slot_numbers
 from moec.passes.guests.choice import LayerTime, Slots, choose_guests, traffic_of
-from moec.passes.guests.split import kept_here, split
+from moec.passes.guests.split import in_shares, kept_here, split
 
 TIME = LayerTime(row=1.0, sent=0.5, guest=100.0)
 HOMES = np.arange(8) // 2
@@ -93,8 +93,11 @@ def test_what_ranks_send_is_what_others_expect(seed: int, ranks: int, own: int, 
         others = draw.permutation([e for e in range(experts) if e // own != rank])[:guests]
         row[own : own + len(others)] = np.where(draw.random(len(others)) < 0.3, -1, others)
     numbers = slot_numbers(slots, experts)
-    found = [assigned(counts, slots, numbers, rank) for rank in range(ranks)]
-    quotas = split(counts.sum(0), numbers >= 0)
+    shares = np.where(slots >= 0, draw.integers(0, 3, slots.shape), 0) * draw.integers(0, 2)
+    shares[:, :own] += shares.any()
+    found = [assigned(counts, slots, shares, numbers, rank) for rank in range(ranks)]
+    quotas = quotas_of(counts.sum(0), shares, numbers)
+    assert (quotas.sum(1) == counts.sum(0)).all()
     for rank, each in enumerate(found):
         assert (each.sent.sum(1) == counts[rank]).all()
         assert (np.diag(each.sent[:, [rank] * experts]) == np.minimum(counts[rank], quotas[:, rank])).all()
@@ -105,3 +108,8 @@ def test_what_ranks_send_is_what_others_expect(seed: int, ranks: int, own: int, 
         assert (of_rank.ends[:, -1] == counts[rank]).all()
         assert (of_rank.slots[:, 0] == numbers[:, rank]).all()
     assert (sum(each.sent for each in found) == quotas).all()
+
+
+def test_shares_give_whole_numbers_in_their_proportions() -> None:
+    counts, shares = np.array([10, 7, 0, 3]), np.array([[1, 1, 1], [0, 2, 1], [1, 0, 0], [5, 0, 0]])
+    assert in_shares(counts, shares).tolist() == [[4, 3, 3], [0, 5, 2], [0, 0, 0], [3, 0, 0]]

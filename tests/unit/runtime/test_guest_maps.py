@@ -16,7 +16,7 @@ from moec.passes.ir.texts.text import print_program
 from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.verification import verify
-from moec.runtime.weights.guests import slots_complaint
+from moec.runtime.weights.guests import slots_complaint, with_shares
 
 PLAN = {"ranks": 2, "ep": 2, "adapt": "replicate(4)"}
 
@@ -25,7 +25,7 @@ def test_the_program_has_slots_and_is_read_back() -> None:
     program = moe_plan(**PLAN).program
     body = program.body(program.layers[1])
     assert guests_of(body) == 2
-    assert [table.shape for table in body.tables] == [(2, 6)]
+    assert [table.shape for table in body.tables] == [(2, 2, 6)]
     assert parse_program(print_program(program)) == program
     assert guests_of(homes_only(program).body(program.layers[1])) == 0
 
@@ -35,23 +35,27 @@ def test_maps_are_different_possible_and_more_than_ten() -> None:
     assert len(maps) > 12
     assert len({str(slots.tolist()) for slots in maps}) > 10
     assert {slots_complaint(slots, 2, 8, 2) for slots in maps} == {""}
-    full = {bool((slots >= 0).all()) for slots in maps}
+    full = {bool((slots[0] >= 0).all()) for slots in maps}
     assert full == {True, False}
 
 
 @each_row(
-    ("change", "words"),
+    ("at", "value", "words"),
     [
-        (lambda slots: slots[:, 1:], "not int64 [2, 6]"),
-        (lambda slots: slots.flip(1), "do not begin with each rank's own 4 experts"),
-        (lambda slots: slots.clamp(max=6).index_put((torch.tensor(0), torch.tensor(4)), torch.tensor(8)), "own 4"),
-        (lambda slots: slots.index_put((torch.tensor(0), torch.tensor(4)), torch.tensor(8)), "not among 0 to 7"),
-        (lambda slots: slots.index_put((torch.tensor(0), torch.tensor([4, 5])), torch.tensor(1)), "1 twice on rank 0"),
+        ((0, 0, 1), 2, "do not begin with each rank's own 4 experts"),
+        ((0, 0, 4), 8, "not among 0 to 7"),
+        ((0, 0, 4), 1, "expert 1 twice on rank 0"),
+        ((1, 1, 5), -1, "shares below 0"),
+        ((1, 0, 0), 1, "no slot a share of expert 1"),
     ],
 )
-def test_impossible_slots_are_named(change: Callable[[Tensor], Tensor], words: str) -> None:
+def test_impossible_slots_are_named(at: tuple[int, int, int], value: int, words: str) -> None:
     slots = torch.cat([torch.arange(8).view(2, 4), torch.tensor([[4, -1], [-1, 0]])], 1)
-    assert words in slots_complaint(change(slots), 2, 8, 2)
+    table = with_shares(slots)
+    assert slots_complaint(table, 2, 8, 2) == ""
+    assert "not int64 [2, 2, 6]" in slots_complaint(slots, 2, 8, 2)
+    table[at] = value
+    assert words in slots_complaint(table, 2, 8, 2)
 
 
 def lost(gradients: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
