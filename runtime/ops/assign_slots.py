@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,10 +64,21 @@ def counts_and_slots(experts: Tensor, counts: Tensor, gathered: Tensor, slots: T
     """The results of the operator on a rank, of the counts [ranks, E] of all ranks on the host."""
     all_counts, (of_slots, shares) = gathered.numpy(), slots.numpy()
     numbers = slot_numbers(of_slots, counts.shape[1])
+    if of_slots.size == len(numbers):
+        return _without_guests(experts, counts, all_counts, of_slots, numbers, rank)
     found = assigned(all_counts, of_slots, shares, numbers, rank)
     splits = torch.from_numpy(found.sent.sum(0)), torch.from_numpy(found.received.sum(1))
     received = torch.from_numpy(found.received).to(experts.device, non_blocking=True)
     return _placed(experts, found, numbers, rank), counts, received, torch.stack(splits)
+
+
+def _without_guests(experts: Tensor, counts: Tensor, all_counts: Any, slots: Any, numbers: Any, rank: int) -> Results:
+    """The results where each expert has one slot."""
+    slot_of = torch.from_numpy(numbers.max(1)).to(experts.device, non_blocking=True)
+    placed = torch.where(experts >= 0, slot_of[experts.clamp(min=0)], -1)
+    received = np.ascontiguousarray(all_counts[:, slots[rank]])
+    splits = torch.from_numpy(np.stack([all_counts[rank][slots].sum(1), received.sum(1)]))
+    return placed, counts, torch.from_numpy(received).to(experts.device, non_blocking=True), splits
 
 
 def _placed(experts: Tensor, found: Assigned, numbers: object, rank: int) -> Tensor:
