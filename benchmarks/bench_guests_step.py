@@ -26,15 +26,15 @@ model "busy" {{
   vocab = 256; dim = 512; depth = 2; dtype = fp32
   layers {{
     attention = gqa(heads = 4, kv_heads = 2, rope = rope())
-    moe {{ experts = 8 * swiglu(512); gate = topk(2, score = sigmoid, normalize = true, bias = online(1e-9)) }}
+    moe {{ experts = 8 * swiglu(1024); gate = topk(2, score = sigmoid, normalize = true, bias = online(1e-9)) }}
   }}
 }}
 cluster "laptop" {{ device = cpu; level "process" {{ size = {ranks}; bandwidth = 2GB/s }} }}
-train {{ batch = {batch}; sequence = 128; optimizer = adamw(lr = 1e-5) }}
+train {{ batch = {batch}; sequence = 256; optimizer = adamw(lr = 1e-5) }}
 parallel {{ ep = {ranks} }}
 {adapt}
 """
-STEPS, WARM_UP, SEQUENCES = 50, 22, 4
+STEPS, WARM_UP, SEQUENCES = 20, 14, 8
 """Guests are chosen after ten steps, and used from the twelfth on."""
 
 BIASES = {"one expert has half of all rows": (3, 100.0), "equal loads": (3, 0.0)}
@@ -75,7 +75,7 @@ def run_rank(result: Path, name: str) -> None:
         contenders = [Contender(plain, name), Contender(adaptive, name)]
         generator, worst = torch.Generator().manual_seed(plain.data_rank), 0.0
         for _ in range(WARM_UP + STEPS):
-            tokens = torch.randint(256, (SEQUENCES, 129), generator=generator)
+            tokens = torch.randint(256, (SEQUENCES, 257), generator=generator)
             one, other = (each.step(tokens) for each in contenders)
             worst = max(worst, abs(one / other - 1))
         pairs = zip(contenders[1].seconds[WARM_UP:], contenders[0].seconds[WARM_UP:], strict=True)

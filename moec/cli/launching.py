@@ -166,6 +166,25 @@ def _require_fitting(options: dict[str, object], way: str) -> None:
 @click.command(
     cls=Command,
     examples={
+        "moec top run.jsonl": "beside a run that has `job.metrics('run.jsonl')`; Ctrl-C ends it",
+        "moec top run.jsonl --once": "",
+    },
+    fails="the file cannot be read, or has no record",
+    documents=("top",),
+)
+@argument("run", "The file of JSON lines.", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Print the last record and end, as where the output is no terminal.")
+@output_format
+def top(run: Path, once: bool, style: str) -> None:
+    """Show the figures of a run, by layers, from the JSON lines that `job.metrics` writes; again every second."""
+    from moec.commands.top import run as show
+
+    show(run, style, once=once)
+
+
+@click.command(
+    cls=Command,
+    examples={
         "moec doctor": "on every node, before a first run",
     },
     fails="training cannot work here",

@@ -26,6 +26,7 @@ COMMANDS = {
     "load": "moec.cli.plans",
     "tune": "moec.cli.plans",
     "launch": "moec.cli.launching",
+    "top": "moec.cli.launching",
     "doctor": "moec.cli.launching",
     "checkpoint": "moec.cli.checkpoint",
     "weights": "moec.cli.weights",

@@ -29,6 +29,7 @@ DOCUMENTS = {
     "load": "moec.commands.console.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
     "launch": "moec.commands.launching.launch:LaunchDocument",
+    "top": "moec.commands.top:RunDocument",
     "doctor": "moec.commands.doctor:DoctorDocument",
     "checkpoint-inspect": "moec.commands.checkpoints.checkpoint_document:CheckpointDocument",
     "checkpoint-inspect-folder": "moec.commands.checkpoints.checkpoint_document:CheckpointsDocument",

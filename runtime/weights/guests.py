@@ -94,11 +94,15 @@ class Guests:
         """The weights with those of guests behind this rank's own: dim 0 are its slots. Empty slots are zeros."""
         results, own = list(weights), [weights[index] for index in self.indices]
         taken = [slot for slots in self.receives for slot in slots]
-        pieces = self._exchanged(own, self.sends, self.receives, "all_to_all of guests")
-        for index, part, piece in zip(self.indices, own, pieces, strict=True):
-            slots = part.new_zeros((self.num_slots, *part.shape[1:]))
+        empty = sorted({*range(self.own, self.num_slots)}.difference(taken))
+        received = self._exchanged(own, self.sends, self.receives, "all_to_all of guests")
+        for index, part, rows in zip(self.indices, own, received, strict=True):
+            slots = part.new_empty((self.num_slots, *part.shape[1:]))
             slots[: self.own] = part
-            slots[taken] = piece
+            for slot in empty:
+                slots[slot].zero_()
+            for slot, row in zip(taken, rows, strict=True):
+                slots[slot].copy_(row)
             results[index] = slots
         return results
 
@@ -114,22 +118,26 @@ class Guests:
         if not indices:
             return results
         parts = [zeros(i, self.num_slots) if (g := gradients[i]) is None else g for i in indices]
-        pieces = self._exchanged(parts, self.receives, self.sends, "all_to_all of guests' gradients")
-        for index, part, piece in zip(indices, parts, pieces, strict=True):
-            own, start = part[: self.own].clone(), 0
-            for experts in self.sends:
-                own[experts] += piece[start : start + len(experts)]
-                start += len(experts)
+        received = self._exchanged(parts, self.receives, self.sends, "all_to_all of guests' gradients")
+        experts = [expert for of_rank in self.sends for expert in of_rank]
+        for index, part, rows in zip(indices, parts, received, strict=True):
+            own = part[: self.own].clone()
+            for expert, row in zip(experts, rows, strict=True):
+                own[expert] += row
             results[index] = own
         return results
 
-    def _exchanged(self, parts: Sequence[Tensor], sends: Rows, receives: Rows, name: str) -> list[Tensor]:
-        """Rows of each part from all ranks, in the order of ranks; one collective."""
-        sent = [row for rows in sends for row in rows]
+    def _exchanged(self, parts: Sequence[Tensor], sends: Rows, receives: Rows, name: str) -> list[list[Tensor]]:
+        """Rows of each part from all ranks, in the order of ranks; one collective. Few rows, each of many elements: one
+        copy of each."""
         sizes = [part[0].numel() for part in parts]
-        flat = torch.cat([part[sent].flatten(1) for part in parts], 1)
-        got = flat.new_empty((sum(map(len, receives)), flat.shape[1]))
+        sent = [row for rows in sends for row in rows]
+        flat = parts[0].new_empty((len(sent), sum(sizes)))
+        for row, line in zip(sent, flat, strict=True):
+            for part, piece in zip(parts, torch.split(line, sizes), strict=True):
+                piece.view(part.shape[1:]).copy_(part[row])
+        got = flat.new_empty((sum(map(len, receives)), sum(sizes)))
         with collective(name, self.group, self.site) as peers:
             dist.all_to_all_single(got, flat, [len(r) for r in receives], [len(r) for r in sends], group=peers)
-        pieces = torch.split(got, sizes, 1)
-        return [piece.reshape(-1, *part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
+        pieces = [torch.split(line, sizes) for line in got]
+        return [[piece[index].view(part.shape[1:]) for piece in pieces] for index, part in enumerate(parts)]
