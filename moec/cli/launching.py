@@ -167,7 +167,7 @@ def _require_fitting(options: dict[str, object], way: str) -> None:
     cls=Command,
     examples={
         "moec top run.jsonl": "beside a run that has `job.metrics('run.jsonl')`; Ctrl-C ends it",
-        "moec top run.jsonl --once": "",
+        "moec top run.jsonl --once": "the last record, as where the output is no terminal",
     },
     fails="the file cannot be read, or has no record",
     documents=("top",),
