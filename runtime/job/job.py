@@ -100,8 +100,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         with torch.inference_mode(False):  # the parameters are to be trained
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
         if any(block.tables for block in self.plan.program.blocks):
-            choices = self._read_choices()
-            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, target, lambda: self.steps, choices)
+            device, choices = torch.device(self.device_type), self._read_choices()
+            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:

@@ -13,6 +13,7 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.grammar import to_text
 from moec.grammar.diagnostics import InternalError
+from moec.passes.guests.place_guests import guests_of
 from moec.passes.ir import Block, Op, Program
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify.toy_spec import ToySpec, Width
@@ -34,9 +35,22 @@ def at_toy_widths(plan: Plan, *, fewer_experts: bool = False) -> ToyPlan:
     toy_spec = ToySpec(plan, fewer_experts)
     spec = toy_spec.spec()
     compiled, toy = (compile_program(s).program for s in (plan.spec, spec))
-    _require_same_but_for(compiled, toy, toy_spec.widths)
+    _require_same_but_for(compiled, toy, (*toy_spec.widths, *_slots(compiled, toy)))
     toy_plan = replace(plan, spec_text=to_text(spec), program=_resized(plan.program, compiled, toy), tiles=None)
     return ToyPlan(toy_plan, toy_spec.widths)
+
+
+def _slots(compiled: Program, toy: Program) -> Iterator[Width]:
+    """Numbers of slots, which fewer experts change by themselves: of a rank, of all ranks, and for guests."""
+    for before, after in zip(compiled.blocks, toy.blocks, strict=True):
+        for table, toy_table in zip(before.tables, after.tables, strict=True):
+            (_, ranks, of_rank), (*_, toy_of_rank) = table.shape, toy_table.shape
+            assert isinstance(ranks, int)
+            assert isinstance(of_rank, int)
+            assert isinstance(toy_of_rank, int)
+            yield Width("slots", of_rank, toy_of_rank)
+            yield Width("slots", ranks * of_rank, ranks * toy_of_rank)
+            yield Width("slots", ranks * guests_of(before), ranks * guests_of(after))
 
 
 def _resized(program: Program, compiled: Program, toy: Program) -> Program:
@@ -48,7 +62,7 @@ def _resized(program: Program, compiled: Program, toy: Program) -> Program:
 
 def _resized_block(block: Block, compiled: Block, toy: Block) -> Block:
     resized: dict[str, Any] = {}
-    for field in ("inputs", "states", "parameters", "ops"):
+    for field in ("inputs", "states", "tables", "parameters", "ops"):
         pairs = {_name(c): (c, t) for c, t in zip(getattr(compiled, field), getattr(toy, field), strict=True)}
         nodes = getattr(block, field)
         resized[field] = tuple(_resized_node(n, *pairs[_name(n)]) if _name(n) in pairs else n for n in nodes)

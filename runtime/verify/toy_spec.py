@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Mla, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Mla, Model, Moe, Replicate, Spec, TokenEmbedding
+from moec.passes.degrees.guest_slots import placements
 from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.ir.mesh import ZERO_AXES
 from moec.passes.lower.lower_model import context_of
@@ -52,6 +53,7 @@ class ToySpec:
         self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp", *by_zero)))
         cuts = (mesh.size(axis) for mesh in meshes for axis in ("ep", *by_zero))
         self._eps = math.lcm(*cuts) if fewer_experts else None
+        self._slots = math.lcm(*(mesh.size("ep") for mesh in meshes)) if fewer_experts else None
         self._toys: set[Width] = set()
         self._hidden = self._toy_widths("hidden", _hidden_widths(plan.spec), HIDDEN)
         self._head_dims = self._toy_widths("head_dim", _head_dims(plan.spec), HEAD_DIM)
@@ -61,6 +63,13 @@ class ToySpec:
 
     def spec(self) -> Spec:
         """The plan's Spec with toy widths, which `widths` lists from then on."""
+        spec = self._with_toy_widths()
+        if self._slots is None or spec.adapt is None or not placements(spec):
+            return spec
+        # As few slots for guests as the ranks of every layer can share: of fewer experts, more would not fit.
+        return spec.replace(adapt=spec.adapt.replace(placement=Replicate(slots=self._slots)))
+
+    def _with_toy_widths(self) -> Spec:
         if not self._spec.has_model:
             subject = self._spec.layer
             layers = (

@@ -15,6 +15,7 @@ from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
 from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
+from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.verification import verify
 from moec.runtime.weights.guests import slots_complaint, with_shares
 
@@ -37,6 +38,14 @@ def test_maps_are_different_possible_and_more_than_ten() -> None:
     assert {slots_complaint(slots, 2, 8, 2) for slots in maps} == {""}
     full = {bool((slots[0] >= 0).all()) for slots in maps}
     assert full == {True, False}
+
+
+def test_toys_with_fewer_experts_have_fewer_slots() -> None:
+    plan = moe_plan(ranks=4, experts=16, ep=4, mixtures=((16, 2), (16, 4)), adapt="[replicate(8), shadow(3)]")
+    toy = at_toy_widths(plan, fewer_experts=True).plan
+    slots = [guests_of(toy.program.body(layer)) for layer in toy.program.layers]
+    assert slots == [0, 2, 1]
+    assert verify(toy, float32=False).ok
 
 
 @each_row(
