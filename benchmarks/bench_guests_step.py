@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_gloo import mean_over_ranks
+import torch.distributed as dist
 from report import Row, median, parser, report
 
 import moec
@@ -79,11 +79,18 @@ def run_rank(result: Path, name: str) -> None:
             one, other = (each.step(tokens) for each in contenders)
             worst = max(worst, abs(one / other - 1))
         pairs = zip(contenders[1].seconds[WARM_UP:], contenders[0].seconds[WARM_UP:], strict=True)
-        found = mean_over_ranks({"ratio": median([a / b for a, b in pairs])})
+        found = {"ratio": of_all_ranks(median([a / b for a, b in pairs]))}
         guests = [layer.guests for layer in contenders[1].model.layers]
         number = sum(int((each.slots[:, each.own :] >= 0).sum()) for each in guests if each is not None)
         if plain.rank == 0:
             result.write_text(json.dumps(found | {"worst": worst, "guests": number / len(guests)}))
+
+
+def of_all_ranks(figure: float) -> float:
+    """The mean over the ranks."""
+    total = torch.tensor(figure, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def main() -> None:
