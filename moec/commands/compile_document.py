@@ -31,6 +31,8 @@ class ExpertDegrees:
     """Whether the file says it."""
     etp: int
     edp: int
+    guests: int
+    """The slots of a rank for weights of other ranks' experts."""
 
 
 @document
@@ -169,6 +171,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
                     ep_stated=experts.stated,
                     etp=experts.etp,
                     edp=experts.edp,
+                    guests=experts.guests,
                 )
                 for experts in degrees.experts
             ],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from moec.grammar.spec import Spec
 from moec.passes.cost.groups import group_along
 from moec.passes.cost.pass_time import work_of
 from moec.passes.cost.rates import ClusterRates
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.guests.choice import LayerTime
-from moec.passes.guests.place_guests import homes_only
-from moec.passes.ir import DTYPE_BYTES, Block, Program
-from moec.passes.ir.work.cost import MASTER_BYTES
+from moec.passes.guests.place_guests import guest_bytes, homes_only
+from moec.passes.ir import Block, Program
 from moec.passes.ir.work.workload import Workload
 
 
@@ -38,14 +35,4 @@ def _layer_time(cost: BlockCost, block: Block, rates: ClusterRates) -> LayerTime
         row=both.of.get("experts", 0.0) / rows,
         sent=both.of.get("all_to_all", 0.0) / sent,
         guest=rates.collective("all_to_all", guest_bytes(block), group, of="weights"),
-    )
-
-
-def guest_bytes(block: Block) -> int:
-    """What a guest of a layer sends in a step: an expert's weights, and their gradients in fp32."""
-    return sum(
-        (DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES))
-        * math.prod(d for d in p.shape[1:] if isinstance(d, int))
-        for p in block.parameters
-        if p.guests
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from moec.passes.degrees.degrees import Degrees
-from moec.passes.ir import REPLICATED, Block, Op, Parameter, Program, Shard, Table, Value
+from moec.passes.ir import DTYPE_BYTES, REPLICATED, Block, Op, Parameter, Program, Shard, Table, Value
 from moec.passes.ir.ops import AssignSlots, ExchangeCounts, Permute
+from moec.passes.ir.work.cost import MASTER_BYTES
 
 SLOTS = "slots"
 """The name of the table of a layer, int64 [2, ranks of ep, slots of a rank]: the expert of each slot, −1 for none, and
@@ -51,6 +53,16 @@ def guests_of(block: Block) -> int:
         assert isinstance(of_rank, int)
         return of_rank - experts // ranks
     return 0
+
+
+def guest_bytes(block: Block) -> int:
+    """What a guest of a layer sends in a step: an expert's weights, and their gradients in fp32."""
+    return sum(
+        (DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES))
+        * math.prod(d for d in p.shape[1:] if isinstance(d, int))
+        for p in block.parameters
+        if p.guests
+    )
 
 
 def _with(program: Program, guests: dict[str, int]) -> Program:

@@ -22,8 +22,8 @@ from moec.codegen.plan import Plan
 from moec.passes.degrees.guest_slots import placements
 from moec.passes.guests.assignment import quotas_of, slot_numbers
 from moec.passes.guests.choice import Slots, choose_guests
-from moec.passes.guests.layer_time import guest_bytes, layer_times
-from moec.passes.guests.place_guests import guests_of
+from moec.passes.guests.layer_time import layer_times
+from moec.passes.guests.place_guests import guest_bytes, guests_of
 from moec.passes.guests.split import split
 from moec.passes.ir import OutputKey
 from moec.passes.ir.mesh import group_name

@@ -18,9 +18,10 @@ from moec.passes.cost.buffers import Bytes
 from moec.passes.cost.largest_skew import largest_skew
 from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.totals import Tally, tally
-from moec.passes.degrees.degrees import choose_degrees
+from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
 from moec.passes.degrees.stated_degrees import mixtures_of, zero_of
+from moec.passes.guests.place_guests import guest_bytes, guests_of, homes_only
 from moec.passes.ir import Program
 
 LARGEST_PARTS = 4
@@ -50,6 +51,7 @@ def summary(plan: Plan, program: Program, path: Path, seconds: float, chosen: Se
         *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {saved}",
         *_memory(plan, program),
+        *_guests(plan, program, degrees),
         f"  a step    {count(counts.sequences, unit)}, {si(counts.tokens)} tokens, "
         f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, rank_sequences, unit)}",
         *(pipeline_lines(program, spec) or [f"  its order {program.orders[0]}"]),
@@ -119,6 +121,19 @@ def _memory(plan: Plan, program: Program) -> list[str]:
     if plan.report is not None and memory.peak.bytes.total > NEARLY_FULL * capacity:
         details += (f"more than {NEARLY_FULL:.0%} is filled: less `memory` in the device makes the search leave room",)
     return [f"  memory    {line}", *(f"            {line}" for line in details)]
+
+
+def _guests(plan: Plan, program: Program, degrees: Degrees) -> list[str]:
+    """The slots for guests, and what they take and send where all are filled."""
+    slots = [f"{e.guests} in {numbered(e.layers)}" for e in degrees.experts if e.guests]
+    if not slots:
+        return []
+    peaks = [memory_of(each, plan.spec).peak.bytes.total for each in (program, homes_only(program))]
+    bodies = [program.body(layer) for layer in program.layers]
+    sent = sum(guests_of(body) * guest_bytes(body) for body in bodies)
+    filled = f"all filled they take {amount_of_bytes(peaks[0] - peaks[1])} of the peak"
+    line = f"{filled}, and send {amount_of_bytes(sent)} per rank and step"
+    return [f"  guests    slots of a rank: {', '.join(slots)}; {line}"]
 
 
 def _parts_of(peak: Bytes) -> str:
