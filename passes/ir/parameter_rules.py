@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, ZERO_AXES
-from moec.passes.ir.value import Parameter, Value
+from moec.passes.ir.value import Parameter, Table, Value
 
 
 @lru_cache(maxsize=1024)
@@ -44,6 +44,21 @@ def parameter_complaint(parameter: Parameter, wide_axes: tuple[tuple[str, int], 
     if not _on_one_mesh({*state.axes, *summed}):
         return f"the optimizer state of {label} is {state}, which are axes of two meshes"
     return ""
+
+
+def guests_complaint(parameter: Parameter, tables: Sequence[Table], ranks: int) -> str:
+    """Why the guests of a parameter are not those of its block's table of slots; empty where they are. `ranks`: of
+    `ep`. Of a block with a table all parameters that `ep` cuts by experts have guests, and no others."""
+    of_experts = parameter.layout is not None and parameter.layout.get("ep") == Shard(0)
+    experts, wanted = parameter.shape[0] if parameter.shape else 0, 0
+    for table in tables if of_experts else ():
+        assert isinstance(experts, int)
+        slots = [dim for dim in table.shape if isinstance(dim, int)]
+        wanted = slots[1] * slots[2] - experts if len(slots) == 3 and slots[:2] == [2, ranks] else -1
+    if parameter.guests == wanted:
+        return ""
+    shapes = ", ".join(str(list(table.shape)) for table in tables) or "none"
+    return f"@{parameter.name} has {parameter.guests} guests on {ranks} ranks; the table of slots is {shapes}"
 
 
 def _unfoldable(parameter: Parameter) -> str:

@@ -13,7 +13,7 @@ from moec.passes.ir.mesh import DENSE_AXES, EXPERT_AXES, Mesh, parts_of
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
 from moec.passes.ir.ops import Call, Conversion
 from moec.passes.ir.order_rules import scheduled
-from moec.passes.ir.parameter_rules import parameter_complaint, uneven
+from moec.passes.ir.parameter_rules import guests_complaint, parameter_complaint, uneven
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import Parameter, Value
 
@@ -173,6 +173,7 @@ def connected(program: Program) -> None:
             _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
             _check(f"@{parameter.name}" in used, block, f"no op uses @{parameter.name}")
             complaint = parameter_complaint(parameter, tuple(axes.items()))
+            complaint = complaint or guests_complaint(parameter, block.tables, axes.get("ep", 1))
             _check(not complaint, block, complaint)
         meshes = program.meshes_of(block)
         summed = {

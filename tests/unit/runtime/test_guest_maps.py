@@ -10,9 +10,11 @@ from support.plans import moe_plan
 from support.tables import each_row
 from torch import Tensor
 
+from moec.grammar.diagnostics import InternalError
 from moec.passes.guests.place_guests import guests_of, homes_only
 from moec.passes.ir.texts.parse import parse_program
 from moec.passes.ir.texts.text import print_program
+from moec.passes.ir.verifier import check_program
 from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.toy import at_toy_widths
@@ -29,6 +31,23 @@ def test_the_program_has_slots_and_is_read_back() -> None:
     assert [table.shape for table in body.tables] == [(2, 2, 6)]
     assert parse_program(print_program(program)) == program
     assert guests_of(homes_only(program).body(program.layers[1])) == 0
+
+
+@each_row(
+    ("old", "new"),
+    [
+        ("guests(4)", "guests(2)"),
+        (" guests(4)", ""),
+        ("%slots: int64[2, 2, 6]", "%slots: int64[2, 1, 12]"),
+        ("%slots: int64[2, 2, 6]", "%slots: int64[2, 2, 7]"),
+    ],
+)
+def test_guests_that_are_not_those_of_the_slots_are_refused(old: str, new: str) -> None:
+    text = print_program(moe_plan(**PLAN).program)
+    assert old in text
+    check_program(parse_program(text))
+    with pytest.raises(InternalError):
+        check_program(parse_program(text.replace(old, new)))
 
 
 def test_maps_are_different_possible_and_more_than_ten() -> None:
