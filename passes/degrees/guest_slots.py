@@ -49,7 +49,7 @@ def _problems(spec: Spec, experts: ExpertDegrees, words: tuple[Replicate | Shado
             yield diagnose("MOE0381", span, message, labels=labels, help=f"set `slots = {nearest}`")
     most = moe.num_experts - moe.num_experts // ep
     if (slots := guest_slots(spec, ep)) > most:
-        message = f"{slots} slots of a rank, and its `ep = {ep}` has {most} experts on other ranks"
+        message = f"{slots} slots of a rank, and with `ep = {ep}` {most} experts are at home on others"
         labels = labels or labelled(moe.span("experts"), f"{moe.num_experts} experts")
         help = f"at most {most} slots of a rank: `replicate({most * ep})`, or `shadow({most})`"
         name = "slots" if isinstance(words[0], Replicate) else "most"

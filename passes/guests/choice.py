@@ -44,10 +44,12 @@ class LayerTime:
 
 
 class Slots(NamedTuple):
-    """How many guests a rank has room for, and all ranks together."""
+    """How many guests a rank has room for, and all ranks together. `passed_on`: whether ranks pass on pieces of experts
+    with many guests; a job's homes send every guest themselves."""
 
     of_rank: int
     most: int
+    passed_on: bool = True
 
 
 class Chosen(NamedTuple):
@@ -59,7 +61,7 @@ class Chosen(NamedTuple):
 
 def choose_guests(counts: Any, homes: Homes, slots: Slots, time: LayerTime) -> Chosen:
     """The guests of a layer in the next steps. `counts` [ranks, experts]: rows of each rank's tokens, as expected."""
-    without = _Layer(counts, homes)
+    without = _Layer(counts, homes, slots.passed_on)
     best, copies = time.seconds(*without.figures()), without.copies
     for layers in (_relieved(counts, homes, slots), _everywhere(counts, homes, slots)):
         for layer in layers:
@@ -71,7 +73,7 @@ def choose_guests(counts: Any, homes: Homes, slots: Slots, time: LayerTime) -> C
 def traffic_of(copies: Copies, homes: Homes) -> float:
     """The guests that the busiest rank sends or gets."""
     guests = copies & (homes[:, None] != np.arange(copies.shape[1]))
-    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes)
+    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes, True)
     for expert in np.flatnonzero(guests.any(1)).tolist():
         layer.add(expert, np.flatnonzero(guests[expert]))
     return layer.figures().guests
@@ -88,8 +90,9 @@ class _Figures(NamedTuple):
 class _Layer:
     """A layer with some guests: whose rows are where, and what that takes."""
 
-    def __init__(self, counts: Any, homes: Homes) -> None:
+    def __init__(self, counts: Any, homes: Homes, passed_on: bool) -> None:
         ranks, experts = counts.shape
+        self.passed_on = passed_on
         self.counts, self.homes = counts, homes
         self.of_experts, self.of_ranks = counts.sum(0), counts.sum(1)
         self.copies = np.zeros((experts, ranks), bool)
@@ -124,7 +127,9 @@ class _Layer:
     def _send(self, expert: int, sign: int) -> None:
         """Adds or takes away what ranks send of an expert. One that is everywhere goes by the group's broadcast."""
         guests, ranks = self.guests[expert], len(self.rows)
-        if guests <= DIRECT or guests == ranks - 1:
+        if not self.passed_on:
+            self.gave[self.homes[expert]] += sign * guests
+        elif guests <= DIRECT or guests == ranks - 1:
             self.gave[self.homes[expert]] += sign * (guests if guests < ranks - 1 else 1)
         else:
             self.gave[self.homes[expert]] += sign
@@ -138,7 +143,7 @@ class _Layer:
 def _relieved(counts: Any, homes: Homes, slots: Slots) -> Iterator[_Layer]:
     """A guest after the other: of an expert of the busiest rank on the one with the fewest rows, while that helps; then
     where most rows of an expert come from."""
-    layer, left = _Layer(counts, homes), slots.most
+    layer, left = _Layer(counts, homes, slots.passed_on), slots.most
     while left and (found := _relief(layer, slots.of_rank)):
         layer.add(*found)
         left -= 1
@@ -174,7 +179,7 @@ def _relief(layer: _Layer, of_rank: int) -> tuple[int, list[int]] | None:
 
 def _everywhere(counts: Any, homes: Homes, slots: Slots) -> Iterator[_Layer]:
     """The busiest experts on all ranks: one, two, and so on."""
-    layer, ranks = _Layer(counts, homes), counts.shape[0]
+    layer, ranks = _Layer(counts, homes, slots.passed_on), counts.shape[0]
     others = ranks - 1
     for number, expert in enumerate(np.argsort(-layer.of_experts, kind="stable").tolist(), 1):
         at = np.flatnonzero(~layer.copies[expert])

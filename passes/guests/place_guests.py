@@ -40,7 +40,7 @@ class PlaceGuests:
 
 
 def homes_only(program: Program) -> Program:
-    """A Program whose slots are those of own experts alone, for passes without gradients."""
+    """A Program whose slots are those of own experts alone, for passes without guests."""
     return _with(program, {block.name: 0 for block in program.blocks if block.tables})
 
 

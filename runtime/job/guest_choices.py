@@ -1,6 +1,6 @@
 """`moec.launch(plan, choices=…)`: a file of the guests that were chosen, which a later run repeats.
 
-A line of JSON for each step that began with other guests; the first line names the plan. Only the first rank reads and
+A line of JSON for each choice; the first line names the plan. Only the first rank reads and
 writes it.
 """
 

@@ -167,7 +167,7 @@ class GuestPolicy:
             rows = counts[place.number].numpy()[np.array(place.groups)].sum(0) // (steps * len(place.groups))
             of_all = sum(self._most(word, place) for word in self._words)
             home = np.arange(place.experts) // place.own
-            found = choose_guests(rows, home, Slots(place.guests, of_all), self._times[place.body])
+            found = choose_guests(rows, home, Slots(place.guests, of_all, passed_on=False), self._times[place.body])
             chosen[place.number] = self._table_of(found.copies, rows.sum(0), place)
         return chosen
 

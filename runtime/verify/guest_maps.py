@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,22 +21,19 @@ Maps = Mapping[int, Tensor]
 """The table of each layer that has room for guests, int64 [2, ranks, slots of a rank]: experts and shares of rows."""
 
 
-def guest_maps(program: Program, seed: int) -> Sequence[Maps]:
-    """Maps for as many steps as it takes: in a step each layer has another one."""
-    layers = [layer for layer in program.layers if program.body(layer).tables]
-    if not layers:
-        return []
-    maps: list[dict[int, Tensor]] = []
-    generator, number = torch.Generator().manual_seed(seed), 0
-    shapes = {layer.number: _shape(program, layer.body) for layer in layers}
-    while number < RANDOM_MAPS + len(list(_extreme(*shapes[layers[0].number], generator))):
+def guest_maps(program: Program, seed: int) -> list[Maps]:
+    """Maps for as many steps as it takes. In each step every layer has another one, and every second layer shares of
+    rows, in the next step the others; the first steps have the extreme maps."""
+    shapes = {layer.number: _shape(program, layer.body) for layer in program.layers if program.body(layer).tables}
+    generator, maps, random = torch.Generator().manual_seed(seed), list[Maps](), 0
+    while shapes and random < RANDOM_MAPS:
         step: dict[int, Tensor] = {}
-        for layer in layers:
-            shape = shapes[layer.number]
-            extreme = next(islice(_extreme(*shape, generator), number, None), None)
-            slots = _random(*shape, generator) if extreme is None else extreme
-            step[layer.number] = with_shares(slots) if number % 2 else _in_shares(slots, shape[1], generator)
-            number += 1
+        for place, (layer, shape) in enumerate(shapes.items()):
+            extreme = [*_extreme(*shape, generator)][len(maps) + place :][:1]
+            slots = extreme[0] if extreme else _random(*shape, generator)
+            random += not extreme
+            in_shares = (len(maps) + place) % 2
+            step[layer] = _in_shares(slots, shape[1], generator) if in_shares else with_shares(slots)
         maps.append(step)
     return maps
 
@@ -54,7 +50,7 @@ def _extreme(ranks: int, experts: int, guests: int, generator: torch.Generator) 
     rank's last slot."""
     own = experts // ranks
     expert = int(torch.randint(experts, (), generator=generator))
-    for number in (1, min(own, guests)):
+    for number in sorted({1, min(own, guests)}):
         slots = _empty(ranks, experts, guests)
         first = expert // own * own if number > 1 else expert
         for rank in (rank for rank in range(ranks) if rank != expert // own):

@@ -98,13 +98,13 @@ def swapped(parts: Sequence[Tensor], slots: Tensor) -> list[Tensor]:
 hosted = virtual_weights.hosted
 
 
-@each_row(("name", "wrong", "gradient"), [("returned", lost, True), ("hosted", swapped, False)])
+@each_row(("name", "wrong"), [("returned", lost), ("hosted", swapped)])
 def test_guests_that_lose_gradients_or_have_other_weights_are_found(
-    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., list[Tensor]], gradient: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., list[Tensor]]
 ) -> None:
     plan = moe_plan(**PLAN)
     monkeypatch.setattr(virtual_weights, name, wrong)
     report = verify(plan, float32=False)
     assert not report.ok
     assert report.first_difference is not None
-    assert (report.first_difference.op, report.first_difference.gradient) == ("assign_slots", gradient)
+    assert report.first_difference.op == "assign_slots"
