@@ -18,7 +18,9 @@ from torch import Tensor
 
 from moec.codegen.folder import digest
 from moec.codegen.plan import Plan
+from moec.passes.ir.limits import MAX_SETTING
 from moec.passes.ir.texts.text import print_program
+from moec.runtime.errors import is_whole
 from moec.runtime.job.figures import warn_unwritten
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import HOST
@@ -38,6 +40,7 @@ class GuestChoices:
     def __init__(self, path: Path, plan: Plan, shapes: Shapes) -> None:
         self._path, self._shapes = path, shapes
         self._plan = digest(print_program(plan.program, spans=False).encode())
+        self._head = json.dumps({"choices_of": self._plan})
         self._writes, self._has_head = True, False
         self.steps: Steps = {}
 
@@ -51,11 +54,15 @@ class GuestChoices:
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             *lines, rest = text.split("\n")
+            if not lines and not self._head.startswith(rest):
+                return self._refused("it is no file of choices")
+            if (complaint := self._take(lines)) is not None:
+                return complaint
             self._has_head = bool(lines)
             if rest:  # a line that its writer did not finish
                 with self._path.open("r+b") as file:
                     file.truncate(len(text.encode()) - len(rest.encode()))
-            return self._take(lines)
+            return None
         except (OSError, UnicodeError) as error:
             return self._refused(f"{type(error).__name__}: {error}")
 
@@ -66,7 +73,7 @@ class GuestChoices:
                 if number == 1 and data["choices_of"] != self._plan:
                     return self._refused("it is of another plan")
                 complaint = self._take_step(data) if number > 1 else ""
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
                 complaint = f"cannot be read ({type(error).__name__}: {error})"
             if complaint:
                 return self._refused(f"line {number}: {complaint}")
@@ -74,13 +81,16 @@ class GuestChoices:
 
     def _take_step(self, data: Any) -> str:
         """Takes the record of a step; gives what is wrong with it, or nothing."""
+        step = data["step"]
+        if not is_whole(step) or not 0 < step < MAX_SETTING:
+            return f"the step {step!r} is no number of a step"
         tables = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
         for layer, table in tables.items():
             if layer not in self._shapes:
                 return f"layer {layer} has no room for guests"
             if complaint := slots_complaint(table, *self._shapes[layer]):
                 return f"the slots of layer {layer} {complaint}"
-        self.steps.setdefault(int(data["step"]), {}).update(tables)
+        self.steps.setdefault(step, {}).update(tables)
         return ""
 
     def _refused(self, words: str) -> Complaint:
@@ -110,13 +120,14 @@ class GuestChoices:
             size = 2 * (experts + ranks * guests)
             self.steps.setdefault(step, {})[layer] = torch.tensor(values[:size]).view(2, ranks, -1)
 
-    def write(self, step: int, tables: Mapping[int, Tensor]) -> None:
-        """Adds the tables of a step, on the first rank. A file that cannot be written is named once, and left out."""
-        if not self._writes:
+    def add(self, step: int, tables: Mapping[int, Tensor], *, writes: bool) -> None:
+        """Adds the tables of a step, which the first rank `writes`. A file that fails is named once, and left out."""
+        self.steps[step] = dict(tables)
+        if not writes or not self._writes:
             return
-        head: list[dict[str, Any]] = [] if self._has_head else [{"choices_of": self._plan}]
-        records = [*head, {"step": step, "slots": {str(layer): table.tolist() for layer, table in tables.items()}}]
-        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        record = {"step": step, "slots": {str(layer): table.tolist() for layer, table in tables.items()}}
+        lines = [*([] if self._has_head else [self._head]), json.dumps(record)]
+        content = "".join(f"{line}\n" for line in lines).encode()
         try:
             with self._path.open("ab", buffering=0) as file:
                 if file.write(content) != len(content):

@@ -105,20 +105,25 @@ class GuestPolicy:
     def begin_step(self, layers: nn.ModuleList) -> None:
         """Gives the layers their new guests, if some were chosen for this step. A collective of all ranks then."""
         step, recorded = self._step(), {} if self._choices is None else self._choices.steps
+        if step < self._repeated:  # a script has begun again at an earlier step
+            self._chosen.clear()
+            self._loads.clear()
+            self._counted = self._repeated = 0
+            self._give(layers, {p.number: with_shares(homes(p.ranks, p.experts)) for p in self._places})
         for number in sorted(number for number in recorded if self._repeated < number <= step):
             self._give(layers, recorded[number])
         self._repeated = step
         while self._chosen and self._chosen[0][0] <= step:
             slots = self._exchanged(self._chosen.popleft()[1])
             self._give(layers, slots)
-            if self._choices is not None and self._rank == 0:
-                self._choices.write(step, slots)
+            if self._choices is not None:
+                self._choices.add(step, slots, writes=self._rank == 0)
 
     def end_step(self) -> None:
         """Counts a step; after every `every`-th, gathers loads and begins to choose. A collective of all ranks then."""
         step = self._step()
         self._counted += 1
-        if step % self._every:
+        if step % self._every and self._counted < self._every:  # another model of the job may take every second step
             return
         due, last = step + DELAY + 1, 0 if self._choices is None else self._choices.last
         if due > last:

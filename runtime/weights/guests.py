@@ -20,6 +20,10 @@ Rows = list[list[int]]
 """For each rank of the group, indices of experts or of slots."""
 
 
+MOST_SHARES = 1 << 31
+"""The largest share of a slot: times rows it has to fit 64 bits."""
+
+
 def homes(ranks: int, experts: int) -> Tensor:
     """The slots [ranks, experts of a rank] of a layer without guests: rank r has experts r·E/n to (r + 1)·E/n."""
     return torch.arange(experts, device="cpu").view(ranks, experts // ranks)
@@ -36,8 +40,8 @@ def slots_complaint(table: Tensor, ranks: int, experts: int, guests: int) -> str
     if table.dtype != torch.int64 or table.shape != (2, ranks, own + guests):
         return f"are {table.dtype} {list(table.shape)}, not int64 {[2, ranks, own + guests]}"
     slots, shares = table
-    if bool((shares < 0).any()):
-        return "have shares below 0"
+    if bool(((shares < 0) | (shares > MOST_SHARES)).any()):
+        return "have shares below 0, or too large ones"
     if not torch.equal(slots[:, :own].cpu(), homes(ranks, experts)):
         return f"do not begin with each rank's own {own} experts"
     if bool(((slots < -1) | (slots >= experts)).any()):

@@ -13,10 +13,12 @@ from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.guests import bytes_of_guests, train_with_choices, train_with_guests
 from support.ranks.training import STEPS, require_same_training, unsharded
+from support.tables import each_row
 from torch import Tensor
 from torch.library import opcheck
 
 import moec
+from moec.runtime.job.guest_choices import GuestChoices
 from moec.runtime.ops.assign_slots import assign_slots
 from moec.runtime.ranks import groups
 from moec.runtime.weights.guests import with_shares
@@ -113,3 +115,24 @@ def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool
     path.write_text(content.replace("[0, 1, 2, 3, ", "[0, 1, 2, 2, ", 1))
     with pytest.raises(moec.JobError, match="slots of layer 1 do not begin"):
         gloo.run(2, train_with_choices, plan, str(path), 6)
+
+
+@each_row(
+    ("content", "words"),
+    [
+        ('{"lr": 0.1}', "no file of choices"),
+        ('{"lr": 0.1}\nnotes', "line 1"),
+        ('HEAD\n{"step": 1e999, "slots": {}}\n', "line 2"),
+        ('HEAD\n{"step": 2.5, "slots": {}}\n', "no number of a step"),
+        ('HEAD\n{"step": 99999999999999999999999, "slots": {}}\n', "no number of a step"),
+    ],
+)
+def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, words: str) -> None:
+    path, plan = tmp_path / "choices.jsonl", moe_plan(ep=2, adapt="replicate(4)")
+    choices = GuestChoices(path, plan, {1: (2, 8, 2)})
+    given = content.replace("HEAD", choices._head)
+    path.write_text(given)
+    complaint = choices.read()
+    assert complaint is not None
+    assert words in complaint.message
+    assert path.read_text() == given

@@ -74,6 +74,7 @@ def test_toys_with_fewer_experts_have_fewer_slots() -> None:
         ((0, 0, 4), 8, "not among 0 to 7"),
         ((0, 0, 4), 1, "expert 1 twice on rank 0"),
         ((1, 1, 5), -1, "shares below 0"),
+        ((1, 1, 5), 1 << 40, "too large"),
         ((1, 0, 0), 1, "no slot a share of expert 1"),
     ],
 )
