@@ -55,7 +55,7 @@ class GuestChoices:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             *lines, rest = text.split("\n")
             if not lines and not self._head.startswith(rest):
-                return self._refused("it is no file of choices")
+                return self._refused("it is not a file of choices")
             if (complaint := self._take(lines)) is not None:
                 return complaint
             self._has_head = bool(lines)
@@ -83,7 +83,7 @@ class GuestChoices:
         """Takes the record of a step; gives what is wrong with it, or nothing."""
         step = data["step"]
         if not is_whole(step) or not 0 < step < MAX_SETTING:
-            return f"the step {step!r} is no number of a step"
+            return f"the step {step!r} is not the number of a step"
         tables = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
         for layer, table in tables.items():
             if layer not in self._shapes:

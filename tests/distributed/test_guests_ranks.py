@@ -120,11 +120,11 @@ def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool
 @each_row(
     ("content", "words"),
     [
-        ('{"lr": 0.1}', "no file of choices"),
+        ('{"lr": 0.1}', "not a file of choices"),
         ('{"lr": 0.1}\nnotes', "line 1"),
         ('HEAD\n{"step": 1e999, "slots": {}}\n', "line 2"),
-        ('HEAD\n{"step": 2.5, "slots": {}}\n', "no number of a step"),
-        ('HEAD\n{"step": 99999999999999999999999, "slots": {}}\n', "no number of a step"),
+        ('HEAD\n{"step": 2.5, "slots": {}}\n', "not the number of a step"),
+        ('HEAD\n{"step": 99999999999999999999999, "slots": {}}\n', "not the number of a step"),
     ],
 )
 def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, words: str) -> None:
