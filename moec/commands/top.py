@@ -72,7 +72,7 @@ def read(path: Path) -> RunDocument:
 def _record(path: Path, line: bytes) -> RunDocument:
     try:
         data: dict[str, Any] = json.loads(line)
-        step = int(data.pop("step"))
+        step, _ = int(data.pop("step")), data["loss"]
         by_layer = {name: value for name, value in data.items() if isinstance(value, dict)}
         figures = {name: value for name, value in data.items() if not isinstance(value, dict)}
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -18,7 +18,7 @@ from moec.runtime import other_names
 from moec.runtime.action_log import note_action
 from moec.runtime.backends import select
 from moec.runtime.calls import called
-from moec.runtime.errors import wrong_argument
+from moec.runtime.errors import JobError, wrong_argument
 from moec.runtime.guards.every_guard import look_at
 from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
@@ -99,7 +99,10 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
-        if any(block.tables for block in self.plan.program.blocks):
+        if not places_of(self.plan) and self._choices is not None:
+            message = f"{self.plan.name} has no slots for guests, and `choices` is a file of guests"
+            raise JobError("MOE0753", message, "leave `choices` out, or state `adapt { placement = replicate(…) }`")
+        if places_of(self.plan):
             device, choices = torch.device(self.device_type), self._read_choices()
             module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
         if self.world_size > 1:
