@@ -55,7 +55,7 @@ def test_with_other_guests_in_every_step_ranks_train_as_one(gloo: GlooPool, name
 
 
 @pytest.mark.slow
-def test_no_guests_are_compiled_again(gloo: GlooPool) -> None:
+def test_other_guests_need_no_compilation(gloo: GlooPool) -> None:
     options = {**MODEL, "ranks": 4, "ep": 4, "adapt": "replicate(4)"}
     plan = moe_plan(**options)
     results = gloo.run(plan.world_size, train_with_guests, plan, 8, "aot_eager")
