@@ -125,8 +125,7 @@ class _Layer:
         self.rows, self.local = self.quotas.sum(0), kept_here(self.counts, self.quotas).sum(0)
 
     def _send(self, expert: int, sign: int) -> None:
-        """Adds or takes away what ranks send of an expert. Where pieces are passed on, one that is everywhere goes by the
-        group's broadcast."""
+        """Adds or takes away what ranks send of an expert; passed on, one that is everywhere is broadcast."""
         guests, ranks = self.guests[expert], len(self.rows)
         if not self.passed_on:
             self.gave[self.homes[expert]] += sign * guests
