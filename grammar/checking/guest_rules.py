@@ -1,15 +1,40 @@
-"""Mixtures and degrees beside which experts cannot have guests yet."""
+"""Words of `adapt` without effect, and mixtures and degrees beside which experts cannot be placed yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from moec.grammar.checking.marks import elsewhere, refused
-from moec.grammar.diagnostics.diagnostic import Diagnostic
-from moec.grammar.spec import Dropless, Smear, Soft, Spec
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity
+from moec.grammar.spec import Dropless, Greedy, Replicate, Shadow, Smear, Soft, Spec
 from moec.grammar.stated import open_words, stated_of_layers
 
+NEEDS = {
+    "split": ((Replicate, Shadow), "replicate(…)` or `shadow(…)"),
+    "horizon": ((Greedy,), "greedy(…)"),
+    "clock": ((Greedy,), "greedy(…)"),
+}
+"""The words of `placement` without which another word of `adapt` has no effect."""
+
 CHOICES = "use a gate that chooses experts"
+
+
+def placed_words(spec: Spec) -> tuple[Greedy | Replicate | Shadow, ...]:
+    """The words of `placement`."""
+    stated = spec.adapt.placement if spec.adapt is not None else None
+    return stated if isinstance(stated, tuple) else (stated,) if stated is not None else ()
+
+
+def without_effect(spec: Spec) -> Iterator[Diagnostic]:
+    """A warning for each word of `adapt` that needs another one."""
+    if spec.adapt is None:
+        return
+    words = placed_words(spec)
+    for name, (kinds, needed) in NEEDS.items():
+        if spec.adapt.given(name) and not any(isinstance(word, kinds) for word in words):
+            message, help = f"`{name}` without `{needed}` in `placement`", f"leave `{name}` out"
+            yield diagnose("MOE0374", spec.adapt.span(name), message, help=help, severity=Severity.WARNING)
 
 
 def unsupported_guests(spec: Spec) -> Iterator[Diagnostic]:
@@ -24,6 +49,9 @@ def unsupported_guests(spec: Spec) -> Iterator[Diagnostic]:
     if words := open_words(spec):
         what = f"`placement` where `{next(iter(words))}` is left open"
         yield refused(span, what, "let `moec plan` choose without `adapt`, and state what it chose", numbers=False)
+    words_of_placement = [word.word for word in placed_words(spec)]
+    if twice := [word for word in words_of_placement if words_of_placement.count(word) > 1]:
+        yield refused(span, f"two `{twice[0]}` in `placement`", "write one for all", numbers=False)
     parallel = spec.parallel
     if isinstance(parallel.pp, int) and parallel.pp > 1:
         yield refused(span, f"`placement` beside `pp = {parallel.pp}`", "leave `pp` out", numbers=False)

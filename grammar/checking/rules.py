@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from moec.grammar.checking.attention_rules import latent, rotary, windows
 from moec.grammar.checking.capacity_rules import capacities
 from moec.grammar.checking.group_gate_rules import group_gates
+from moec.grammar.checking.guest_rules import without_effect
 from moec.grammar.checking.head_mixture_rules import head_mixture
 from moec.grammar.checking.mixture_rules import gated, mixture
 from moec.grammar.checking.model_rules import model_forms
@@ -76,6 +77,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *frozen_parts(spec),
         *token_inputs(spec),
         *balance_over_layers(spec),
+        *without_effect(spec),
     ]
 
 

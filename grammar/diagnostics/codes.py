@@ -191,6 +191,7 @@ CODES: dict[str, str] = {
     "MOE0751": "something else was given for a plan or a `.moe` file",
     "MOE0752": "the job does not run",
     "MOE0753": "choices of another run cannot be repeated",
+    "MOE0754": "experts cannot move",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",
     "MOE0802": "this checkpoint has another format",

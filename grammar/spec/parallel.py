@@ -117,11 +117,10 @@ class Parallel(Node):
 
 
 class Greedy(Node):
-    """Experts move, largest first, to the rank with the least load."""
+    """Experts move to other ranks with their masters and optimizer states, between two steps."""
 
     word = "greedy"
-    source = "SmartMoE, Zhai et al. 2023"
-    implemented = False
+    source = "SmartMoE, Zhai et al. 2023, algorithm 1"
     every: Annotated[PositiveInt, Doc("steps between two checks of the loads")] = 100
     threshold: Annotated[float, at_least(1), Doc("largest load over mean load up to which experts stay")] = 1.1
 
@@ -164,7 +163,7 @@ class Adapt(Node):
     ] = None
     window: Annotated[PositiveInt, NotYet(), Doc("capacities that share one choice (Tutel's R)")] = 128
     placement: Annotated[
-        Greedy | Replicate | Shadow | tuple[Replicate | Shadow, ...] | None,
+        Greedy | Replicate | Shadow | tuple[Greedy | Replicate | Shadow, ...] | None,
         Doc("how experts move between ranks, or where they have guests"),
     ] = None
     split: Annotated[
@@ -175,5 +174,8 @@ class Adapt(Node):
         ),
     ] = "fresh"
     horizon: Annotated[
-        float, more_than(0), NotYet(), Doc("steps within which a move has to save more time than it takes")
+        float, more_than(0), Doc("with `greedy`, steps within which a move has to save more time than it takes")
     ] = 1000.0
+    clock: Annotated[
+        bool, Doc("with `greedy`, undo moves after which steps take longer; `false`: only loads decide")
+    ] = True

@@ -171,7 +171,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
                     ep_stated=experts.stated,
                     etp=experts.etp,
                     edp=experts.edp,
-                    guests=experts.guests,
+                    guests=experts.guests or 0,
                 )
                 for experts in degrees.experts
             ],

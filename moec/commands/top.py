@@ -21,8 +21,13 @@ TAIL = 1 << 20
 SECONDS = 1.0
 """Between two looks at the file."""
 
-RATIOS, NUMBERS = ("load", "home_rows", "rows", "head_load", "drop_rate"), ("guests", "guest_bytes")
+BY_LAYER = (
+    "load", "home_rows", "rows", "head_load", "drop_rate", "guests", "guest_bytes", "moved", "predicted_seconds",
+    "predicted_at_home",
+)  # fmt: skip
 """Figures by layer, in the order of the columns."""
+
+MILLISECONDS = ("predicted_seconds", "predicted_at_home", "step_seconds")
 
 
 @document
@@ -92,10 +97,9 @@ def _lines(record: RunDocument) -> Iterator[str]:
     yield f"step {record.step:,}  " + "  ".join(shown)
     if not record.layers:
         return
-    names = (*RATIOS, *NUMBERS)
-    rows = [("layer", *(name.replace("_", " ") for name in names))]
+    rows = [("layer", *(name.replace("_", " ") for name in BY_LAYER))]
     for number, values in record.layers.items():
-        rows.append((number, *(_shown(name, values[name]) if name in values else "-" for name in names)))
+        rows.append((number, *(_shown(name, values[name]) if name in values else "-" for name in BY_LAYER)))
     yield ""
     yield from table(without_empty_columns(rows), range(len(rows[0])))
 
@@ -103,6 +107,8 @@ def _lines(record: RunDocument) -> Iterator[str]:
 def _shown(name: str, value: float | None) -> str:
     if value is None:
         return "none"
+    if name in MILLISECONDS:
+        return f"{value * 1e3:.4g} ms"
     if name in ("memory", "guest_bytes"):
         return amount_of_bytes(value) if value else "0"
     if name == "mfu":

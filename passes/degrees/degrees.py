@@ -32,7 +32,7 @@ class ExpertDegrees(NamedTuple):
     """The expert degrees of some layers: one factorisation of the ranks, and so one mesh.
 
     `edp` is ranks / (`ep` * `etp`). `stated`: the file gives this `ep` for all of these layers. `guests`: the slots of
-    a rank for weights of other ranks' experts.
+    a rank for weights of other ranks' experts; None where experts have no slots, and stay where they are.
     """
 
     layers: tuple[int, ...]
@@ -40,7 +40,7 @@ class ExpertDegrees(NamedTuple):
     etp: int
     edp: int
     stated: bool = False
-    guests: int = 0
+    guests: int | None = None
 
 
 class Degrees(NamedTuple):

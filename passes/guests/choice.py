@@ -30,12 +30,13 @@ TRIED = 6
 @dataclass(frozen=True, slots=True)
 class LayerTime:
     """What decides a layer's seconds: of a row's products and of a row over the wire, in both passes; of a guest's
-    weights and its gradient; and the share of the products beside which guests travel."""
+    weights and its gradient; the share of the products beside which guests travel; and an expert that moves."""
 
     row: float
     sent: float
     guest: float
     hidden: float = 0.0
+    move: float = 0.0
 
     def seconds(self, rows: float, sent: float, guests: float) -> float:
         """With so many rows on the busiest rank, rows over its wire, and guests that it sends or gets."""

@@ -1,4 +1,4 @@
-"""guests: gives the ranks of a mixture slots for weights of other ranks' experts, and sends rows to slots."""
+"""guests: sends rows to slots, which have experts in any order, and weights of other ranks' experts too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from moec.passes.degrees.degrees import Degrees
-from moec.passes.ir import DTYPE_BYTES, REPLICATED, Block, Op, Parameter, Program, Shard, Table, Value
+from moec.passes.ir import DTYPE_BYTES, REPLICATED, Block, Op, Program, Table, Value
 from moec.passes.ir.ops import AssignSlots, ExchangeCounts, Permute
 from moec.passes.ir.work.cost import MASTER_BYTES
 
@@ -21,7 +21,7 @@ ROWS_OF_EXPERTS = "rows_of_experts"
 
 @dataclass(frozen=True, slots=True)
 class PlaceGuests:
-    """Rewrites `permute` → `exchange_counts` to `assign_slots` → `permute`, in layers whose degrees have guests.
+    """Rewrites `permute` → `exchange_counts` to `assign_slots` → `permute`, in layers whose degrees have slots.
 
     A rank's slots are its own experts' first, then those of guests. Behind the rewritten ops experts are slots: shapes
     are inferred again, and ops of rows stay as they are. Counts of rows by experts, which a layer gives, stay counts
@@ -33,10 +33,8 @@ class PlaceGuests:
     def apply(self, program: Program) -> Program:
         """The Program with slots for guests."""
         guests = {layer: experts.guests for experts in self.degrees.experts for layer in experts.layers}
-        if not any(guests.values()):
-            return program
-        of_block = {layer.body: guests.get(layer.number, 0) for layer in program.layers}
-        return _with(program, {name: number for name, number in of_block.items() if number})
+        of_block = {layer.body: guests.get(layer.number) for layer in program.layers}
+        return _with(program, {name: number for name, number in of_block.items() if number is not None})
 
 
 def homes_only(program: Program) -> Program:
@@ -61,7 +59,7 @@ def guest_bytes(block: Block) -> int:
         (DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES))
         * math.prod(d for d in p.shape[1:] if isinstance(d, int))
         for p in block.parameters
-        if p.guests
+        if p.is_of_experts
     )
 
 
@@ -80,7 +78,7 @@ def _rewritten(program: Program, block: Block, guests: int) -> Block:
     (permute,) = (op for op in block.ops if isinstance(op, Permute))
     experts = next((op.num_experts for op in block.ops if isinstance(op, AssignSlots)), permute.num_experts)
     shape = (2, ranks, experts // ranks + guests)
-    parameters = tuple(replace(p, guests=ranks * guests) if _is_of_experts(p) else p for p in block.parameters)
+    parameters = tuple(replace(p, guests=ranks * guests) if p.is_of_experts else p for p in block.parameters)
     table = Table(name=SLOTS, shape=shape, dtype="int64", layout=REPLICATED)
     ops, outputs = block.ops, block.outputs
     if not block.tables:
@@ -90,10 +88,6 @@ def _rewritten(program: Program, block: Block, guests: int) -> Block:
     slots = ranks * shape[2]
     sized = (replace(op, num_experts=slots) if isinstance(op, Permute) else op for op in ops)
     return replace(changed, ops=tuple(_inferred(program, changed, sized)))
-
-
-def _is_of_experts(parameter: Parameter) -> bool:
-    return parameter.layout is not None and parameter.layout.get("ep") == Shard(0)
 
 
 def _by_slots(block: Block, permute: Permute) -> Iterator[Op]:

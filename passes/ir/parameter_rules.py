@@ -49,9 +49,8 @@ def parameter_complaint(parameter: Parameter, wide_axes: tuple[tuple[str, int], 
 def guests_complaint(parameter: Parameter, tables: Sequence[Table], ranks: int) -> str:
     """Why the guests of a parameter are not those of its block's table of slots; empty where they are. `ranks`: of
     `ep`. Of a block with a table all parameters that `ep` cuts by experts have guests, and no others."""
-    of_experts = parameter.layout is not None and parameter.layout.get("ep") == Shard(0)
     experts, wanted = parameter.shape[0] if parameter.shape else 0, 0
-    for table in tables if of_experts else ():
+    for table in tables if parameter.is_of_experts else ():
         assert isinstance(experts, int)
         slots = [dim for dim in table.shape if isinstance(dim, int)]
         wanted = slots[1] * slots[2] - experts if len(slots) == 3 and slots[:2] == [2, ranks] else -1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from moec.passes.ir.layout import Layout
+from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.limits import MAX_SETTING
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
@@ -149,6 +149,11 @@ class Parameter(Value, Stored):
     def placed(self, layout: Layout) -> Self:
         """This parameter used in `layout`, and with its weight, gradient and optimizer state in the same layout."""
         return replace(self, layout=layout, weight=layout, gradient=layout, optimizer_state=layout)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the ranks of `ep` cut it by experts."""
+        return self.layout is not None and self.layout.get("ep") == Shard(0)
 
     def used(self) -> Self:
         """This parameter as ops use it: with its guests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +29,8 @@ class JobCheckpoints(RunningJob):
     """The part of `Job` that saves and loads."""
 
     _saves: Saves | None = None
+    _placed: list[ReferenceType[PlanModule]]
+    """The models whose experts have slots, in the order of `build`."""
 
     @property
     def saves(self) -> Saves:
@@ -40,6 +43,26 @@ class JobCheckpoints(RunningJob):
         # A connection of its own: a thread that waits on a shared one would block the other threads.
         store = new_connection() if self.world_size > 1 else None
         self._saves = stack.enter_context(Saves(store, self.rank, self.world_size, self._watch))
+        self._placed = []
+        stack.push(self._restore_at_end)
+
+    def _restore_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What a script does with models after the job finds experts in order."""
+        for model in (placed() for placed in self._placed if kind is None):
+            if model is not None:
+                model.restore_homes()
+
+    @called("job.restore_homes")
+    def restore_homes(self, model: PlanModule) -> None:
+        """Moves experts back to their first homes, so that row i of every parameter and its states is expert i.
+
+        With `greedy` in the file's `placement`, call it before a script reads or writes parameters itself; the next
+        step moves experts again. `state_dict`, `load_state_dict`, `save` and `load` do so themselves. A collective:
+        every rank must call it, or none.
+        """
+        require_own(model, self.plan, self.number)
+        self.checks.require("job.restore_homes", model.open_step_complaint())
+        model.restore_homes()
 
     @called("job.save")
     def save(

@@ -133,6 +133,9 @@ def load(
     complaint = saves.wait() or model.open_step_complaint()
     job.checks.require("job.load", complaint, *_same_calls(str(path), optimizer, extras))
     number = saves.next_number()
+    model.restore_homes()
+    if model.placement_policy is not None and optimizer is not None:
+        model.placement_policy.add_optimizer(optimizer)
 
     def together(act: Callable[[], T], stage: str) -> T:
         """The result of `act()` on every rank, or its first error on every rank. Ranks may take any time."""

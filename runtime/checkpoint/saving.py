@@ -51,6 +51,7 @@ def save(
     except JobError as error:
         raise error from cause
     assert content is not None
+    model.restore_homes()
     failure: Complaint | None = None
     copies, parts, cause = list[HostTensor](), dict[str, Part](), None
     try:

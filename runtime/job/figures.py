@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
@@ -10,8 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moec.codegen.plan import Plan
-from moec.grammar.diagnostics import diagnose, render
-from moec.grammar.diagnostics.diagnostic import Severity
 from moec.passes.cost.model_flops import ModelFlops
 from moec.runtime.errors import wrong_argument
 
@@ -49,15 +46,3 @@ def peak_flops(plan: Plan) -> float | None:
     peaks: Mapping[str, Any] = vars(plan.spec.cluster.device.peak)
     peak = peaks.get(plan.spec.subject.dtype)
     return None if peak is None else float(peak) * plan.world_size
-
-
-def warn_unwritten(error: Exception) -> None:
-    """Prints a warning about an output that could not be written; training goes on."""
-    warning = diagnose(
-        "MOE0718",
-        None,
-        f"{type(error).__name__}: {error}",
-        help="training goes on without it",
-        severity=Severity.WARNING,
-    )
-    print(render([warning], "full").rstrip("\n"), file=sys.stderr, flush=True)

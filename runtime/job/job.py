@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from moec.runtime.guards.guard import LogitsGiven, StepBegins
 from moec.runtime.inputs.batches import limits_of
 from moec.runtime.inputs.extra_inputs import ExtraInputs
 from moec.runtime.job.accumulate import accumulating
-from moec.runtime.job.guest_choices import GuestChoices
-from moec.runtime.job.guest_policy import GuestPolicy, places_of
 from moec.runtime.job.job_figures import JobFigures
 from moec.runtime.job.kernels_ahead import compile_kernels_ahead
 from moec.runtime.job.step import Counter, Loss, Step, run_step
@@ -37,6 +35,9 @@ from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, 
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import refuse_stages
+from moec.runtime.placement.choices import PlacementChoices
+from moec.runtime.placement.place import places_of
+from moec.runtime.placement.policy import PlacementPolicy
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.groups import HOST, PIPELINE
 from moec.runtime.ranks.join import (
@@ -104,7 +105,10 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             raise JobError("MOE0753", message, "leave `choices` out, or state `adapt { placement = replicate(…) }`")
         if places_of(self.plan):
             device, choices = torch.device(self.device_type), self._read_choices()
-            module.guest_policy = GuestPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
+            policy = PlacementPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
+            policy.attach(module, module.layers)
+            module.placement_policy = policy
+            self._placed.append(ref(module))
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:
@@ -123,6 +127,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         masters = [master_of(parameter, plan_parameters[name], self.number) for name, parameter in trained.items()]
         with torch.inference_mode(False):
             optimizer = make_optimizer(self.plan.spec.update, masters, model)
+        if model.placement_policy is not None:
+            model.placement_policy.add_optimizer(optimizer)
         self.finite.guard(optimizer, model)
         watch_steps(optimizer)
         return optimizer
@@ -296,13 +302,13 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             look_at(StepBegins(model, seen=model.seen))
             yield
 
-    def _read_choices(self) -> GuestChoices | None:
+    def _read_choices(self) -> PlacementChoices | None:
         """The recorded choices of guests, of the first model. A collective if there is a file for them."""
         path, self._choices = self._choices, None
         if path is None:
             return None
         shapes = {place.number: (place.ranks, place.experts, place.guests) for place in places_of(self.plan)}
-        choices = GuestChoices(path, self.plan, shapes)
+        choices = PlacementChoices(path, self.plan, shapes)
         self.checks.require("job.build", choices.read() if self.rank == 0 else None)
         choices.share(self.number)
         return choices

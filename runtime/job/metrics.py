@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, warn_unwritten
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures
 from moec.runtime.job.loads import last_pass_loads
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.model.module import PlanModule
 from moec.runtime.ranks.checks import Complaint, MustMatch
+from moec.runtime.unwritten import warn_unwritten
 
 if TYPE_CHECKING:
     from moec.runtime.job.job_figures import JobFigures
@@ -31,7 +32,7 @@ OutputPath = str | PathLike[str] | None
 """Where an output goes; None leaves it out."""
 
 Record = dict[str, Any]
-"""The figures of one step: numbers, and numbers by layer (`load`, `head_load`, `drop_rate`, those of guests)."""
+"""The figures of one step: numbers, and numbers by layer (`load`, `head_load`, `drop_rate`, of placed experts)."""
 
 OWN_FIGURES = {
     "step",
@@ -50,6 +51,10 @@ OWN_FIGURES = {
     "guest_bytes",
     "home_rows",
     "rows",
+    "moved",
+    "predicted_seconds",
+    "predicted_at_home",
+    "step_seconds",
     "resumed",
 }
 """Names of the job's own figures; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""
@@ -170,7 +175,7 @@ class Metrics:
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
         record |= {"head_load": heads} if heads else {}
         record |= {"drop_rate": drops} if drops else {}
-        record |= model.guest_policy.figures(model.layers, loads) if model.guest_policy is not None else {}
+        record |= model.placement_policy.figures(model.layers, loads) if model.placement_policy is not None else {}
         for output in tuple(self._outputs):
             self._try(output, lambda output=output: output.write(record))
         return record

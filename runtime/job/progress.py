@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from moec.passes.cost.model_flops import ModelFlops
 from moec.runtime.errors import is_whole, wrong_argument
-from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures, warn_unwritten
+from moec.runtime.job.figures import model_flops, number, peak_flops, require_figures
 from moec.runtime.job.progress_display import Display, Loads, StepFigures, make_display
+from moec.runtime.unwritten import warn_unwritten
 
 if TYPE_CHECKING:
     from moec.runtime.job.job_figures import JobFigures

@@ -104,7 +104,7 @@ class PlanModule(StepModule):
         self.takes = AcceptedInputs.of(program)
         self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(at_home, home.groups, float64=float64)
-        self.guest_policy = None
+        self.placement_policy = None
         self._updates = Updates(program, home, float64=float64)
         self.input_role = taken_role(program)
         self.draws = forwards(program)[0].input("sequences") is not None
@@ -172,8 +172,8 @@ class PlanModule(StepModule):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(counted)
-            if self.guest_policy is not None and self._counts.sequences is not None:
-                self.guest_policy.add(counted)
+            if self.placement_policy is not None and self._counts.sequences is not None:
+                self.placement_policy.add(counted)
             self._home.count_pass(tokens, segments, inputs.get("real"))
         aux_loss = None if balance is None else self.aux_loss(balance, inputs.get("real", tokens))
         refuses = reads_values and not self._counts.skips

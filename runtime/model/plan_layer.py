@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function
 from moec.passes.ir import Table
 from moec.runtime.inputs.settings import setting_values
-from moec.runtime.weights.guests import Guests, homes, with_shares
+from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
+from moec.runtime.weights.slots import slots_in_order, with_shares
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.weights.states import LayerStates
 
@@ -41,7 +42,7 @@ class Layer(nn.Module):
         self.homes_only = homes_only
         self.guests: Guests | None = None
         """The guests of the next passes in training."""
-        self.hosted = [index for index, parameter in enumerate(function.parameters) if parameter.guests]
+        self.hosted = [index for index, parameter in enumerate(function.parameters) if parameter.is_of_experts]
         """The indices of the parameters of which guests have weights."""
         self._weights = make_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, open_step
@@ -56,14 +57,21 @@ class Layer(nn.Module):
         function = self.function if guests is not None or self.homes_only is None else self.homes_only
         settings = setting_values(function.settings, {}, training=self.training)
         states, handles = self.states().values(), Handles()
-        tables = homes_of(function.tables) if guests is None else [guests.table]
+        tables = self.tables() if guests is None else [guests.table]
         weights = self._weights(handles, guests)
         with handles.saved_as_handles():
             return function.module(*inputs, self._number, *settings, *states, *tables, *weights)
 
     def guests_of_pass(self) -> Guests | None:
-        """The guests of a pass in the mode of this layer: none in evaluation."""
-        return self.guests if self.training else None
+        """The guests of a pass in the mode of this layer: none in evaluation, nor after homes have moved."""
+        guests, homes = self.guests, self._weights.homes
+        is_current = guests is not None and (homes is None or guests.homes is homes.slots)
+        return guests if self.training and is_current else None
+
+    def tables(self) -> list[Tensor]:
+        """The slots of a pass without guests: experts at home."""
+        homes = self._weights.homes
+        return homes_of((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
 
     def extra_repr(self) -> str:
         return self._words
@@ -74,9 +82,9 @@ class Layer(nn.Module):
 
 
 def homes_of(tables: Sequence[Table]) -> list[Tensor]:
-    """The slots of a layer's experts at home."""
+    """The slots of a layer's experts in their first homes."""
     shapes = (table.shape for table in tables)
-    return [with_shares(homes(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]
+    return [with_shares(slots_in_order(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]
 
 
 def layer_inside(module: nn.Module) -> Layer | None:

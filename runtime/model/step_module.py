@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moec.codegen.emit import Function
 from moec.passes.ir import STEP, OutputKey
@@ -24,19 +25,25 @@ from moec.runtime.weights.weights import Weights
 
 
 class BetweenSteps(Protocol):
-    """What chooses the guests of layers between steps (`runtime/job/guest_policy.py`). All ranks call it alike."""
+    """What places the experts of layers between steps (`runtime/placement/policy.py`). All ranks call it alike."""
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
         """Adds the rows of a forward pass in training to the loads of the step."""
 
     def begin_step(self, layers: nn.ModuleList) -> None:
-        """Gives the layers the guests that were chosen for this step."""
+        """Places experts as was chosen for this step."""
 
     def end_step(self) -> None:
         """Counts a step."""
 
-    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, dict[int, float]]:
-        """Figures of each layer, of the guests and the rows of the last step. `loads`: rows of each expert."""
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Moves what this optimizer keeps of experts with them."""
+
+    def restore_homes(self) -> None:
+        """Moves all experts to their first homes until the next step."""
+
+    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Figures of the last steps, and of each layer by its number. `loads`: rows of each expert."""
 
 
 class StepModule(nn.Module):
@@ -56,8 +63,8 @@ class StepModule(nn.Module):
     tops: dict[int, TopLevel]
     """`forward` of each stage of this rank."""
     _updates: Updates
-    guest_policy: BetweenSteps | None
-    """Chooses the guests of layers between steps; None without slots for guests, and of a model of no job."""
+    placement_policy: BetweenSteps | None
+    """Places experts between steps; None without slots, and of a model of no job."""
 
     @property
     def is_hooked(self) -> bool:
@@ -121,8 +128,8 @@ class StepModule(nn.Module):
             )
         # A parameter's hook may call an optimizer, and fused and foreach optimizers on DTensors change no version.
         keeps_weights = passes > 1 and not any(weights.sums_every_pass for weights in self.all_weights(wrapped=True))
-        if self.guest_policy is not None:
-            self.guest_policy.begin_step(self.layers)
+        if self.placement_policy is not None:
+            self.placement_policy.begin_step(self.layers)
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
         self._open_step.has_several_passes, self._open_step.keeps_weights = passes > 1, keeps_weights
@@ -138,8 +145,13 @@ class StepModule(nn.Module):
             self._counts = StepCounts()
             self._updates.loads.clear()
         self.next_step()
-        if self.guest_policy is not None:
-            self.guest_policy.end_step()
+        if self.placement_policy is not None:
+            self.placement_policy.end_step()
+
+    def restore_homes(self) -> None:
+        """Moves experts that have moved to their first homes until the next step. A collective then."""
+        if self.placement_policy is not None:
+            self.placement_policy.restore_homes()
 
     def next_step(self) -> None:
         """Adds 1 to the setting `step`."""

@@ -1,4 +1,4 @@
-"""The maps of guests under which a plan is verified: each layer's slots, which a job may fill with any experts."""
+"""The maps under which a plan is verified: each layer's slots, in which a job may have any experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moec.passes.guests.place_guests import SLOTS, guests_of
 from moec.passes.ir import Program
-from moec.runtime.weights.guests import homes, with_shares
+from moec.runtime.weights.slots import slots_in_order, with_shares
 
 RANDOM_MAPS = 10
 """At least so many random maps are compared, beside those of `_extreme`."""
@@ -21,9 +21,9 @@ Maps = Mapping[int, Tensor]
 """The table of each layer that has room for guests, int64 [2, ranks, slots of a rank]: experts and shares of rows."""
 
 
-def guest_maps(program: Program, seed: int) -> list[Maps]:
+def guest_maps(program: Program, seed: int, *, moves: bool = False) -> list[Maps]:
     """Maps for as many steps as it takes. In each step every layer has another one, and every second layer shares of
-    rows, in the next step the others; the first steps have the extreme maps."""
+    rows, in the next step the others; the first steps have the extreme maps. `moves`: homes are random too."""
     shapes = {layer.number: _shape(program, layer.body) for layer in program.layers if program.body(layer).tables}
     generator, maps, random = torch.Generator().manual_seed(seed), list[Maps](), 0
     while shapes and random < RANDOM_MAPS:
@@ -31,6 +31,7 @@ def guest_maps(program: Program, seed: int) -> list[Maps]:
         for place, (layer, shape) in enumerate(shapes.items()):
             extreme = [*_extreme(*shape, generator)][len(maps) + place :][:1]
             slots = extreme[0] if extreme else _random(*shape, generator)
+            slots = _moved(slots, shape[1], generator) if moves else slots
             random += not extreme
             in_shares = (len(maps) + place) % 2
             step[layer] = _in_shares(slots, shape[1], generator) if in_shares else with_shares(slots)
@@ -48,6 +49,8 @@ def _shape(program: Program, body: str) -> tuple[int, int, int]:
 def _extreme(ranks: int, experts: int, guests: int, generator: torch.Generator) -> Iterator[Tensor]:
     """One expert on every rank; the experts of one rank on all others, as many as have room; one guest in all, in its
     rank's last slot."""
+    if not guests:
+        return
     own = experts // ranks
     expert = int(torch.randint(experts, (), generator=generator))
     for number in sorted({1, min(own, guests)}):
@@ -78,5 +81,10 @@ def _random(ranks: int, experts: int, guests: int, generator: torch.Generator) -
     return slots
 
 
+def _moved(slots: Tensor, experts: int, generator: torch.Generator) -> Tensor:
+    """The same slots for experts in another order."""
+    return torch.cat([torch.randperm(experts, generator=generator), torch.tensor([-1])])[slots]
+
+
 def _empty(ranks: int, experts: int, guests: int) -> Tensor:
-    return torch.cat([homes(ranks, experts), torch.full((ranks, guests), -1)], 1)
+    return torch.cat([slots_in_order(ranks, experts), torch.full((ranks, guests), -1)], 1)

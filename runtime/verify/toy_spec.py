@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
+from moec.grammar.checking.guest_rules import placed_words
 from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Mla, Model, Moe, Replicate, Spec, TokenEmbedding
-from moec.passes.degrees.guest_slots import placements
+from moec.passes.degrees.guest_slots import guest_words
 from moec.passes.degrees.stated_degrees import zero_of
 from moec.passes.ir.mesh import ZERO_AXES
 from moec.passes.lower.lower_model import context_of
@@ -64,10 +65,11 @@ class ToySpec:
     def spec(self) -> Spec:
         """The plan's Spec with toy widths, which `widths` lists from then on."""
         spec = self._with_toy_widths()
-        if self._slots is None or spec.adapt is None or not placements(spec):
+        if self._slots is None or spec.adapt is None or not (words := guest_words(spec)):
             return spec
         # As few slots for guests as the ranks of every layer can share: of fewer experts, more would not fit.
-        return spec.replace(adapt=spec.adapt.replace(placement=Replicate(slots=self._slots)))
+        others = tuple(word for word in placed_words(spec) if word not in words)
+        return spec.replace(adapt=spec.adapt.replace(placement=(*others, Replicate(slots=self._slots))))
 
     def _with_toy_widths(self) -> Spec:
         if not self._spec.has_model:

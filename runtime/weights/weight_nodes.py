@@ -53,7 +53,8 @@ class ForwardPass:
     needs the gradient of this pass; if not, and the step has several passes (`in_several`), `collects_for` refers to
     the parameters. `regathered`: the weights that backward gathers again. `versions`: those of the DTensors whose parts
     the graphs use without a copy. Autograd notices changes of a part, but not those of its DTensor. `event`: what the
-    log of actions calls its backward pass. `guests`: those whose weights it used, and whose gradients go home.
+    log of actions calls its backward pass. `guests`: those whose weights it used, and whose gradients go home. `homes`:
+    where experts were then, if they may move.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class ForwardPass:
         "collects_for",
         "event",
         "guests",
+        "homes",
         "layouts",
         "needed",
         "regathered",
@@ -81,6 +83,7 @@ class ForwardPass:
         self.event = "backward" if current_queue() is None else "weights"
         self.regathered: RegatheredWeights | None = None
         self.guests: Guests | None = None
+        self.homes = None if weights.homes is None else weights.homes.slots
         self.versions = [
             (ref(owner_of(parameter)), version_of(parameter))
             for parameter, spec in zip(parameters, weights.specs, strict=True)
@@ -88,10 +91,12 @@ class ForwardPass:
         ]
 
     def require_unchanged(self) -> None:
-        """Raises `JobError` if a DTensor in `versions` changed since forward.
+        """Raises `JobError` if a DTensor in `versions` changed since forward, or experts have other homes.
 
-        The weights that autograd saved share its memory.
+        The weights that autograd saved share the DTensors' memory.
         """
+        if self.weights.homes is not None and self.weights.homes.slots is not self.homes:
+            raise changed(self.weights.specs[0].site)
         for reference, version in self.versions:
             if (parameter := reference()) is not None and version_of(parameter) != version:
                 raise changed(self.weights.specs[0].site)

@@ -27,6 +27,7 @@ from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathering import Gathering, Snapshot, StepWeights
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.guests import Guests
+from moec.runtime.weights.homes import Homes
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.names import read_parameter, registered_parameter, requires_grad, split_name
 from moec.runtime.weights.open_step import CollectedGradients, OpenStep
@@ -67,6 +68,7 @@ class Weights:
         self._unwrapped: UnwrappedParameters | None = None
         self._prefetched: Gathering | None = None
         self._step_weights: StepWeights | None = None
+        self.homes: Homes | None = None  # if experts may move
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """The weights of a copied module, which belongs to no open step."""
@@ -75,6 +77,8 @@ class Weights:
         copied._collected = copied._unwrapped = copied._prefetched = copied._step_weights = None
         copied._owner = ref(deepcopy(self._module(), memo))
         copied._open_step = deepcopy(self._open_step, memo)
+        if self.homes is not None:
+            self.homes.share(copied)
         return copied
 
     def _module(self) -> nn.Module:

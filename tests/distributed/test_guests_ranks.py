@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.guests import bytes_of_guests, train_with_choices, train_with_guests
+from support.ranks.guests import bytes_of_guests, train_with_choices, train_with_guests, train_with_slow_moves
 from support.ranks.training import STEPS, require_same_training, unsharded
 from support.tables import each_row
 from torch import Tensor
 from torch.library import opcheck
 
 import moec
-from moec.runtime.job.guest_choices import GuestChoices
 from moec.runtime.ops.assign_slots import assign_slots
+from moec.runtime.placement.choices import PlacementChoices
 from moec.runtime.ranks import groups
-from moec.runtime.weights.guests import with_shares
+from moec.runtime.weights.slots import with_shares
 
 MODEL = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
 
@@ -101,20 +101,36 @@ def require_agreement(gloo: GlooPool, experts: Tensor, slots: Tensor) -> None:
 
 
 def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool, tmp_path: Path) -> None:
-    plan = moe_plan(**MODEL, ranks=2, ep=2, adapt="replicate(2, every = 2)")
+    words = "[greedy(every = 2, threshold = 1.0), replicate(2, every = 2)]; horizon = 1e12; clock = false"
+    plan = moe_plan(**MODEL, ranks=2, ep=2, adapt=words)
     path = tmp_path / "choices.jsonl"
     first = gloo.run(2, train_with_choices, plan, str(path), 6)
     content = path.read_text()
     steps = [json.loads(line).get("step") for line in content.splitlines()]
     assert steps == [None, 4, 6]
-    assert any(first[0]["guests"])
     assert first[0] == first[1]
+    in_order, last = range(8), first[0]["tables"].values()
+    assert any([*slots[0][:4], *slots[1][:4]] != [*in_order] for slots, _ in last)
+    assert any(slots[rank][4] >= 0 for slots, _ in last for rank in (0, 1))
     path.write_text(content + '{"step": 8, "slo')  # a line that was not finished
     assert gloo.run(2, train_with_choices, plan, str(path), 6) == first
     assert path.read_text() == content
-    path.write_text(content.replace("[0, 1, 2, 3, ", "[0, 1, 2, 2, ", 1))
-    with pytest.raises(moec.JobError, match="slots of layer 1 do not begin"):
+    head, line, *_ = content.splitlines()
+    record = json.loads(line)
+    record["slots"]["1"][0][0][0] = record["slots"]["1"][0][0][1]
+    path.write_text(f"{head}\n{json.dumps(record)}\n")
+    with pytest.raises(moec.JobError, match="slots of layer 1 do not begin with the homes of all 8 experts"):
         gloo.run(2, train_with_choices, plan, str(path), 6)
+
+
+def test_moves_after_which_steps_take_longer_are_undone(gloo: GlooPool) -> None:
+    words = "greedy(every = 10, threshold = 1.0); horizon = 1e12"
+    plan = moe_plan(**MODEL, ranks=2, ep=2, adapt=words)
+    first, second = gloo.run(2, train_with_slow_moves, plan, 23)
+    moved = [step for step, (has_moved, *_) in enumerate(first, 1) if has_moved]
+    assert moved == [*range(12, 22)]  # after the loads of ten steps, one step for the choice; ten steps are watched
+    assert {horizon for _, horizon, _ in first[21:]} == {0.5e12}
+    assert [(has_moved, loss) for has_moved, _, loss in first] == [(m, loss) for m, _, loss in second]
 
 
 @each_row(
@@ -129,7 +145,7 @@ def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool
 )
 def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, words: str) -> None:
     path, plan = tmp_path / "choices.jsonl", moe_plan(ep=2, adapt="replicate(4)")
-    choices = GuestChoices(path, plan, {1: (2, 8, 2)})
+    choices = PlacementChoices(path, plan, {1: (2, 8, 2)})
     given = content.replace("HEAD", choices._head)
     path.write_text(given)
     complaint = choices.read()

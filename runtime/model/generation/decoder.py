@@ -19,7 +19,7 @@ from moec.runtime.backends.torch.torch_rope import rope_tables
 from moec.runtime.errors import JobError
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.model.generation.prompts import Prompts
-from moec.runtime.model.plan_layer import Layer, homes_of, layer_inside
+from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.ops.dense_collectives import whole_along
 from moec.runtime.weights.weights import Weights
 
@@ -199,7 +199,7 @@ class _DecoderLayer:
     def __init__(self, layer: Layer, block: DecodingLayer) -> None:
         self.block, self._weights = block, layer._weights
         settings = setting_values(block.settings, {}, training=False)
-        self._inputs_before_weights = (layer._number, *settings, *layer.states().values(), *homes_of(block.slots))
+        self._inputs_before_weights = (layer._number, *settings, *layer.states().values(), *layer.tables())
         self._fixed_inputs = None if self._weights.gathers_per_use else (*self._inputs_before_weights, *self._weights())
 
     def begin(self) -> None:

@@ -33,9 +33,9 @@ class VirtualWeights:
             for layer in plan.program.layers
             if layer.number in slots
             for p in plan.program.body(layer).parameters
-            if p.guests
+            if p.is_of_experts
         }
-        """The slots for guests, by the full names of parameters."""
+        """The slots of experts, by the full names of parameters."""
         self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
         self.masters = {name: self._masters(name, parameter) for name, parameter in self._parameters.items()}
         self._leaf_of_rank: dict[str, list[int]] = {}

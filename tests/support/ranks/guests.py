@@ -11,17 +11,20 @@ from torch import nn
 
 import moec
 from moec.codegen.plan import Plan
-from moec.runtime.job.guest_policy import GuestPolicy
+from moec.runtime.placement.guard import Guard
+from moec.runtime.placement.policy import PlacementPolicy
 from moec.runtime.verify.guest_maps import guest_maps
-from moec.runtime.weights.guests import Guests
+from moec.runtime.weights import guests
 
 
-class RandomGuests(GuestPolicy):
-    """Every step has other guests: those under which plans are verified, first the extreme ones."""
+class RandomGuests(PlacementPolicy):
+    """Every step has other guests, and other homes if these may move: those under which plans are verified, first the
+    extreme ones."""
 
     def begin_step(self, layers: nn.ModuleList) -> None:
-        maps = guest_maps(self._plan.program, self._step())
-        self._give(layers, maps[self._step() % len(maps)])
+        maps = guest_maps(self._plan.program, self._step(), moves=self.homes is not None)
+        self._tables |= maps[self._step() % len(maps)]
+        self._give(layers)
 
     def end_step(self) -> None:
         """Chooses nothing."""
@@ -29,7 +32,7 @@ class RandomGuests(GuestPolicy):
 
 def train_with_guests(plan: Plan, steps: int, compiled: str = "") -> dict[str, Any]:
     """`train_as_rank` with `RandomGuests`, and the number of graphs that were compiled."""
-    with mock.patch("moec.runtime.job.job.GuestPolicy", RandomGuests):
+    with mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests):
         result = train_as_rank(plan, steps, compiled=compiled)
     return result | {"graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)}
 
@@ -37,18 +40,18 @@ def train_with_guests(plan: Plan, steps: int, compiled: str = "") -> dict[str, A
 def bytes_of_guests(plan: Plan, microbatches: int) -> tuple[int, int]:
     """The bytes that this rank sends of guests in a step, their gradients among them; and those of the elements of
     guests that it sends or has."""
-    sent, elements, original = 0, 0, Guests._exchanged
+    sent, elements, original = 0, 0, guests.exchange_rows
 
-    def exchanged(self: Guests, parts: Any, sends: Any, receives: Any, name: str) -> Any:
+    def exchanged(parts: Any, sends: Any, *arguments: Any) -> Any:
         nonlocal sent, elements
         rows = sum(map(len, sends))
         sent += rows * sum(part[0].nbytes for part in parts)
         elements += rows * sum(part[0].numel() for part in parts)
-        return original(self, parts, sends, receives, name)
+        return original(parts, sends, *arguments)
 
     with (
-        mock.patch("moec.runtime.job.job.GuestPolicy", RandomGuests),
-        mock.patch.object(Guests, "_exchanged", exchanged),
+        mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests),
+        mock.patch.object(guests, "exchange_rows", exchanged),
         moec.launch(plan, device="cpu") as job,
     ):
         tokens = torch.randint(32, (8 // job.data_size, 8))
@@ -57,7 +60,7 @@ def bytes_of_guests(plan: Plan, microbatches: int) -> tuple[int, int]:
 
 
 def train_with_choices(plan: Plan, choices: str, steps: int) -> dict[str, Any]:
-    """The losses of a run that writes its choices to a file, or repeats those of the file, and its last guests."""
+    """The losses of a run that writes its choices to a file, or repeats those of the file, and its last tables."""
     with moec.launch(plan, device="cpu", choices=choices) as job:
         model, losses = job.build(seed=1), []
         optimizer = job.optimizer(model)
@@ -68,5 +71,39 @@ def train_with_choices(plan: Plan, choices: str, steps: int) -> dict[str, Any]:
             losses.append(job.step(model, *own_part(job, tokens, labels)).item())
             optimizer.step()
             optimizer.zero_grad()
-        guests = [None if layer.guests is None else layer.guests.slots.tolist() for layer in model.layers]
-    return {"losses": losses, "guests": guests}
+        tables = {number: table.tolist() for number, table in model.placement_policy._tables.items()}
+    return {"losses": losses, "tables": tables}
+
+
+class SlowMoves(Guard):
+    """For which every step takes twice as long after a move."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self.now)
+
+    def stop(self) -> None:
+        self.now += 2.0 if self.moved else 1.0
+        super().stop()
+
+
+def train_with_slow_moves(plan: Plan, steps: int) -> list[tuple[bool, int, float]]:
+    """For each step, whether experts have moved, the steps within which a move of layer 1 has to pay, and the loss."""
+    found = []
+    with (
+        mock.patch("moec.runtime.placement.policy.Guard", SlowMoves),
+        moec.launch(plan, device="cpu") as job,
+    ):
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        with torch.no_grad():
+            for layer in model.layers[1:]:
+                layer.moe.gate.weight.to_local()[:2] *= 30  # two busy experts of the first rank
+        for tokens, labels in batches_of(plan.spec, steps):
+            loss = job.step(model, *own_part(job, tokens, labels)).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            policy = model.placement_policy
+            found.append((policy.homes.have_moved, policy._chooser.horizons.get(1), loss))
+    return found

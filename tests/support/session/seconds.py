@@ -23,6 +23,8 @@ LONGER = {
     ),
     "tests/distributed/test_training.py::test_compiled_graphs_with_their_collectives_train_alike"
     "[tp 2, ep 2 and 1, zero 3, capacity]": "Dynamo starts and compiles in two processes",
+    "tests/distributed/test_homes_ranks.py::test_training_with_homes_that_move_is_that_of_homes_that_stay"
+    "[adamw, ep 2, zero 1]": "five jobs of four ranks, and a checkpoint of each kind",
     "tests/distributed/test_random_kills.py::test_a_run_goes_on_by_itself_after_a_kill_while_it_saves": (
         "a kill and two starts of a job under torchrun"
     ),

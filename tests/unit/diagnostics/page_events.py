@@ -326,11 +326,11 @@ def no_tensorboard() -> Sequence[Diagnostic]:
 
 def log_in_no_folder() -> Sequence[Diagnostic]:
     import moec
-    from moec.runtime.job import figures
+    from moec.runtime import unwritten
 
     said: list[Diagnostic] = []
     with pytest.MonkeyPatch.context() as patch, moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        patch.setattr(figures, "render", lambda diagnostics, style: said.extend(diagnostics) or "")
+        patch.setattr(unwritten, "render", lambda diagnostics, style: said.extend(diagnostics) or "")
         with job.metrics("nowhere/run.jsonl"):
             return said
 
@@ -483,13 +483,20 @@ def build_before_the_job() -> Sequence[Diagnostic]:
 
 
 def choices_of_another_plan() -> Sequence[Diagnostic]:
-    from moec.runtime.job.guest_choices import GuestChoices
+    from moec.runtime.placement.choices import PlacementChoices
 
     path, plan = Path("choices.jsonl"), moe_plan(ep=2, adapt="replicate(4)")
     path.write_text('{"choices_of": "sha256:0123"}\n')
-    complaint = GuestChoices(path, plan, {1: (2, 8, 2), 2: (2, 8, 2)}).read()
+    complaint = PlacementChoices(path, plan, {1: (2, 8, 2), 2: (2, 8, 2)}).read()
     assert complaint is not None
     return complaint.error().diagnostics
+
+
+def experts_of_an_unknown_state() -> Sequence[Diagnostic]:
+    from moec.runtime.weights.homes import unmovable
+
+    words = "an optimizer keeps `blocks`, a Tensor [64], of experts of layer 1 (model.moe:7)"
+    return unmovable(words).diagnostics
 
 
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
@@ -544,6 +551,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0751": file_for_a_plan,
     "MOE0752": build_before_the_job,
     "MOE0753": choices_of_another_plan,
+    "MOE0754": experts_of_an_unknown_state,
     **PLAN_EVENTS,
     **LAYER_EVENTS,
     **CHECKPOINT_EVENTS,

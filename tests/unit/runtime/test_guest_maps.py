@@ -19,7 +19,7 @@ from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.verification import verify
-from moec.runtime.weights.guests import slots_complaint, with_shares
+from moec.runtime.weights.slots import slots_complaint, with_shares
 
 PLAN = {"ranks": 2, "ep": 2, "adapt": "replicate(4)"}
 
@@ -59,6 +59,17 @@ def test_maps_are_different_possible_and_more_than_ten() -> None:
     assert full == {True, False}
 
 
+def test_homes_that_may_move_are_in_any_order() -> None:
+    plan = moe_plan(ranks=2, ep=2, adapt="greedy()")
+    assert guests_of(plan.program.body(plan.program.layers[1])) == 0
+    maps = [slots for step in guest_maps(plan.program, 0, moves=True) for slots in step.values()]
+    assert len({str(slots[0].tolist()) for slots in maps}) > 9
+    assert {slots_complaint(slots, 2, 8, 0, moves=True) for slots in maps} == {""}
+    assert "in order" in slots_complaint(maps[0], 2, 8, 0)
+    assert "homes of all 8 experts" in slots_complaint(torch.zeros_like(maps[0]), 2, 8, 0, moves=True)
+    assert verify(plan, float32=False).ok
+
+
 def test_toys_with_fewer_experts_have_fewer_slots() -> None:
     plan = moe_plan(ranks=4, experts=16, ep=4, mixtures=((16, 2), (16, 4)), adapt="[replicate(8), shadow(3)]")
     toy = at_toy_widths(plan, fewer_experts=True).plan
@@ -70,7 +81,7 @@ def test_toys_with_fewer_experts_have_fewer_slots() -> None:
 @each_row(
     ("at", "value", "words"),
     [
-        ((0, 0, 1), 2, "do not begin with each rank's own 4 experts"),
+        ((0, 0, 1), 2, "do not begin with the homes of all 8 experts, in order"),
         ((0, 0, 4), 8, "not among 0 to 7"),
         ((0, 0, 4), 1, "expert 1 twice on rank 0"),
         ((1, 1, 5), -1, "shares below 0"),

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from moec.codegen.folder import digest
 from moec.codegen.plan import Plan
+from moec.passes.degrees.guest_slots import moves_of
 from moec.passes.ir.limits import MAX_SETTING
 from moec.passes.ir.texts.text import print_program
 from moec.runtime.errors import is_whole
-from moec.runtime.job.figures import warn_unwritten
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.groups import HOST
 from moec.runtime.ranks.watch import collective
-from moec.runtime.weights.guests import slots_complaint
+from moec.runtime.unwritten import warn_unwritten
+from moec.runtime.weights.slots import slots_complaint
 
 Shapes = Mapping[int, tuple[int, int, int]]
 """Of each layer with room for guests: the ranks of its groups, its experts, and the slots of a rank for guests."""
@@ -34,11 +35,11 @@ Steps = dict[int, dict[int, Tensor]]
 """The tables of layers (`Guests.table`) at the beginning of a step, by its number, from 1."""
 
 
-class GuestChoices:
+class PlacementChoices:
     """The recorded choices of a run, and the file to which further ones are added."""
 
     def __init__(self, path: Path, plan: Plan, shapes: Shapes) -> None:
-        self._path, self._shapes = path, shapes
+        self._path, self._shapes, self._moves = path, shapes, moves_of(plan.spec) is not None
         self._plan = digest(print_program(plan.program, spans=False).encode())
         self._head = json.dumps({"choices_of": self._plan})
         self._writes, self._has_head = True, False
@@ -87,8 +88,8 @@ class GuestChoices:
         tables = {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in data["slots"].items()}
         for layer, table in tables.items():
             if layer not in self._shapes:
-                return f"layer {layer} has no room for guests"
-            if complaint := slots_complaint(table, *self._shapes[layer]):
+                return f"layer {layer} has no slots"
+            if complaint := slots_complaint(table, *self._shapes[layer], moves=self._moves):
                 return f"the slots of layer {layer} {complaint}"
         self.steps.setdefault(step, {}).update(tables)
         return ""
@@ -122,7 +123,7 @@ class GuestChoices:
 
     def add(self, step: int, tables: Mapping[int, Tensor], *, writes: bool) -> None:
         """Adds the tables of a step, which the first rank `writes`. A file that fails is named once, and left out."""
-        self.steps[step] = dict(tables)
+        self.steps.setdefault(step, {}).update(tables)
         if not writes or not self._writes:
             return
         record = {"step": step, "slots": {str(layer): table.tolist() for layer, table in tables.items()}}

@@ -1,0 +1,188 @@
+"""Homes that move: experts of a layer change ranks, with all that ranks have of them.
+
+What moves are masters, gradients and the state of every optimizer that has stepped on them, of a layer and of its
+copies: each tensor's dim 0 are the experts of a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Shard
+
+from moec.runtime.errors import JobError
+from moec.runtime.ranks.watch import collective
+from moec.runtime.weights.masters import local_part
+from moec.runtime.weights.slots import Rows, exchange_rows, slots_in_order
+
+if TYPE_CHECKING:
+    from moec.runtime.weights.weights import Weights
+
+StatesOf = Callable[[nn.Parameter], Iterator[tuple[str, Any]]]
+"""All that optimizers keep of a parameter, by names for messages."""
+
+
+class Homes:
+    """The homes of a layer's experts on a rank, which copies of the layer share: their experts move together.
+
+    `indices`: the parameters of experts, in the order of `Weights.specs`.
+    """
+
+    def __init__(
+        self, weights: Weights, indices: Sequence[int], shape: tuple[int, int], rank: int, group: str, states: StatesOf
+    ) -> None:
+        self.first = slots_in_order(*shape)
+        self._slots: Tensor | None = self.first
+        self._indices, self._rank, self._group, self._states = indices, rank, group, states
+        self._site = weights.specs[0].site
+        self._users = [ref(weights)]
+
+    @property
+    def slots(self) -> Tensor:
+        """The expert of each slot at home [ranks, experts of a rank]. Another tensor after every move."""
+        if self._slots is None:
+            words = f"a move of experts of {self._site} was interrupted: nothing says which rank has which one"
+            raise JobError("MOE0754", words, "begin the job again, and load the last checkpoint")
+        return self._slots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Homes:
+        return self
+
+    def share(self, weights: Weights) -> None:
+        """Moves the experts of a copied layer too, from now on."""
+        self._users.append(ref(weights))
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether an expert is not in its first home."""
+        return self.slots is not self.first
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The registered ones of experts, of the layer and of its copies."""
+        registered = (p for weights in self._alive() for _, p in self._registered(weights))
+        return (parameter for parameter in registered if parameter is not None)
+
+    def move(self, slots: Tensor) -> None:
+        """Makes `slots` the homes. A collective of the group.
+
+        Raises `JobError` on every rank, and moves nothing, if a rank cannot: MOE0754.
+        """
+        if torch.equal(slots, self.slots):
+            return
+        complaint, parts = "", list[Tensor]()
+        try:
+            parts = self._parts()
+        except _Unmovable as error:
+            complaint = str(error)
+        self._require_same(complaint, parts)
+        before, after = self.slots.numpy().ravel(), slots.numpy()
+        place, own = np.argsort(before), after.shape[1]
+        from_place = place[after]  # of each new slot, the old one of its expert
+        source, here = from_place // own, self._rank
+        moves = source != np.arange(len(after))[:, None]
+        sends = [(from_place[r][moves[r] & (source[r] == here)] % own).tolist() for r in range(len(after))]
+        receives = [np.flatnonzero(moves[here] & (source[here] == r)).tolist() for r in range(len(after))]
+        stays = [(new, int(old) % own) for new, old in enumerate(from_place[here]) if old // own == here]
+        shifts = [(new, old) for new, old in stays if new != old]
+        by_dtype = itertools.groupby(sorted(parts, key=lambda part: str(part.dtype)), key=lambda part: part.dtype)
+        self._slots = None  # until all have moved
+        for _, same in by_dtype:
+            self._move(list(same), sends, receives, shifts)
+        for weights in self._alive():
+            increment_version(self._of(weights))
+        self._slots = self.first if torch.equal(slots, self.first) else slots
+
+    @torch.no_grad()
+    def _move(self, parts: list[Tensor], sends: Rows, receives: Rows, shifts: list[tuple[int, int]]) -> None:
+        """Moves the rows of these parts: those of other ranks, and those that change their slot here."""
+        received = exchange_rows(parts, sends, receives, "all_to_all of experts that move", self._group, self._site)
+        slots = [slot for of_rank in receives for slot in of_rank]
+        for part, rows in zip(parts, received, strict=True):
+            shifted = part[[old for _, old in shifts]]  # a copy
+            for slot, row in zip(slots, rows, strict=True):
+                part[slot].copy_(row)
+            for (slot, _), row in zip(shifts, shifted, strict=True):
+                part[slot].copy_(row)
+
+    def _device(self) -> torch.device:
+        every = (p for weights in self._alive() for p in weights.registered().values())
+        return next(parameter.device for parameter in every if parameter is not None)
+
+    def _alive(self) -> list[Weights]:
+        return [weights for user in self._users if (weights := user()) is not None]
+
+    def _registered(self, weights: Weights) -> list[tuple[str, Tensor | None]]:
+        registered = list(weights.registered().items())
+        return [registered[index] for index in self._indices]
+
+    def _of(self, weights: Weights) -> list[nn.Parameter]:
+        found = []
+        for name, parameter in self._registered(weights):
+            if not isinstance(parameter, nn.Parameter):
+                raise _Unmovable(f"{name} of {self._site} is computed from others (a parametrization)")
+            found.append(parameter)
+        return found
+
+    def _parts(self) -> list[Tensor]:
+        """This rank's part of all that moves."""
+        parts = list[Tensor]()
+        for weights in self._alive():
+            if weights.has_collected:
+                raise _Unmovable(f"a step of {self._site} has begun, and not ended")
+            for parameter in self._of(weights):
+                parts.append(local_part(parameter))
+                # The optimizer will divide a gradient that `clip_grad_norm_` gave it: it is inside of a placeholder.
+                gradient = getattr(parameter.grad, "gradient", parameter.grad)
+                parts += [] if gradient is None else [local_part(gradient)]
+                for name, value in self._states(parameter):
+                    parts += self._part_of_state(name, value, parameter)
+        return parts
+
+    def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> list[Tensor]:
+        """This rank's part of an optimizer's value, if it is one for each expert."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return []
+        if isinstance(value, Tensor):
+            if isinstance(value, DTensor) and not any(isinstance(p, Shard) and p.dim == 0 for p in value.placements):
+                return []  # of all experts together
+            part, own = local_part(value), self.slots.shape[1]
+            if part.dim() == parameter.dim() and part.shape[0] == own:
+                return [part]
+            if value.numel() == 1:
+                return []
+        what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise _Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self._site}")
+
+    def _require_same(self, complaint: str, parts: Sequence[Tensor]) -> None:
+        """Raises `JobError` on every rank unless all can move equally much."""
+        size = sum(part[0].nbytes for part in parts)
+        claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size])
+        claims = claims.to(self._device())
+        with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
+            dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
+        failed, most, least, largest, smallest = claims.tolist()
+        if failed:
+            raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
+        if most != -least or largest != -smallest:
+            raise unmovable(f"ranks have other copies, gradients or optimizers of {self._site}")
+
+
+class _Unmovable(Exception):
+    """Why this rank cannot move its experts."""
+
+
+def unmovable(words: str) -> JobError:
+    """The error for experts that cannot change ranks, for the reason `words`."""
+    help = (
+        "copy models and make optimizers on every rank alike, with states that have the parameter's shape; or leave "
+        "`greedy` out of `placement`"
+    )
+    return JobError("MOE0754", words, help)

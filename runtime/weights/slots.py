@@ -1,0 +1,71 @@
+"""Slots of experts: where each rank of a group has which expert, and rows that ranks send from slot to slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.ranks.watch import collective
+
+Rows = list[list[int]]
+"""For each rank of the group, indices of experts or of slots."""
+
+
+MOST_SHARES = 1 << 31
+"""The largest share of a slot: times rows it has to fit 64 bits."""
+
+
+def slots_in_order(ranks: int, experts: int) -> Tensor:
+    """The slots [ranks, experts of a rank] where every expert is in its first home: rank r has experts r·E/n to
+    (r + 1)·E/n."""
+    return torch.arange(experts, device="cpu").view(ranks, experts // ranks)
+
+
+def with_shares(slots: Tensor) -> Tensor:
+    """The table of these slots, whose rows are split by the step's own counts."""
+    return torch.stack([slots, torch.zeros_like(slots)])
+
+
+def slots_complaint(table: Tensor, ranks: int, experts: int, guests: int, *, moves: bool = False) -> str:
+    """Why slots with shares cannot be those of a layer with so many guests of a rank; empty where they can. `moves`:
+    whether its experts may have other homes than the first ones."""
+    own = experts // ranks
+    if table.dtype != torch.int64 or table.shape != (2, ranks, own + guests):
+        return f"are {table.dtype} {list(table.shape)}, not int64 {[2, ranks, own + guests]}"
+    slots, shares = table
+    if bool(((shares < 0) | (shares > MOST_SHARES)).any()):
+        return "have shares below 0, or too large ones"
+    at_home = slots[:, :own].flatten().sort().values if moves else slots[:, :own].flatten()
+    if not torch.equal(at_home, torch.arange(experts)):
+        return f"do not begin with the homes of all {experts} experts" + (", in order" if not moves else "")
+    if bool(((slots < -1) | (slots >= experts)).any()):
+        return f"name an expert that is not among 0 to {experts - 1}, nor -1 for none"
+    for rank, row in enumerate(slots.tolist()):
+        taken = [expert for expert in row if expert >= 0]
+        if twice := sorted({expert for expert in taken if taken.count(expert) > 1}):
+            return f"have expert {twice[0]} twice on rank {rank} of the group"
+    given = torch.zeros(experts, dtype=torch.int64).index_add_(0, slots.clamp(min=0).flatten(), shares.flatten())
+    if bool(shares.any()) and not bool(given.all()):
+        return f"give no slot a share of expert {int(given.argmin())}"
+    return ""
+
+
+def exchange_rows(
+    parts: Sequence[Tensor], sends: Rows, receives: Rows, name: str, group: str, site: str
+) -> list[list[Tensor]]:
+    """Rows of each part from all ranks, in the order of ranks; one collective, and parts of one dtype. Few rows, each
+    of many elements: one copy of each."""
+    sizes = [part[0].numel() for part in parts]
+    sent = [row for rows in sends for row in rows]
+    flat = parts[0].new_empty((len(sent), sum(sizes)))
+    for row, line in zip(sent, flat, strict=True):
+        for part, piece in zip(parts, torch.split(line, sizes), strict=True):
+            piece.view(part.shape[1:]).copy_(part[row])
+    got = flat.new_empty((sum(map(len, receives)), sum(sizes)))
+    with collective(name, group, site) as peers:
+        dist.all_to_all_single(got, flat, [len(r) for r in receives], [len(r) for r in sends], group=peers)
+    pieces = [torch.split(line, sizes) for line in got]
+    return [[piece[index].view(part.shape[1:]) for piece in pieces] for index, part in enumerate(parts)]

@@ -1,0 +1,70 @@
+"""Homes that move: whatever a script reads, and whatever it trains, is that of a plan whose experts stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.plans import moe_plan
+from support.ranks.gloo_pool import GlooPool
+from support.ranks.homes import keep_what_cannot_move, load_and_read, train_and_read
+from support.tables import each_row
+from torch import Tensor
+
+import moec
+
+MODEL: dict[str, Any] = {"batch": 8, "ranks": 4, "expert": "swiglu(16, bias = true)"}
+MOVING = "greedy(); clock = false"
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw, ep 2, zero 1": {"ep": 2, "zero": 1},
+    "adamw, ep 4, bf16": {"ep": 4, "dtype": "bf16"},
+    "adafactor": {"ep": 2, "optimizer": "adafactor(lr = 1e-2)"},
+    "muon, zero 3": {"ep": 2, "zero": 3, "optimizer": "muon(lr = 1e-2)"},
+    "lion, zero 2": {"ep": 2, "zero": 2, "optimizer": "lion(lr = 1e-3)"},
+    "torch AdamW": {"ep": 4, "recompute": "layer"},
+    "torch SGD": {"ep": 2, "tp": 2},
+}
+FAST = "adamw, ep 2, zero 1"
+
+
+def require_equal(moved: dict[str, dict[str, Tensor]], static: dict[str, dict[str, Tensor]]) -> None:
+    """Fails unless both have the same names and bits."""
+    for read, values in static.items():
+        assert values.keys() == moved[read].keys()
+        different = [name for name, value in values.items() if not torch.equal(value, moved[read][name])]
+        assert not different, f"{read}: {different}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == FAST else [pytest.mark.slow]) for name in CASES]
+)
+def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool, tmp_path: Path, name: str) -> None:
+    options = {**MODEL, **CASES[name]}
+    static, moving = moe_plan(**options), moe_plan(**options, adapt=MOVING)
+    results = [gloo.run(4, train_and_read, plan, name, str(tmp_path / kind))[0]
+               for kind, plan in (("static", static), ("moving", moving))]  # fmt: skip
+    require_equal(results[1], results[0])
+    if name == FAST:
+        path = str(tmp_path / "moving" / "step-4")
+        loaded = gloo.run(4, load_and_read, static, path)[0]
+        require_equal(gloo.run(4, load_and_read, moving, path)[0], loaded)
+        require_equal(gloo.run(4, load_and_read, static, str(tmp_path / "static" / "step-4"))[0], loaded)
+
+
+@each_row(
+    ("kind", "words"),
+    [
+        ("a parametrization", "moe.experts.up.weight of layer 1 .* is computed from others"),
+        ("a copy on one rank", "ranks have other copies, gradients or optimizers"),
+        ("a state of its own", r"keeps `blocks`, a Tensor \[3\]"),
+        ("an optimizer that comes late", "has states of experts that have moved since"),
+    ],
+)
+def test_what_cannot_move_stops_the_job(gloo: GlooPool, kind: str, words: str) -> None:
+    plan = moe_plan(**MODEL, ep=4, adapt=MOVING)
+    with pytest.raises(moec.JobError, match=words) as error:
+        gloo.run(4, keep_what_cannot_move, plan, kind)
+    assert "MOE0754" in str(error.value)

@@ -1,0 +1,110 @@
+"""Training while experts change homes in every step, with all that scripts do between steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from support.ranks.guests import RandomGuests
+from support.ranks.training import batches_of, own_part
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+import moec
+from moec.codegen.plan import Plan
+
+STEPS = 6
+TORCH = {
+    "torch AdamW": lambda parameters: AdamW(parameters, lr=1e-2, foreach=False),
+    "torch SGD": lambda parameters: SGD(parameters, lr=1e-1, momentum=0.9),
+}
+
+
+def whole(values: dict[str, Any]) -> dict[str, Tensor]:
+    """Copies of the whole tensors among these. A collective of all ranks."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in tensors.items()}
+
+
+def states_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The whole states of an optimizer, by the number of the parameter and their names."""
+    states = optimizer.state_dict()["state"]
+    return whole({f"{number}.{name}": value for number, of in states.items() for name, value in of.items()})
+
+
+def train_and_read(plan: Plan, kind: str, folder: str) -> dict[str, dict[str, Tensor]]:
+    """All that a script has read of a run in which experts move in every step, if `plan` has `greedy`.
+
+    Gradients are those of two steps; a moving average follows; the third step's state is loaded after the fifth.
+    """
+    moves = plan.spec.adapt is not None
+    random = mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests) if moves else nullcontext()
+    found: dict[str, dict[str, Tensor]] = {"losses": {}}
+    with random, moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = TORCH[kind](model.parameters()) if kind in TORCH else job.optimizer(model)
+        average = AveragedModel(model, multi_avg_fn=None, avg_fn=lambda a, b, _: a + 0.25 * (b - a))
+        for step, batch in enumerate(batches_of(plan.spec, STEPS), 1):
+            found["losses"][str(step)] = job.step(model, *own_part(job, *batch))
+            assert model.layers[1]._weights.homes.have_moved if moves else True
+            if step % 2:
+                continue
+            job.clip_grad_norm_(model, 1e9, optimizer=optimizer)  # a norm that clips has another order of sums
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            if step == 2:
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+                found["state_dict"] = whole(kept)
+            if step == 4:
+                job.save(Path(folder) / "step-4", model, optimizer).wait()
+        found["optimizer"] = states_of(optimizer)
+        found["average"] = whole(average.module.state_dict())
+        job.step(model, *own_part(job, *batch))
+        job.restore_homes(model)
+        found["gradients"] = whole({name: p.grad for name, p in model.named_parameters()})
+        model.load_state_dict(kept)
+        found["loaded"] = whole(dict(model.named_parameters()))
+    return found
+
+
+def load_and_read(plan: Plan, path: str) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint gives a model and its optimizer, before and after a step of it."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=2)
+        optimizer = job.optimizer(model)
+        job.load(path, model, optimizer)
+        found = {"parameters": whole(dict(model.named_parameters())), "optimizer": states_of(optimizer)}
+        job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]))
+        optimizer.step()
+        return found | {"after": whole(model.state_dict())}
+
+
+def keep_what_cannot_move(plan: Plan, kind: str) -> None:
+    """Training with something of experts that cannot move with them."""
+    with (
+        mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests),
+        moec.launch(plan, device="cpu") as job,
+    ):
+        model = job.build(seed=1)
+        up = model.layers[1].moe.experts.up
+        if kind == "a parametrization":
+            nn.utils.parametrize.register_parametrization(up, "weight", nn.Identity())
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step, batch in enumerate(batches_of(plan.spec, 3)):
+            if kind == "a copy on one rank" and job.rank == 0:
+                average = AveragedModel(model)
+                assert average is not None
+            job.step(model, *own_part(job, *batch))
+            optimizer.step()
+            if kind == "a state of its own":
+                optimizer.state[up.weight]["blocks"] = torch.ones(3)
+            if kind == "an optimizer that comes late" and step == 1:
+                late = SGD(model.parameters(), lr=0.1, momentum=0.9)
+                late.state[up.weight]["momentum_buffer"] = torch.zeros_like(up.weight)
+                late.step()
