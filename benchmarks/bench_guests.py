@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from adaptivity.policies import eplb, fastermoe, guests, smartmoe, static
+from adaptivity.policies import eplb, fastermoe, guests, homes, smartmoe, static
 from adaptivity.replay import NETWORKS, even_seconds, figures, moments, seconds
 from bench_loads import TRACE
 from bench_published import FOLDER
@@ -29,7 +29,9 @@ POLICIES = {
     "replicas (EPLB)": eplb,
     "replicas in nodes (EPLB)": partial(eplb, nodes=2),
     "shadows (FasterMoE)": fastermoe,
+    "homes that move": homes,
     "guests": guests,
+    "guests, homes that move": partial(homes, with_guests=True),
 }
 
 EXPERTS, RANKS, RUNS = 256, 64, 7

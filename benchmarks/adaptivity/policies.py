@@ -26,6 +26,7 @@ from adaptivity.replay import (
     seconds,
 )
 from moec.passes.guests.choice import Slots, choose_guests, traffic_of
+from moec.passes.guests.homes import Moves, choose_homes, moved
 from moec.passes.loads.placements import contiguous, greedy, replicated
 
 SHADOWS = 4
@@ -83,6 +84,17 @@ def guests(moments: Sequence[Moment], network: Network, ep: int, slots: int) -> 
     for moment in moments:
         chosen = choose_guests(moment.before, moment.homes, Slots(slots // ep, slots), network.time)
         yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes))
+
+
+def homes(
+    moments: Sequence[Moment], network: Network, ep: int, slots: int, *, with_guests: bool = False
+) -> Iterator[Placed]:
+    """moec's homes that move, alone or with guests."""
+    room, now = Slots(slots // ep, slots) if with_guests else Slots(0, 0), moments[0].homes
+    for moment in moments:
+        before, now = now, choose_homes(moment.before, now, room, network.time, Moves(1.1, HORIZON)).homes
+        chosen = choose_guests(moment.before, now, room, network.time)
+        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, now), moved(before, now, ep))
 
 
 def _copies(homes: Any, ranks: int) -> Any:

@@ -46,7 +46,8 @@ class Network(NamedTuple):
     def time(self) -> LayerTime:
         """Of a row of the trace."""
         row, sent = 6 * PARAMETERS / PRODUCTS, CROSSINGS * 2 * DIM / self.bandwidth
-        return LayerTime(row * self.times, sent * self.times, GUEST * PARAMETERS / self.bandwidth, self.hidden)
+        guest, move = (bytes_of * PARAMETERS / self.bandwidth for bytes_of in (GUEST, MOVE))
+        return LayerTime(row * self.times, sent * self.times, guest, self.hidden, move)
 
 
 NETWORKS = [

@@ -17,7 +17,7 @@ from support.plans import moe_plan
 from support.preloaded import environment, preloaded
 from support.ranks.checkpoints import Options
 from support.scripts import SCRIPTS
-from support.scripts.killed_at_random import EVERY, GATE, KEEP, PLANS, RESTARTS, STEPS, Kill, Position, Run
+from support.scripts.killed_at_random import EVERY, GATE, KEEP, MOVING, PLANS, RESTARTS, STEPS, Kill, Position, Run
 
 import moec
 from moec.runtime.checkpoint.format.reading import Checkpoint, damages
@@ -33,6 +33,7 @@ MOMENTS = {
     "step": (6, 0.05),
     "save": (2, 0.06),
     "leave": (0, 0.05),
+    "move": (7, 0.002),
 }
 """Where a rank is killed: the highest number of the place in an attempt, and the longest delay after it in seconds."""
 OFTEN = ("start", "launched", "resume", "step", "step", "save", "save", "save", "save", "leave")
@@ -49,6 +50,13 @@ def drawn(generator: random.Random, folder: Path, start: float = 0.0) -> Run:
         rank, times = generator.randrange(PLANS[plan]["ranks"]), generator.randint(0, number)
         kills.append(Kill(rank, place, times, round(generator.uniform(0, longest), 4)))
     return Run(str(folder), plan, tuple(kills))
+
+
+def drawn_in_a_move(generator: random.Random, folder: Path) -> Run:
+    """A run whose experts move, with one kill while they do."""
+    number, delay = MOMENTS["move"]
+    rank, times = generator.randrange(PLANS[MOVING]["ranks"]), generator.randint(0, number)
+    return Run(str(folder), MOVING, (Kill(rank, "move", times, round(generator.uniform(0, delay), 5)),))
 
 
 def under_torchrun(run: Run, interpreter: str) -> None:
@@ -103,7 +111,7 @@ def require_survived(run: Run, expected: list[float]) -> Counter[str]:
 
 def save_once_more(folder: Path, options: Options) -> None:
     """On one rank, under another plan: loads the last checkpoint, and saves with `keep`."""
-    alone = {name: value for name, value in options.items() if name not in ("tp", "zero")}
+    alone = {name: value for name, value in options.items() if name not in ("tp", "zero", "adapt")}
     data_ranks = options["ranks"] // options.get("tp", 1)
     with moec.launch(moe_plan(gate=GATE, **{**alone, "ranks": 1, "ep": 1}), device="cpu") as job:
         model = job.build(seed=2)
@@ -145,3 +153,12 @@ def test_fifty_runs_go_on_by_themselves_after_kills_at_random_moments(tmp_path: 
     print(f"{total['kills']} kills in 50 runs, {total['while_saving']} while saving; {dict(places)}")
     assert total["kills"] >= 50
     assert total["while_saving"] >= 5, "too few kills fell into a save"
+
+
+@pytest.mark.slow
+def test_twenty_runs_lose_nothing_to_kills_while_experts_move(tmp_path: Path) -> None:
+    generator = random.Random(3)
+    runs = [drawn_in_a_move(generator, tmp_path / f"{number}") for number in range(20)]
+    assert killed_and_resumed(tmp_path, runs)["kills"] == 20
+    places = Counter(record["place"] for run in runs for record in log_of(run) if "killed" in record)
+    assert places == {"move": 20}

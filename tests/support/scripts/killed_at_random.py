@@ -5,6 +5,7 @@ test_random_kills.py starts it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -27,7 +28,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "2 ranks, zero 3": {"ranks": 2, "ep": 1, "zero": 3},
     "3 ranks, ep 3": {"ranks": 3, "ep": 3, "experts": 6, "batch": 6},
     "4 ranks, tp 2, ep 2, zero 1": {"ranks": 4, "tp": 2, "ep": 2, "zero": 1},
+    "2 ranks, homes that move": {
+        "ranks": 2,
+        "ep": 2,
+        "adapt": "greedy(every = 2, threshold = 1.0); horizon = 1e12; clock = false",
+    },
 }
+MOVING = "2 ranks, homes that move"
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,15 @@ def train(run: Run) -> None:
     from support.plans import moe_plan
 
     import moec
+    from moec.runtime.weights import homes
 
+    moves, exchange = itertools.count(), homes.exchange_rows
+
+    def exchange_rows(*arguments: Any) -> Any:
+        deadly.reach("move", next(moves))
+        return exchange(*arguments)
+
+    homes.exchange_rows = exchange_rows
     data = Position()
     with moec.launch(moe_plan(gate=GATE, **PLANS[run.plan]), device="cpu", timeout=TIMEOUT) as job:
         deadly.reach("launched")

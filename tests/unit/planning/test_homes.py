@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.tables import each_row
 
-from moec.passes.guests.choice import LayerTime, Slots
+from moec.passes.guests.choice import LayerTime, Slots, choose_guests
 from moec.passes.guests.homes import Moves, choose_homes, moved, placed_slots
 from moec.passes.loads.placements import rows_of_homes
 from moec.runtime.placement.guard import STEPS, Guard, is_slower
@@ -59,15 +60,26 @@ def test_homes_stay_balanced_and_those_that_stay_keep_their_slots(seed: int, ran
     homes = np.empty(ranks * own, np.int64)
     homes[slots] = np.arange(ranks)[:, None]
     counts = draw.integers(0, 9, (ranks, ranks * own)) ** 3
-    found = choose_homes(counts, homes, NO_GUESTS, LayerTime(1.0, 0.1, 1.0, move=0.5), Moves(1.0, 1.0))
+    time = LayerTime(1.0, 0.1, 1.0, move=0.5)
+    found = choose_homes(counts, homes, NO_GUESTS, time, Moves(1.0, 3.0))
     assert np.bincount(found.homes, minlength=ranks).tolist() == [own] * ranks
     new = placed_slots(slots, found.homes)
     assert sorted(new.ravel().tolist()) == list(range(ranks * own))
     assert (found.homes[new] == np.arange(ranks)[:, None]).all()
     stays = found.homes[slots] == homes[slots]
     assert (new[stays] == slots[stays]).all()
-    before, after = (rows_of_homes(counts.sum(0)[None], h[None], ranks)[0].max() for h in (homes, found.homes))
-    assert after < before if found.saved else (found.homes == homes).all()
+    before, after = (choose_guests(counts, h, NO_GUESTS, time).seconds for h in (homes, found.homes))
+    assert found.saved == pytest.approx(3 * (before - after) - 0.5 * moved(homes, found.homes, ranks))
+    assert found.saved > 0 or (found.homes == homes).all()
+
+
+def test_experts_go_to_where_their_rows_come_from() -> None:
+    counts = np.zeros((4, 8), np.int64)
+    counts[np.arange(8) % 4, np.arange(8)] = 100
+    counts[0, 0] = 110
+    time = LayerTime(row=1.0, sent=1.0, guest=1e9, move=1.0)
+    found = choose_homes(counts, HOMES, NO_GUESTS, time, Moves(1.0, 10.0))
+    assert found.homes.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 class Steps:
