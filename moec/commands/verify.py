@@ -34,6 +34,8 @@ def report_lines(path: Path, report: Report) -> Iterator[str]:
     yield success(head) if report.ok else failure(head)
     if report.repeats:
         yield f"  {count(report.repeats, 'layer')} not run: of equal layers two were"
+    if report.placements:
+        yield f"  also in {count(report.placements, 'step')} with experts in other places, at random"
     if report.scaled:
         yield f"  toy widths: {', '.join(map(str, report.widths)) or 'none, its widths were as small already'}"
     yield ""

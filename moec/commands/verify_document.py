@@ -99,6 +99,8 @@ class VerifyDocument:
     """The widths that were shrunk."""
     repeats: int
     """Layers that were not run: of equal layers two were."""
+    placements: int
+    """Steps that were compared with guests, or with experts in other homes (`adapt`)."""
     first_difference: FirstDocument | None
     float64: ErrorsDocument
     rounding: RoundingDocument | None
@@ -118,6 +120,7 @@ def verify_document(path: Path, report: Report) -> VerifyDocument:
         scaled=report.scaled,
         widths=[_copied(WidthDocument, width) for width in report.widths],
         repeats=report.repeats,
+        placements=report.placements,
         first_difference=_copied(FirstDocument, difference) if difference else None,
         float64=_errors(report, BOUND),
         rounding=_copied(RoundingDocument, report.rounding, step_bound=STEP_BOUND) if report.rounding else None,

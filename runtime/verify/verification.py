@@ -111,7 +111,7 @@ def _verify_scaled(plan: Plan, difference: Difference | None, seed: int, progres
 def _compare_in_float64(
     plan: Plan, model: Unsharded, seed: int, steps: Steps, run: str, *, blame: bool = True
 ) -> Report:
-    """Compares in float64, with all maps of guests where layers have room for them, and again beyond the limits of
+    """Compares in float64, with all maps where layers have slots, and again beyond the limits of
     clips and clamps where the model has any."""
     limits, maps = limits_of(plan.spec), guest_maps(plan.program, seed, moves=moves_of(plan.spec) is not None)
     steps.expect((2 if limits else 1) + len(maps), 0)
@@ -122,8 +122,9 @@ def _compare_in_float64(
             return report
         gc.collect(0)
         model.train().zero_grad()
-        steps.begin(f"{run}, guests {number} of {len(maps)}")
+        steps.begin(f"{run}, placement {number} of {len(maps)}")
         report = larger_errors(report, compare_with_guests(plan, model, seed, slots=slots, watch=steps))
+        report = replace(report, placements=number)
     if not limits or not report.ok:
         return report
     gc.collect(0)

@@ -134,6 +134,8 @@ class Report:
     """The subject of the plan's file: a `model` or a `layer`."""
     repeats: int = 0
     """The number of layers that were not run, because they repeat others."""
+    placements: int = 0
+    """The number of steps that were compared with guests, or with experts in other homes."""
 
     @property
     def worst(self) -> str:

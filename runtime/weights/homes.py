@@ -6,7 +6,6 @@ copies: each tensor's dim 0 are the experts of a rank.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -92,25 +91,22 @@ class Homes:
         receives = [np.flatnonzero(moves[here] & (source[here] == r)).tolist() for r in range(len(after))]
         stays = [(new, int(old) % own) for new, old in enumerate(from_place[here]) if old // own == here]
         shifts = [(new, old) for new, old in stays if new != old]
-        by_dtype = itertools.groupby(sorted(parts, key=lambda part: str(part.dtype)), key=lambda part: part.dtype)
         self._slots = None  # until all have moved
-        for _, same in by_dtype:
-            self._move(list(same), sends, receives, shifts)
+        for part in parts:  # one at a time: their copies are small
+            self._move(part, sends, receives, shifts)
         for weights in self._alive():
             increment_version(self._of(weights))
         self._slots = self.first if torch.equal(slots, self.first) else slots
 
     @torch.no_grad()
-    def _move(self, parts: list[Tensor], sends: Rows, receives: Rows, shifts: list[tuple[int, int]]) -> None:
-        """Moves the rows of these parts: those of other ranks, and those that change their slot here."""
-        received = exchange_rows(parts, sends, receives, "all_to_all of experts that move", self._group, self._site)
-        slots = [slot for of_rank in receives for slot in of_rank]
-        for part, rows in zip(parts, received, strict=True):
-            shifted = part[[old for _, old in shifts]]  # a copy
-            for slot, row in zip(slots, rows, strict=True):
-                part[slot].copy_(row)
-            for (slot, _), row in zip(shifts, shifted, strict=True):
-                part[slot].copy_(row)
+    def _move(self, part: Tensor, sends: Rows, receives: Rows, shifts: list[tuple[int, int]]) -> None:
+        """Moves the rows of a part: those of other ranks, and those that change their slot here."""
+        (rows,) = exchange_rows([part], sends, receives, "all_to_all of experts that move", self._group, self._site)
+        shifted = part[[old for _, old in shifts]]  # a copy
+        for slot, row in zip((slot for of_rank in receives for slot in of_rank), rows, strict=True):
+            part[slot].copy_(row)
+        for (slot, _), row in zip(shifts, shifted, strict=True):
+            part[slot].copy_(row)
 
     def _device(self) -> torch.device:
         every = (p for weights in self._alive() for p in weights.registered().values())

@@ -33,7 +33,7 @@ MOMENTS = {
     "step": (6, 0.05),
     "save": (2, 0.06),
     "leave": (0, 0.05),
-    "move": (7, 0.002),
+    "move": (60, 0.002),
 }
 """Where a rank is killed: the highest number of the place in an attempt, and the longest delay after it in seconds."""
 OFTEN = ("start", "launched", "resume", "step", "step", "save", "save", "save", "save", "leave")

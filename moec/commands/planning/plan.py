@@ -22,6 +22,7 @@ from moec.commands.planning.loads import (
     require_no_other_words,
     routing_in_words,
 )
+from moec.commands.planning.placement import placement_lines, planned_placements
 from moec.commands.planning.plan_document import (
     PlannedDegrees,
     PlannedExperts,
@@ -200,6 +201,7 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield f"           {tenants}"
     yield from way_out_lines(planned.ways_out, plan)
     yield from load_lines(load, spec, step.total)
+    yield from placement_lines(planned_placements(plan))
     if planned.report is not None:
         if load.trace is not None and load.trace.age is not None:
             seconds = f"{planned.report.chosen.step_time_s:.3g} s"
@@ -275,6 +277,7 @@ def _document(planned: Planned) -> StepPrediction:
         largest_tenants=_tenants(prediction),
         exposed_communication_s=sum(float(seconds) for term, seconds in step.of.items() if term in EXPOSED),
         loads=planned.load,
+        placements=planned_placements(planned.plan),
         calibrated=spec.cluster.is_calibrated,
         candidates=planned.report.candidates if planned.report else None,
         runners_up=planned.report.runners_up if planned.report else [],

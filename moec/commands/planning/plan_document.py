@@ -149,6 +149,19 @@ class Against:
 
 
 @document
+class PlannedPlacement:
+    """What placing experts elsewhere takes in some layers (`adapt`), in predicted seconds."""
+
+    layers: list[int]
+    row_s: float
+    """Of a row more on the busiest rank and its wire, forward and backward."""
+    guest_s: float | None
+    """Of a guest that a rank sends or gets in a step; null without slots for guests."""
+    move_s: float | None
+    """Of an expert that a rank sends or gets once; null where homes do not move."""
+
+
+@document
 class StepPrediction:
     """The predicted step of a plan. Seconds are of a step, memory is that of the rank with the highest peak."""
 
@@ -174,6 +187,8 @@ class StepPrediction:
     exposed_communication_s: float
     """Collectives beside which nothing is computed."""
     loads: PlannedLoad
+    placements: list[PlannedPlacement]
+    """By kinds of layers; empty without `placement`."""
     calibrated: bool
     """Whether the cluster states what is achieved of its peaks and bandwidths."""
     candidates: PlannedCandidates | None
