@@ -61,8 +61,13 @@ class JobCheckpoints(RunningJob):
         every rank must call it, or none.
         """
         require_own(model, self.plan, self.number)
-        self.checks.require("job.restore_homes", model.open_step_complaint())
-        model.restore_homes()
+        self.bring_home("job.restore_homes", model)
+
+    def bring_home(self, call: str, model: PlanModule) -> None:
+        """Moves experts that have moved to their first homes, after an agreement on `call`."""
+        if model.placement_policy is not None and model.placement_policy.have_moved:
+            self.checks.require(call, model.open_step_complaint())
+            model.restore_homes()
 
     @called("job.save")
     def save(

@@ -133,7 +133,7 @@ def load(
     complaint = saves.wait() or model.open_step_complaint()
     job.checks.require("job.load", complaint, *_same_calls(str(path), optimizer, extras))
     number = saves.next_number()
-    model.restore_homes()
+    job.bring_home("job.load", model)
     if model.placement_policy is not None and optimizer is not None:
         model.placement_policy.add_optimizer(optimizer)
 

@@ -36,6 +36,7 @@ def save(
     """Copies what this rank writes to host memory, and starts writing it. `Job.save` describes it."""
     require_keep(keep)
     saves, target, plan = job.saves, Path(path).absolute(), job.plan
+    job.bring_home("job.save", model)
     complaint = saves.wait() or model.open_step_complaint()
     content, cause = None, None
     try:
@@ -51,7 +52,6 @@ def save(
     except JobError as error:
         raise error from cause
     assert content is not None
-    model.restore_homes()
     failure: Complaint | None = None
     copies, parts, cause = list[HostTensor](), dict[str, Part](), None
     try:

@@ -36,6 +36,10 @@ class BetweenSteps(Protocol):
     def end_step(self) -> None:
         """Counts a step."""
 
+    @property
+    def have_moved(self) -> bool:
+        """Whether an expert is not in its first home."""
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Moves what this optimizer keeps of experts with them."""
 

@@ -94,6 +94,11 @@ class PlacementPolicy:
         if self.homes is not None:
             self.homes.add(optimizer)
 
+    @property
+    def have_moved(self) -> bool:
+        """Whether an expert is not in its first home."""
+        return self.homes is not None and self.homes.have_moved
+
     def restore_homes(self) -> None:
         """Moves all experts to their first homes until the next step. A collective, if any have moved."""
         if self.homes is not None:

@@ -57,7 +57,7 @@ class Homes:
 
     def share(self, weights: Weights) -> None:
         """Moves the experts of a copied layer too, from now on."""
-        self._users.append(ref(weights))
+        self._users = [*map(ref, self._alive()), ref(weights)]
 
     @property
     def have_moved(self) -> bool:
