@@ -130,7 +130,7 @@ CODES: dict[str, str] = {
     "MOE0378": "there are more pipeline stages than layers",
     "MOE0379": "`stages` does not cut the layers as the pipeline does",
     "MOE0380": "a schedule does not take this number of micro-batches",
-    "MOE0381": "slots for guests do not fit the ranks of experts",
+    "MOE0381": "this placement does not fit the ranks of experts",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -117,7 +117,8 @@ class Parallel(Node):
 
 
 class Greedy(Node):
-    """Experts move to other ranks with their masters and optimizer states, between two steps."""
+    """Experts move to other ranks with their masters and optimizer states, between two steps, where that pays within
+    `horizon`: docs/guests.md."""
 
     word = "greedy"
     source = "SmartMoE, Zhai et al. 2023, algorithm 1"

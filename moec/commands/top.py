@@ -23,11 +23,11 @@ SECONDS = 1.0
 
 BY_LAYER = (
     "load", "home_rows", "rows", "head_load", "drop_rate", "guests", "guest_bytes", "moved", "predicted_seconds",
-    "predicted_at_home",
+    "predicted_unplaced",
 )  # fmt: skip
 """Figures by layer, in the order of the columns."""
 
-MILLISECONDS = ("predicted_seconds", "predicted_at_home", "step_seconds")
+MILLISECONDS = ("predicted_seconds", "predicted_unplaced", "step_seconds")
 
 
 @document

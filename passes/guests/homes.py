@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moec.passes.guests.choice import Homes, LayerTime, Slots, choose_guests
-from moec.passes.loads.placements import greedy, rows_of_homes
+from moec.passes.loads.placements import greedy as packed
+from moec.passes.loads.placements import rows_of_homes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _candidates(counts: Any, homes: Homes) -> Iterator[Homes]:
             yield homes.copy()
     if number.bit_count() > 1:
         yield homes
-    yield _renamed(stays, greedy(loads[None], ranks)[0], ranks)
+    yield _renamed(stays, packed(loads[None], ranks)[0], ranks)
     yield _nearest(counts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from moec.runtime.checkpoint.schedule import save_if_due
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import require_own
+from moec.runtime.model.step_module import MovedHomes
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.join import new_connection
 from moec.runtime.ranks.running_job import RunningJob
@@ -29,8 +29,8 @@ class JobCheckpoints(RunningJob):
     """The part of `Job` that saves and loads."""
 
     _saves: Saves | None = None
-    _placed: list[ReferenceType[PlanModule]]
-    """The models whose experts have slots, in the order of `build`."""
+    _homes: list[MovedHomes]
+    """Those of the models whose experts may move, in the order of `build`."""
 
     @property
     def saves(self) -> Saves:
@@ -43,14 +43,13 @@ class JobCheckpoints(RunningJob):
         # A connection of its own: a thread that waits on a shared one would block the other threads.
         store = new_connection() if self.world_size > 1 else None
         self._saves = stack.enter_context(Saves(store, self.rank, self.world_size, self._watch))
-        self._placed = []
+        self._homes = []
         stack.push(self._restore_at_end)
 
     def _restore_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What a script does with models after the job finds experts in order."""
-        for model in (placed() for placed in self._placed if kind is None):
-            if model is not None:
-                model.restore_homes()
+        """After a job that ends without an error, scripts find experts in their first homes."""
+        for homes in self._homes if kind is None else ():
+            homes.restore()
 
     @called("job.restore_homes")
     def restore_homes(self, model: PlanModule) -> None:
@@ -65,9 +64,9 @@ class JobCheckpoints(RunningJob):
 
     def bring_home(self, call: str, model: PlanModule) -> None:
         """Moves experts that have moved to their first homes, after an agreement on `call`."""
-        if model.placement_policy is not None and model.placement_policy.have_moved:
+        if model.homes is not None and model.homes.have_moved:
             self.checks.require(call, model.open_step_complaint())
-            model.restore_homes()
+            model.homes.restore()
 
     @called("job.save")
     def save(

@@ -134,8 +134,8 @@ def load(
     job.checks.require("job.load", complaint, *_same_calls(str(path), optimizer, extras))
     number = saves.next_number()
     job.bring_home("job.load", model)
-    if model.placement_policy is not None and optimizer is not None:
-        model.placement_policy.add_optimizer(optimizer)
+    if model.homes is not None and optimizer is not None:
+        model.homes.add(optimizer)
 
     def together(act: Callable[[], T], stage: str) -> T:
         """The result of `act()` on every rank, or its first error on every rank. Ranks may take any time."""

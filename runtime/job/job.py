@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -101,14 +101,13 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         with torch.inference_mode(False):  # the parameters are to be trained
             module = PlanModule(self.plan.spec, self.plan.program, limits, home)
         if not places_of(self.plan) and self._choices is not None:
-            message = f"{self.plan.name} has no slots for guests, and `choices` is a file of guests"
-            raise JobError("MOE0753", message, "leave `choices` out, or state `adapt { placement = replicate(…) }`")
+            message = f"{self.plan.name} places no experts, and `choices` is a file of placements"
+            raise JobError("MOE0753", message, "leave `choices` out, or state `adapt { placement = … }`")
         if places_of(self.plan):
             device, choices = torch.device(self.device_type), self._read_choices()
             policy = PlacementPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
-            policy.attach(module, module.layers)
-            module.placement_policy = policy
-            self._placed.append(ref(module))
+            module.placement_policy, module.homes = policy, policy.homes_of(module, module.layers, self.checks)
+            self._homes += [] if module.homes is None else [module.homes]
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:
@@ -127,8 +126,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         masters = [master_of(parameter, plan_parameters[name], self.number) for name, parameter in trained.items()]
         with torch.inference_mode(False):
             optimizer = make_optimizer(self.plan.spec.update, masters, model)
-        if model.placement_policy is not None:
-            model.placement_policy.add_optimizer(optimizer)
+        if model.homes is not None:
+            model.homes.add(optimizer)
         self.finite.guard(optimizer, model)
         watch_steps(optimizer)
         return optimizer

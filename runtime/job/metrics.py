@@ -53,8 +53,9 @@ OWN_FIGURES = {
     "rows",
     "moved",
     "predicted_seconds",
-    "predicted_at_home",
+    "predicted_unplaced",
     "step_seconds",
+    "undone",
     "resumed",
 }
 """Names of the job's own figures; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""

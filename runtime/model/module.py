@@ -104,7 +104,7 @@ class PlanModule(StepModule):
         self.takes = AcceptedInputs.of(program)
         self.counters = Counters(self._scalars, limits, self.takes)
         self._decoding = DecodingGraphs(at_home, home.groups, float64=float64)
-        self.placement_policy = None
+        self.placement_policy, self.homes = None, None
         self._updates = Updates(program, home, float64=float64)
         self.input_role = taken_role(program)
         self.draws = forwards(program)[0].input("sequences") is not None

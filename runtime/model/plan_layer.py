@@ -63,13 +63,14 @@ class Layer(nn.Module):
             return function.module(*inputs, self._number, *settings, *states, *tables, *weights)
 
     def guests_of_pass(self) -> Guests | None:
-        """The guests of a pass in the mode of this layer: none in evaluation, nor after homes have moved."""
+        """The guests of a pass in the mode of this layer: none in evaluation, nor if homes have
+        changed since they were chosen."""
         guests, homes = self.guests, self._weights.homes
         is_current = guests is not None and (homes is None or guests.homes is homes.slots)
         return guests if self.training and is_current else None
 
     def tables(self) -> list[Tensor]:
-        """The slots of a pass without guests: experts at home."""
+        """The slots of a pass without guests: where experts live now."""
         homes = self._weights.homes
         return homes_of((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
 

@@ -36,18 +36,22 @@ class BetweenSteps(Protocol):
     def end_step(self) -> None:
         """Counts a step."""
 
+    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Figures of the last steps, and of each layer by its number. `loads`: rows of each expert."""
+
+
+class MovedHomes(Protocol):
+    """The homes of a model's experts, and of its copies' (`runtime/placement/model_homes.py`)."""
+
     @property
     def have_moved(self) -> bool:
         """Whether an expert is not in its first home."""
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
+    def add(self, optimizer: Optimizer) -> None:
         """Moves what this optimizer keeps of experts with them."""
 
-    def restore_homes(self) -> None:
+    def restore(self) -> None:
         """Moves all experts to their first homes until the next step."""
-
-    def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Figures of the last steps, and of each layer by its number. `loads`: rows of each expert."""
 
 
 class StepModule(nn.Module):
@@ -68,7 +72,9 @@ class StepModule(nn.Module):
     """`forward` of each stage of this rank."""
     _updates: Updates
     placement_policy: BetweenSteps | None
-    """Places experts between steps; None without slots, and of a model of no job."""
+    """Places experts between steps; None without slots, of a copy, and of a model of no job."""
+    homes: MovedHomes | None
+    """Where experts are that may move; None if they may not."""
 
     @property
     def is_hooked(self) -> bool:
@@ -151,11 +157,6 @@ class StepModule(nn.Module):
         self.next_step()
         if self.placement_policy is not None:
             self.placement_policy.end_step()
-
-    def restore_homes(self) -> None:
-        """Moves experts that have moved to their first homes until the next step. A collective then."""
-        if self.placement_policy is not None:
-            self.placement_policy.restore_homes()
 
     def next_step(self) -> None:
         """Adds 1 to the setting `step`."""

@@ -1,4 +1,4 @@
-"""`moec.launch(plan, choices=…)`: a file of the guests that were chosen, which a later run repeats.
+"""`moec.launch(plan, choices=…)`: a file of the homes and guests that were chosen, which a later run repeats.
 
 A line of JSON for each choice; the first line names the plan. Only the first rank reads and
 writes it.
@@ -29,7 +29,7 @@ from moec.runtime.unwritten import warn_unwritten
 from moec.runtime.weights.slots import slots_complaint
 
 Shapes = Mapping[int, tuple[int, int, int]]
-"""Of each layer with room for guests: the ranks of its groups, its experts, and the slots of a rank for guests."""
+"""Of each layer with slots: the ranks of its groups, its experts, and the slots of a rank for guests."""
 
 Steps = dict[int, dict[int, Tensor]]
 """The tables of layers (`Guests.table`) at the beginning of a step, by its number, from 1."""

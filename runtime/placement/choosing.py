@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moec.codegen.plan import Plan
@@ -20,12 +21,31 @@ from moec.runtime.placement.place import Place
 
 
 class Choice(NamedTuple):
-    """The table of a layer (`Guests.table`), the seconds of a step that it is predicted to take, and those with all
-    experts in their first homes."""
+    """The table of a layer (`Guests.table`), the seconds of a step that it is predicted to take, and those without
+    guests and with all experts in their first homes."""
 
     table: Any
     seconds: float
-    at_home: float
+    unplaced: float
+
+
+class Loads(NamedTuple):
+    """The rows of each rank's tokens by expert [ranks, experts], by layer, of so many steps."""
+
+    counts: Mapping[int, Tensor]
+    steps: int
+
+    def of(self, place: Place) -> Any:
+        """Those of a step and one group of ranks [ranks of ep, experts]."""
+        rows = self.counts[place.number].numpy()[np.array(place.groups)]
+        return rows.sum(0) // (self.steps * len(place.groups))
+
+
+def sum_of(several: Sequence[Loads]) -> Loads:
+    """The loads of all these steps."""
+    first, *_ = several
+    counts = {number: torch.stack([loads.counts[number] for loads in several]).sum(0) for number in first.counts}
+    return Loads(counts, sum(loads.steps for loads in several))
 
 
 Choices = Mapping[int, Choice]
@@ -39,7 +59,7 @@ Homes = dict[int, Any]
 class Chooser:
     """Chooses by the words of a plan's `adapt`, and the rates of its cluster.
 
-    `horizons`: those of layers of which a move was undone, in steps; others have that of the file.
+    `horizons`: of layers of which a move was undone, in steps; others have that of the file.
     """
 
     plan: Plan
@@ -49,28 +69,26 @@ class Chooser:
     def __post_init__(self) -> None:
         adapt = self.plan.spec.adapt
         assert adapt is not None
-        self.moves, self._words = moves_of(self.plan.spec), guest_words(self.plan.spec)
+        self._greedy, self._words = moves_of(self.plan.spec), guest_words(self.plan.spec)
         self._split, self._horizon = adapt.split, adapt.horizon
         self._times = layer_times(self.plan.program, self.plan.spec)
 
-    def choices(self, counts: Mapping[int, Tensor], steps: int, homes: Homes, *, move: bool) -> Choices:
-        """Those of these `places`. `counts`: the rows of each rank's tokens by expert [ranks, experts], of so many
-        steps; `homes`: those of now. `move`: whether these may change."""
-        return {place.number: self._choice(place, counts[place.number], steps, homes[place.number], move)
-                for place in self.places}  # fmt: skip
+    def choices(self, loads: Loads, homes: Homes, moves: Loads | None) -> Choices:
+        """Those of these `places`. `homes`: those of now, which change by the loads `moves`, if at all."""
+        return {place.number: self._choice(place, loads, homes[place.number], moves) for place in self.places}
 
     def halve_horizon(self, layer: int) -> None:
         """Asks of later moves of a layer that they pay in half of the time."""
         self.horizons[layer] = self.horizons.get(layer, self._horizon) / 2
 
-    def _choice(self, place: Place, counts: Tensor, steps: int, at_home: Any, move: bool) -> Choice:
-        rows = counts.numpy()[np.array(place.groups)].sum(0) // (steps * len(place.groups))
+    def _choice(self, place: Place, loads: Loads, at_home: Any, moves: Loads | None) -> Choice:
+        rows = loads.of(place)
         time, homes = self._times[place.body], np.empty(place.experts, np.int64)
         homes[at_home] = np.arange(place.ranks)[:, None]
         slots = Slots(place.guests, sum(_most(word, place) for word in self._words), passed_on=False)
-        if move and self.moves is not None:
-            moves = Moves(self.moves.threshold, self.horizons.get(place.number, self._horizon))
-            homes = choose_homes(rows, homes, slots, time, moves).homes
+        if moves is not None and self._greedy is not None:
+            when = Moves(self._greedy.threshold, self.horizons.get(place.number, self._horizon))
+            homes = choose_homes(moves.of(place), homes, slots, time, when).homes
             at_home = placed_slots(at_home, homes)
         found, first = choose_guests(rows, homes, slots, time), np.arange(place.experts) // place.own
         without = choose_guests(rows, first, Slots(0, 0, passed_on=False), time)
@@ -95,5 +113,5 @@ class Chooser:
 
 
 def _most(word: Any, place: Place) -> int:
-    """The most guests of a layer."""
+    """The most guests of a layer that the word allows."""
     return int(word.most) * (place.ranks - 1) if isinstance(word, Shadow) else int(word.slots)

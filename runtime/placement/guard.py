@@ -48,6 +48,15 @@ class Guard:
         """Seconds of the last steps; None before the first has ended."""
         return statistics.median(self._last) if self._last else None
 
+    @property
+    def timed(self) -> int:
+        """How many steps there are to compare with."""
+        return len(self._last)
+
+    def forget(self) -> None:
+        """Compares nothing with the steps until now."""
+        self._last.clear()
+
     def watch(self, before: Slots) -> None:
         """Experts move, from these homes. Not watched where too few steps have passed to compare with."""
         if len(self._last) == STEPS:

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, finalize, ref
+from weakref import ReferenceType, WeakSet, finalize, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moec.runtime.errors import JobError
 from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.placement.place import Place
-from moec.runtime.weights.homes import Homes
+from moec.runtime.ranks.checks import Checks
+from moec.runtime.ranks.groups import is_open
+from moec.runtime.weights.homes import Homes, unmovable
+
+LATE = "an optimizer has states of experts that have moved before it was seen, and nothing says in which order they are"
 
 
 class ModelHomes:
     """The homes of the layers of a model and of its copies, and the optimizers whose states move with experts.
 
     `state_dict` and `load_state_dict` of models, of their modules and of optimizers first move experts back: a
-    collective, if any have moved.
+    collective, if any have moved. `job`: the prefix of its groups.
     """
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, places: Mapping[Place, str], rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, layers: nn.ModuleList, places: Sequence[Place], rank: int, job: str, checks: Checks
+    ) -> None:
+        self._job, self._checks = job, checks
         self._optimizers: list[ReferenceType[Optimizer]] = []
-        self.of_layers = dict[int, Homes]()
-        _return_before(model, self)
-        for place, group in places.items():
+        self._others = WeakSet[Optimizer]()
+        """Those that have stepped on no expert."""
+        self._complaint = ""
+        """Why nothing can move now."""
+        self._was_movable = False
+        self._of_layers = dict[int, Homes]()
+        self._return_before(model)
+        for place in places:
             layer = layer_inside(layers[place.number])
             assert isinstance(layer, Layer)
             shape = place.ranks, place.experts
-            homes = Homes(layer._weights, layer.hosted, shape, place.position(rank), group, self._states)
-            layer._weights.homes = self.of_layers[place.number] = homes
+            homes = Homes(layer._weights, layer.hosted, shape, place.position(rank), job + place.group, self)
+            layer._weights.homes = self._of_layers[place.number] = homes
+            experts = {id(parameter) for parameter in homes.parameters()}
             for module in layer.modules():
-                _return_before(module, self)
+                own = [name for name, p in module.named_parameters(recurse=False) if id(p) in experts]
+                self._return_before(module, homes, tuple(own))
         # A weak reference: torch keeps the hook.
         handle = register_optimizer_step_pre_hook(_Watch(ref(self)))
         finalize(self, handle.remove)
@@ -45,12 +62,67 @@ class ModelHomes:
     @property
     def have_moved(self) -> bool:
         """Whether an expert is not in its first home."""
-        return any(homes.have_moved for homes in self.of_layers.values())
+        return any(homes.have_moved for homes in self._of_layers.values())
+
+    def of_layer(self, number: int) -> Homes:
+        """Those of a layer."""
+        return self._of_layers[number]
+
+    # ---- moving ----------------------------------------------------------------------------------------
+
+    def move(self, slots: Mapping[int, Tensor]) -> None:
+        """Makes `slots` the homes of these layers. A collective, where they differ from those of now."""
+        moving = [number for number, to in slots.items() if not self._of_layers[number].are(to)]
+        if moving:
+            self._look_around()
+            for number in moving:
+                self._of_layers[number].move(slots[number])
 
     def restore(self, *_: Any) -> None:
-        """Moves all experts to their first homes. A collective, if any have moved."""
-        for homes in self.of_layers.values():
-            homes.move(homes.first)
+        """Moves all experts to their first homes. A collective, if any have moved.
+
+        Raises `JobError` on every rank if ranks do something else (MOE0702) or experts cannot move (MOE0754).
+        """
+        if not self.have_moved:
+            return
+        if not is_open(self._job):
+            words = "the job ended while experts were in other homes: row i of their parameters is not expert i"
+            raise JobError(
+                "MOE0754", words, "load the last checkpoint; a job that ends without an error moves them back"
+            )
+        self._checks.require("state_dict or load_state_dict, while experts are in other homes", None)
+        self.move({number: homes.first for number, homes in self._of_layers.items()})
+
+    def require_movable_once(self) -> None:
+        """Raises `JobError` on every rank if experts cannot move: MOE0754. A collective, of the first call."""
+        if not self._was_movable:
+            self._look_around()
+            for homes in self._of_layers.values():
+                homes.require_movable()
+            self._was_movable = True
+
+    def complaint(self) -> str:
+        """Why nothing can move now; empty if experts can."""
+        return self._complaint
+
+    def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
+        """All that optimizers keep of a parameter."""
+        for optimizer in self._known():
+            yield from optimizer.state.get(parameter, {}).items()
+
+    def _look_around(self) -> None:
+        """Finds optimizers that have not stepped yet, and what keeps experts from moving."""
+        self._complaint = ""
+        owners = Counter(number for homes in self._of_layers.values() for number in set(map(id, homes.parameters())))
+        if any(number > 1 for number in owners.values()):
+            self._complaint = "two layers have one parameter of experts"
+        for optimizer in [found for found in gc.get_objects() if isinstance(found, Optimizer)]:
+            if self._is_late(optimizer):
+                self._complaint = LATE
+            elif self._steps_on_experts(optimizer):
+                self.add(optimizer)
+
+    # ---- optimizers ------------------------------------------------------------------------------------
 
     def add(self, optimizer: Optimizer) -> None:
         """Moves what this optimizer keeps of experts with them."""
@@ -60,25 +132,51 @@ class ModelHomes:
             optimizer.register_load_state_dict_pre_hook(self.restore)
 
     def look_at(self, optimizer: Optimizer) -> None:
-        """Adds an optimizer that steps on experts for the first time. Raises `JobError` if it has states, and experts
-        have moved since: MOE0754."""
-        if optimizer in self._known():
+        """Adds an optimizer that steps on experts. Raises `JobError` for states in an unknown order: MOE0754."""
+        if optimizer in self._others:
             return
-        own = {id(parameter) for homes in self.of_layers.values() for parameter in homes.parameters()}
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
-        if any(optimizer.state.get(parameter) for parameter in stepped) and self.have_moved:
-            message = "an optimizer has states of experts that have moved since, and has not stepped before"
-            help = "load its state before the first step, or with `job.load(path, model, optimizer)`"
-            raise JobError("MOE0754", message, help)
-        if stepped:
+        if self._is_late(optimizer):
+            raise unmovable(LATE)
+        if self._steps_on_experts(optimizer):
             self.add(optimizer)
+        elif optimizer not in self._known():
+            self._others.add(optimizer)
+
+    def _is_late(self, optimizer: Optimizer) -> bool:
+        """Whether its states may be from before a move: it was not there then, or has been copied or loaded since."""
+        if optimizer in self._known() or not self.have_moved:
+            return False
+        return any(optimizer.state.get(parameter) for parameter in self._experts_of(optimizer))
+
+    def _steps_on_experts(self, optimizer: Optimizer) -> bool:
+        return optimizer not in self._known() and bool(self._experts_of(optimizer))
+
+    def _experts_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        experts = {id(parameter) for homes in self._of_layers.values() for parameter in homes.parameters()}
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in experts]
 
     def _known(self) -> list[Optimizer]:
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
-    def _states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-        for optimizer in self._known():
-            yield from optimizer.state.get(parameter, {}).items()
+    # ---- hooks -----------------------------------------------------------------------------------------
+
+    def _return_before(self, module: nn.Module, layer: Homes | None = None, experts: tuple[str, ...] = ()) -> None:
+        """Moves experts back before anyone takes or gives the tensors of `module`, whose own ones `experts` are those
+        of a layer."""
+        before = partial(_before, self, layer, experts)
+        module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def _before(homes: ModelHomes, layer: Homes | None, experts: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+    """What comes before `state_dict` and `load_state_dict` of a module. Raises `JobError` for a copied part of a layer,
+    whose experts do not move with the model's: MOE0754."""
+    known = set(map(id, layer.parameters())) if layer is not None and experts else set()
+    own = [parameter for name in experts if (parameter := module._parameters.get(name)) is not None]
+    if any(id(parameter) not in known for parameter in own):
+        words = "this module is a copy of a part of a layer, and its experts do not move with the model's"
+        raise JobError("MOE0754", words, "copy the whole layer or model, or leave `greedy` out of `placement`")
+    homes.restore()
 
 
 class _Watch:
@@ -90,8 +188,3 @@ class _Watch:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (homes := self._homes()) is not None:
             homes.look_at(optimizer)
-
-
-def _return_before(module: nn.Module, homes: ModelHomes) -> None:
-    module.register_state_dict_pre_hook(homes.restore)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(homes.restore)  # type: ignore[no-untyped-call]

@@ -13,36 +13,40 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.grammar.checking.guest_rules import placed_words
+from moec.grammar.layer_numbers import numbered
 from moec.passes.degrees.guest_slots import moves_of
 from moec.passes.guests.assignment import quotas_of, slot_numbers
 from moec.passes.ir import OutputKey
 from moec.runtime.model.plan_layer import layer_inside
 from moec.runtime.ops.dense_collectives import all_gather_single
 from moec.runtime.placement.choices import PlacementChoices
-from moec.runtime.placement.choosing import Choice, Choices, Chooser, Homes
-from moec.runtime.placement.guard import Guard, is_slower
+from moec.runtime.placement.choosing import Choice, Choices, Chooser, Homes, Loads, sum_of
+from moec.runtime.placement.guard import STEPS, Guard, is_slower
 from moec.runtime.placement.model_homes import ModelHomes
 from moec.runtime.placement.place import Place, places_of
+from moec.runtime.ranks.checks import Checks
 from moec.runtime.ranks.groups import HOST, STAGE
 from moec.runtime.ranks.watch import collective
 from moec.runtime.refused_derivatives import unwrapped
+from moec.runtime.script import warn
 from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.slots import slots_in_order, with_shares
 
 NANO = 10**9
+"""Seconds travel as whole numbers, in the same sum as the tables."""
 
 DELAY = 1
 """Whole steps between the loads and the step for which experts are placed: the choice is computed beside them."""
 
 
-FIGURES = ("guests", "guest_bytes", "moved", "home_rows", "rows", "predicted_seconds", "predicted_at_home")
+FIGURES = ("guests", "guest_bytes", "moved", "home_rows", "rows", "predicted_seconds", "predicted_unplaced")
 """The names of the figures of each layer."""
 
 
@@ -71,38 +75,25 @@ class PlacementPolicy:
         self._begin_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of a model keeps its guests, and its experts move with those of the model
+        return None  # nothing chooses for a copy of a model
 
     def _begin_anew(self) -> None:
         """Experts at home, and nothing chosen."""
         self._tables = {p.number: with_shares(slots_in_order(p.ranks, p.experts)) for p in self._places}
+        self._chooser.horizons.clear()
         self._loads: dict[int, Tensor] = {}
-        self._counted = self._repeated = self._moved_at = 0
+        self._since_moves = list[Loads]()
+        self._counted = self._repeated = 0
         self._chosen: deque[tuple[int, Future[Choices]]] = deque()
-        self._guard = Guard()
+        self._guard, self._undone = Guard(), 0
         self._predicted: dict[int, tuple[float, float]] = {}
         """Seconds of a step of layers that choices have predicted: as placed, and with experts in their first homes."""
 
-    def attach(self, model: nn.Module, layers: nn.ModuleList) -> None:
+    def homes_of(self, model: nn.Module, layers: nn.ModuleList, checks: Checks) -> ModelHomes | None:
         """Lets the experts of this model move, if the file says so."""
         if moves_of(self._plan.spec) is not None:
-            groups = {place: self._job + place.group for place in self._places}
-            self.homes = ModelHomes(model, layers, groups, self._rank)
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Moves what this optimizer keeps of experts with them."""
-        if self.homes is not None:
-            self.homes.add(optimizer)
-
-    @property
-    def have_moved(self) -> bool:
-        """Whether an expert is not in its first home."""
-        return self.homes is not None and self.homes.have_moved
-
-    def restore_homes(self) -> None:
-        """Moves all experts to their first homes until the next step. A collective, if any have moved."""
-        if self.homes is not None:
-            self.homes.restore()
+            self.homes = ModelHomes(model, layers, self._places, self._rank, self._job, checks)
+        return self.homes
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
         """Adds the rows of a forward pass in training to the loads of the step."""
@@ -135,19 +126,22 @@ class PlacementPolicy:
         if step % self._every and self._counted < self._every:  # another model of the job may take every second step
             return
         due, last = step + DELAY + 1, 0 if self._choices is None else self._choices.last
+        if self.homes is not None:
+            self.homes.require_movable_once()
         if due > last:
+            loads = Loads(self._gathered(), self._counted)
+            moves = self._loads_of_moves(step, loads)
             executor = ThreadPoolExecutor(1, "placement")
             before = self._chosen[-1][1] if self._chosen else None
             homes = {p.number: self._homes(p).numpy() for p in self._places}
-            arguments = self._gathered(), self._counted, homes, self._may_move(step)
-            self._chosen.append((due, executor.submit(self._choose, before, *arguments)))
+            self._chosen.append((due, executor.submit(self._choose, before, loads, homes, moves)))
             executor.shutdown(wait=False)
         self._loads.clear()
         self._counted = 0
 
     def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
         """The median seconds of the last steps, and of each layer: its guests, the bytes that all ranks send of them in
-        a step, experts that are not in their first homes, rows of the busiest rank over the mean, at home alone and as
+        a step, experts whose home is not their first, rows of the busiest rank over the mean, at home alone and as
         they were split, and the predicted seconds of a step, as placed and with experts in their first homes. `loads`:
         rows of each expert, of all groups together."""
         found: dict[str, dict[int, float]] = {name: {} for name in FIGURES}
@@ -162,9 +156,8 @@ class PlacementPolicy:
             numbers = slot_numbers(slots, place.experts)
             guests = int((numbers >= 0).sum()) - place.experts
             found["guests"][place.number] = guests
-            first = slots_in_order(place.ranks, place.experts).numpy()
-            moved = (slots[:, : place.own, None] != first[:, None]).all(2).sum()
-            found["moved"][place.number] = int(moved)
+            first = np.arange(place.ranks)[:, None]
+            found["moved"][place.number] = int((slots[:, : place.own] // place.own != first).sum())
             found["guest_bytes"][place.number] = guests * len(place.groups) * place.bytes
             found["home_rows"][place.number] = over_mean(counts[slots[:, : place.own]].sum(1))
             found["rows"][place.number] = over_mean(quotas_of(counts, shares, numbers).sum(0))
@@ -172,6 +165,7 @@ class PlacementPolicy:
                 for name, predicted in zip(FIGURES[-2:], self._predicted[place.number], strict=True):
                     found[name][place.number] = predicted
         measured = {} if self._guard.median is None else {"step_seconds": self._guard.median}
+        measured |= {} if self.homes is None else {"undone": self._undone}
         return {**measured, **{name: values for name, values in found.items() if values}}
 
     # ---- choosing --------------------------------------------------------------------------------------
@@ -187,23 +181,26 @@ class PlacementPolicy:
         parts = torch.split(gathered.cpu(), [p.experts for p in self._places], 1)
         return {place.number: part for place, part in zip(self._places, parts, strict=True)}
 
-    def _may_move(self, step: int) -> bool:
-        """Whether a choice after this step may move experts: `every` steps after the last that might, if no moves are
-        under way or watched."""
-        word = moves_of(self._plan.spec)
-        if word is None or step - self._moved_at < max(word.every, DELAY + 1) or self._guard.moved:
-            return False
-        self._moved_at = step
-        return True
+    def _loads_of_moves(self, step: int, loads: Loads) -> Loads | None:
+        """The loads by which a choice after this step moves experts, those since the last such choice; None if they
+        stay. They may move where `every` divides one of the steps of `loads`, if the guard can watch them."""
+        word, adapt = moves_of(self._plan.spec), self._plan.spec.adapt
+        if word is None or adapt is None:
+            return None
+        self._since_moves.append(loads)
+        every = max(word.every, DELAY + 1)
+        can_watch = not adapt.clock or (self._guard.timed + DELAY + 1 >= STEPS and not self._guard.moved)
+        if step // every == (step - loads.steps) // every or not can_watch:
+            return None
+        moves, self._since_moves = sum_of(self._since_moves), []
+        return moves
 
-    def _choose(
-        self, before: Future[Choices] | None, counts: Mapping[int, Tensor], steps: int, homes: Homes, move: bool
-    ) -> Choices:
+    def _choose(self, before: Future[Choices] | None, loads: Loads, homes: Homes, moves: Loads | None) -> Choices:
         """What this rank chooses for its share of the layers, after the choices `before`, if they are under way."""
         if before is not None:
             own = {place.number: place.own for place in self._places}
             homes = homes | {number: choice.table[0, :, : own[number]] for number, choice in before.result().items()}
-        return self._chooser.choices(counts, steps, homes, move=move)
+        return self._chooser.choices(loads, homes, moves)
 
     def _exchanged(self, future: Future[Choices]) -> dict[int, Choice]:
         """The choices for all layers, each from the rank that made it. Raises on every rank if one could not."""
@@ -223,7 +220,7 @@ class PlacementPolicy:
         """A choice in whole numbers; zeros for that of another rank."""
         if choice is None:
             return torch.zeros(2 * math.prod(place.shape) + 2, dtype=torch.int64)
-        seconds = torch.tensor([round(choice.seconds * NANO), round(choice.at_home * NANO)])
+        seconds = torch.tensor([round(choice.seconds * NANO), round(choice.unplaced * NANO)])
         return torch.cat([torch.from_numpy(choice.table).flatten(), seconds])
 
     def _summed(self, values: Tensor) -> Tensor:
@@ -242,25 +239,33 @@ class PlacementPolicy:
         """Takes what was chosen from this step on, and watches moves by the clock, if the file says so."""
         before = {place.number: self._homes(place) for place in self._places}
         self._record({number: choice.table for number, choice in choices.items()}, step)
-        self._predicted |= {number: (choice.seconds, choice.at_home) for number, choice in choices.items()}
+        self._predicted |= {number: (choice.seconds, choice.unplaced) for number, choice in choices.items()}
         moved = {p.number: before[p.number] for p in self._places if not torch.equal(before[p.number], self._homes(p))}
         if moved and self._plan.spec.adapt is not None and self._plan.spec.adapt.clock:
             self._guard.watch(moved)
 
     def _judge(self, step: int) -> None:
         """Undoes the moves that are watched if steps take longer since, and asks more of the next ones."""
-        before, after = self._summed(torch.tensor(self._guard.medians(), dtype=torch.float64)).tolist()
+        before, after = (self._summed(torch.tensor(self._guard.medians(), dtype=torch.float64)) / self._ranks).tolist()
         moved = self._guard.end()
         if not is_slower(before, after):
             return
         self._chosen.clear()  # chosen for the homes that are undone
+        self._undone += 1
+        self._guard.forget()
         tables = {}
         for place in (place for place in self._places if place.number in moved):
-            guests = torch.full((place.ranks, place.guests), -1)
-            tables[place.number] = with_shares(torch.cat([moved[place.number], guests], 1))
+            homes, guests = moved[place.number], self._tables[place.number][0, :, place.own :]
+            at_home = (guests[:, :, None] == homes[:, None]).any(2)
+            tables[place.number] = with_shares(torch.cat([homes, torch.where(at_home, -1, guests)], 1))
             self._chooser.halve_horizon(place.number)
             self._predicted.pop(place.number, None)
         self._record(tables, step)
+        if self._rank == 0:
+            warn(
+                f"experts of {numbered(list(moved))} are back where they were {STEPS} steps ago: a step took "
+                f"{before:.3g} s before they moved and {after:.3g} s since; their next move has to pay in half the time"
+            )
 
     def _record(self, tables: Mapping[int, Tensor], step: int) -> None:
         """Has these tables from this step on, and adds them to the file of choices."""
@@ -270,13 +275,13 @@ class PlacementPolicy:
 
     def _give(self, layers: nn.ModuleList) -> None:
         """Places the experts of all layers as their tables say."""
+        if self.homes is not None:
+            self.homes.move({place.number: self._homes(place) for place in self._places})
         for place in self._places:
             layer, table = layer_inside(layers[place.number]), self._tables[place.number]
             if layer is None:
                 continue
-            if self.homes is not None:
-                self.homes.of_layers[place.number].move(self._homes(place))
-            homes = self._homes(place) if self.homes is None else self.homes.of_layers[place.number].slots
+            homes = self._homes(place) if self.homes is None else self.homes.of_layer(place.number).slots
             has_guests, guests = bool((table[0, :, place.own :] >= 0).any()), layer.guests
             if not has_guests:
                 layer.guests = None

@@ -6,8 +6,9 @@ copies: each tensor's dim 0 are the experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import gc
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -25,8 +26,15 @@ from moec.runtime.weights.slots import Rows, exchange_rows, slots_in_order
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
 
-StatesOf = Callable[[nn.Parameter], Iterator[tuple[str, Any]]]
-"""All that optimizers keep of a parameter, by names for messages."""
+
+class Moving(Protocol):
+    """What all layers of a model share (`runtime/placement/model_homes.py`)."""
+
+    def complaint(self) -> str:
+        """Why nothing can move now; empty if experts can."""
+
+    def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
+        """All that optimizers keep of a parameter, by names for messages."""
 
 
 class Homes:
@@ -36,11 +44,11 @@ class Homes:
     """
 
     def __init__(
-        self, weights: Weights, indices: Sequence[int], shape: tuple[int, int], rank: int, group: str, states: StatesOf
+        self, weights: Weights, indices: Sequence[int], shape: tuple[int, int], rank: int, group: str, model: Moving
     ) -> None:
         self.first = slots_in_order(*shape)
         self._slots: Tensor | None = self.first
-        self._indices, self._rank, self._group, self._states = indices, rank, group, states
+        self._indices, self._rank, self._group, self._model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
 
@@ -69,38 +77,40 @@ class Homes:
         registered = (p for weights in self._alive() for _, p in self._registered(weights))
         return (parameter for parameter in registered if parameter is not None)
 
+    def are(self, slots: Tensor) -> bool:
+        """Whether these are the homes."""
+        return torch.equal(slots, self.slots)
+
     def move(self, slots: Tensor) -> None:
         """Makes `slots` the homes. A collective of the group.
 
         Raises `JobError` on every rank, and moves nothing, if a rank cannot: MOE0754.
         """
-        if torch.equal(slots, self.slots):
-            return
-        complaint, parts = "", list[Tensor]()
-        try:
-            parts = self._parts()
-        except _Unmovable as error:
-            complaint = str(error)
-        self._require_same(complaint, parts)
-        before, after = self.slots.numpy().ravel(), slots.numpy()
-        place, own = np.argsort(before), after.shape[1]
-        from_place = place[after]  # of each new slot, the old one of its expert
-        source, here = from_place // own, self._rank
-        moves = source != np.arange(len(after))[:, None]
-        sends = [(from_place[r][moves[r] & (source[r] == here)] % own).tolist() for r in range(len(after))]
-        receives = [np.flatnonzero(moves[here] & (source[here] == r)).tolist() for r in range(len(after))]
-        stays = [(new, int(old) % own) for new, old in enumerate(from_place[here]) if old // own == here]
-        shifts = [(new, old) for new, old in stays if new != old]
+        parts, routes = self.require_movable(), _routes(self.slots.numpy(), slots.numpy(), self._rank)
         self._slots = None  # until all have moved
         for part in parts:  # one at a time: their copies are small
-            self._move(part, sends, receives, shifts)
+            self._move(part, routes)
         for weights in self._alive():
             increment_version(self._of(weights))
         self._slots = self.first if torch.equal(slots, self.first) else slots
 
+    def require_movable(self) -> list[Tensor]:
+        """This rank's part of all that moves. A collective; raises MOE0754 on every rank if experts cannot move."""
+        for is_last in (False, True):
+            complaint, parts = self._model.complaint(), list[Tensor]()
+            try:
+                parts = self._parts()
+            except _Unmovable as error:
+                complaint = complaint or str(error)
+            if self._are_same(complaint, parts, raises=is_last):
+                break
+            gc.collect()  # a deleted copy in a cycle of references may be left on some ranks
+        return parts
+
     @torch.no_grad()
-    def _move(self, part: Tensor, sends: Rows, receives: Rows, shifts: list[tuple[int, int]]) -> None:
+    def _move(self, part: Tensor, routes: _Routes) -> None:
         """Moves the rows of a part: those of other ranks, and those that change their slot here."""
+        sends, receives, shifts = routes
         (rows,) = exchange_rows([part], sends, receives, "all_to_all of experts that move", self._group, self._site)
         shifted = part[[old for _, old in shifts]]  # a copy
         for slot, row in zip((slot for of_rank in receives for slot in of_rank), rows, strict=True):
@@ -113,7 +123,8 @@ class Homes:
         return next(parameter.device for parameter in every if parameter is not None)
 
     def _alive(self) -> list[Weights]:
-        return [weights for user in self._users if (weights := user()) is not None]
+        users = (weights for user in self._users if (weights := user()) is not None)
+        return [weights for weights in users if weights._owner() is not None]
 
     def _registered(self, weights: Weights) -> list[tuple[str, Tensor | None]]:
         registered = list(weights.registered().items())
@@ -135,11 +146,15 @@ class Homes:
                 raise _Unmovable(f"a step of {self._site} has begun, and not ended")
             for parameter in self._of(weights):
                 parts.append(local_part(parameter))
-                # The optimizer will divide a gradient that `clip_grad_norm_` gave it: it is inside of a placeholder.
+                # One that `clip_grad_norm_` gave to the optimizer is inside of a placeholder (`HandedOver`).
                 gradient = getattr(parameter.grad, "gradient", parameter.grad)
                 parts += [] if gradient is None else [local_part(gradient)]
-                for name, value in self._states(parameter):
+                for name, value in self._model.states(parameter):
                     parts += self._part_of_state(name, value, parameter)
+        if len(devices := {str(part.device) for part in parts}) > 1:
+            raise _Unmovable(
+                f"copies or optimizers of {self._site} are on several devices: {', '.join(sorted(devices))}"
+            )
         return parts
 
     def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> list[Tensor]:
@@ -157,8 +172,8 @@ class Homes:
         what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self._site}")
 
-    def _require_same(self, complaint: str, parts: Sequence[Tensor]) -> None:
-        """Raises `JobError` on every rank unless all can move equally much."""
+    def _are_same(self, complaint: str, parts: Sequence[Tensor], *, raises: bool) -> bool:
+        """Whether all ranks can move equally much. Raises `JobError` on every rank if one cannot, or `raises`."""
         size = sum(part[0].nbytes for part in parts)
         claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size])
         claims = claims.to(self._device())
@@ -167,8 +182,33 @@ class Homes:
         failed, most, least, largest, smallest = claims.tolist()
         if failed:
             raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
-        if most != -least or largest != -smallest:
-            raise unmovable(f"ranks have other copies, gradients or optimizers of {self._site}")
+        same = bool(most == -least and largest == -smallest)
+        if raises and not same:
+            raise unmovable(
+                f"ranks have other copies, gradients or optimizers of {self._site}: {-least} to {most} tensors, of "
+                f"{-smallest:,} to {largest:,} bytes an expert"
+            )
+        return same
+
+
+class _Routes(NamedTuple):
+    """The slots whose experts a rank sends to each rank, those that it fills from each, both in the order of the new
+    slots; and the new and the old slot of each expert that stays on the rank and changes its slot."""
+
+    sends: Rows
+    receives: Rows
+    shifts: list[tuple[int, int]]
+
+
+def _routes(before: Any, after: Any, here: int) -> _Routes:
+    """Those of rank `here`, from the slots at home `before` to those `after` [ranks, experts of a rank]."""
+    ranks, own = after.shape
+    old = np.argsort(before, axis=None)[after]  # of each new slot, the old one of its expert, counted over all ranks
+    source = old // own
+    sends = [(old[r][source[r] == here] % own).tolist() if r != here else [] for r in range(ranks)]
+    receives = [np.flatnonzero(source[here] == r).tolist() if r != here else [] for r in range(ranks)]
+    stays = [(new, int(old[here][new]) % own) for new in np.flatnonzero(source[here] == here).tolist()]
+    return _Routes(sends, receives, [(new, slot) for new, slot in stays if new != slot])
 
 
 class _Unmovable(Exception):
@@ -178,7 +218,7 @@ class _Unmovable(Exception):
 def unmovable(words: str) -> JobError:
     """The error for experts that cannot change ranks, for the reason `words`."""
     help = (
-        "copy models and make optimizers on every rank alike, with states that have the parameter's shape; or leave "
-        "`greedy` out of `placement`"
+        "copy models and make optimizers on every rank alike, with states of one row for each expert, and load or copy "
+        "an optimizer's state after `job.restore_homes`; or leave `greedy` out of `placement`"
     )
     return JobError("MOE0754", words, help)

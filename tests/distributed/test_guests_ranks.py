@@ -126,10 +126,14 @@ def test_a_run_chooses_guests_and_another_one_repeats_its_choices(gloo: GlooPool
 def test_moves_after_which_steps_take_longer_are_undone(gloo: GlooPool) -> None:
     words = "greedy(every = 10, threshold = 1.0); horizon = 1e12"
     plan = moe_plan(**MODEL, ranks=2, ep=2, adapt=words)
-    first, second = gloo.run(2, train_with_slow_moves, plan, 23)
+    (first, said), (second, nothing) = gloo.run(2, train_with_slow_moves, plan, 23)
     moved = [step for step, (has_moved, *_) in enumerate(first, 1) if has_moved]
     assert moved == [*range(12, 22)]  # after the loads of ten steps, one step for the choice; ten steps are watched
     assert {horizon for _, horizon, _ in first[21:]} == {0.5e12}
+    assert [
+        words for words in said if "layers 1..2 are back" in words and "1 s before they moved and 2 s since" in words
+    ]
+    assert not [words for words in nothing if "are back" in words]
     assert [(has_moved, loss) for has_moved, _, loss in first] == [(m, loss) for m, _, loss in second]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.homes import keep_what_cannot_move, load_and_read, train_and_read
+from support.ranks.homes import load_and_read, train_and_read, train_with_unmovable
 from support.tables import each_row
 from torch import Tensor
 
@@ -47,11 +47,10 @@ def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool
     results = [gloo.run(4, train_and_read, plan, name, str(tmp_path / kind))[0]
                for kind, plan in (("static", static), ("moving", moving))]  # fmt: skip
     require_equal(results[1], results[0])
-    if name == FAST:
-        path = str(tmp_path / "moving" / "step-4")
-        loaded = gloo.run(4, load_and_read, static, path)[0]
-        require_equal(gloo.run(4, load_and_read, moving, path)[0], loaded)
-        require_equal(gloo.run(4, load_and_read, static, str(tmp_path / "static" / "step-4"))[0], loaded)
+    for saved in ("step-4", "average") if name == FAST else ():
+        expected = gloo.run(4, load_and_read, static, str(tmp_path / "static" / saved))[0]
+        require_equal(gloo.run(4, load_and_read, static, str(tmp_path / "moving" / saved))[0], expected)
+        require_equal(gloo.run(4, load_and_read, moving, str(tmp_path / "moving" / saved))[0], expected)
 
 
 @each_row(
@@ -60,11 +59,15 @@ def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool
         ("a parametrization", "moe.experts.up.weight of layer 1 .* is computed from others"),
         ("a copy on one rank", "ranks have other copies, gradients or optimizers"),
         ("a state of its own", r"keeps `blocks`, a Tensor \[3\]"),
-        ("an optimizer that comes late", "has states of experts that have moved since"),
+        ("an optimizer that comes late", "has states of experts that have moved before it was seen"),
+        ("copies of model and optimizer", "has states of experts that have moved before it was seen"),
+        ("a copy of a part", "is a copy of a part of a layer"),
+        ("one parameter of two layers", "two layers have one parameter of experts"),
+        ("a state_dict on one rank", "state_dict or load_state_dict, while experts are in other homes"),
     ],
 )
 def test_what_cannot_move_stops_the_job(gloo: GlooPool, kind: str, words: str) -> None:
     plan = moe_plan(**MODEL, ep=4, adapt=MOVING)
     with pytest.raises(moec.JobError, match=words) as error:
-        gloo.run(4, keep_what_cannot_move, plan, kind)
-    assert "MOE0754" in str(error.value)
+        gloo.run(4, train_with_unmovable, plan, kind)
+    assert ("MOE0702" if kind == "a state_dict on one rank" else "MOE0754") in str(error.value)

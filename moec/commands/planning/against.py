@@ -73,7 +73,7 @@ def _words(of: Candidate) -> dict[str, str]:
     found = {word: str(value) for word, value in words.items() if value not in (None, NOTHING.get(word, 1))}
     parallel = [line for line in set_lines(of.spec.parallel) if line.startswith(("stages", "sequence_parallel"))]
     assert of.spec.train is not None
-    for line in (*parallel, *set_lines(of.spec.train)):
+    for line in (*parallel, *set_lines(of.spec.train), *(set_lines(of.spec.adapt) if of.spec.adapt else ())):
         word, _, value = line.partition(" = ")
         found |= {word: value} if value else {}
     return found | {"ranks": str(of.spec.cluster.ranks), "device": of.spec.cluster.device.name}

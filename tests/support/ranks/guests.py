@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -88,10 +89,12 @@ class SlowMoves(Guard):
         super().stop()
 
 
-def train_with_slow_moves(plan: Plan, steps: int) -> list[tuple[bool, int, float]]:
-    """For each step, whether experts have moved, the steps within which a move of layer 1 has to pay, and the loss."""
+def train_with_slow_moves(plan: Plan, steps: int) -> tuple[list[tuple[bool, int, float]], list[str]]:
+    """For each step, whether experts have moved, the steps within which a move of layer 1 has to pay, and the loss;
+    and all warnings."""
     found = []
     with (
+        warnings.catch_warnings(record=True, action="always") as warned,
         mock.patch("moec.runtime.placement.policy.Guard", SlowMoves),
         moec.launch(plan, device="cpu") as job,
     ):
@@ -106,4 +109,4 @@ def train_with_slow_moves(plan: Plan, steps: int) -> list[tuple[bool, int, float
             optimizer.zero_grad()
             policy = model.placement_policy
             found.append((policy.homes.have_moved, policy._chooser.horizons.get(1), loss))
-    return found
+    return found, [str(warning.message) for warning in warned]

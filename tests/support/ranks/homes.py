@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def train_and_read(plan: Plan, kind: str, folder: str) -> dict[str, dict[str, Te
                 found["state_dict"] = whole(kept)
             if step == 4:
                 job.save(Path(folder) / "step-4", model, optimizer).wait()
+            if step == 6:
+                job.save(Path(folder) / "average", average.module).wait()
         found["optimizer"] = states_of(optimizer)
         found["average"] = whole(average.module.state_dict())
         job.step(model, *own_part(job, *batch))
@@ -78,15 +81,15 @@ def load_and_read(plan: Plan, path: str) -> dict[str, dict[str, Tensor]]:
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=2)
         optimizer = job.optimizer(model)
-        job.load(path, model, optimizer)
+        job.load(path, model, *([] if path.endswith("average") else [optimizer]))
         found = {"parameters": whole(dict(model.named_parameters())), "optimizer": states_of(optimizer)}
         job.step(model, *own_part(job, *batches_of(plan.spec, 1)[0]))
         optimizer.step()
         return found | {"after": whole(model.state_dict())}
 
 
-def keep_what_cannot_move(plan: Plan, kind: str) -> None:
-    """Training with something of experts that cannot move with them."""
+def train_with_unmovable(plan: Plan, kind: str) -> None:
+    """Training with something of experts that cannot move with them, or that does not wait for them."""
     with (
         mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests),
         moec.launch(plan, device="cpu") as job,
@@ -108,3 +111,13 @@ def keep_what_cannot_move(plan: Plan, kind: str) -> None:
                 late = SGD(model.parameters(), lr=0.1, momentum=0.9)
                 late.state[up.weight]["momentum_buffer"] = torch.zeros_like(up.weight)
                 late.step()
+            if kind == "copies of model and optimizer" and step == 1:
+                pair = copy.deepcopy((model, optimizer))
+                model.state_dict()
+                assert pair
+            if kind == "a copy of a part":
+                copy.deepcopy(model.layers[1].moe).state_dict()
+            if kind == "one parameter of two layers":
+                model.layers[2].moe.experts.up.weight = up.weight
+            if kind == "a state_dict on one rank" and step == 1 and job.rank == 0:
+                model.state_dict()
