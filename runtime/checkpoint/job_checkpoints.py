@@ -65,7 +65,7 @@ class JobCheckpoints(RunningJob):
     def bring_home(self, call: str, model: PlanModule) -> None:
         """Moves experts that have moved to their first homes, after an agreement on `call`."""
         if model.homes is not None and model.homes.have_moved:
-            self.checks.require(call, model.open_step_complaint())
+            self.checks.require(call, model.open_step_complaint(f"{call} was called"))
             model.homes.restore()
 
     @called("job.save")

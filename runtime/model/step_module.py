@@ -91,11 +91,11 @@ class StepModule(nn.Module):
         """Each state's new value after these loads (layer → int64 `[sources, experts]`), by the state's full name."""
         return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
 
-    def open_step_complaint(self) -> Complaint | None:
+    def open_step_complaint(self, what: str = "a checkpoint was asked for") -> Complaint | None:
         """The complaint about saving or loading inside a step, whose gradients and states are incomplete; else None."""
         if self._counts.sequences is None:
             return None
-        words = "a checkpoint was asked for inside of job.accumulate or job.step, whose step has begun and not ended"
+        words = f"{what} inside of job.accumulate or job.step, whose step has begun and not ended"
         return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
 
     def update_complaint(self) -> Complaint | None:

@@ -45,11 +45,6 @@ class PlacementChoices:
         self._writes, self._has_head = True, False
         self.steps: Steps = {}
 
-    @property
-    def last(self) -> int:
-        """The last recorded step; 0 without one."""
-        return max(self.steps, default=0)
-
     def read(self) -> Complaint | None:
         """Reads the file, on the first rank. The complaint about a file that this plan cannot repeat, or None."""
         try:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakSet, finalize, ref
+from weakref import ReferenceType, finalize, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,9 +18,13 @@ from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.placement.place import Place
 from moec.runtime.ranks.checks import Checks
 from moec.runtime.ranks.groups import is_open
+from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.homes import Homes, unmovable
 
 LATE = "an optimizer has states of experts that have moved before it was seen, and nothing says in which order they are"
+ALIKE = (
+    "several optimizers have states of the same experts and have not stepped, and nothing says which is which on ranks"
+)
 
 
 class ModelHomes:
@@ -35,8 +39,6 @@ class ModelHomes:
     ) -> None:
         self._job, self._checks = job, checks
         self._optimizers: list[ReferenceType[Optimizer]] = []
-        self._others = WeakSet[Optimizer]()
-        """Those that have stepped on no expert."""
         self._complaint = ""
         """Why nothing can move now."""
         self._was_movable = False
@@ -85,6 +87,9 @@ class ModelHomes:
         """
         if not self.have_moved:
             return
+        if in_backward():
+            words = "state_dict or load_state_dict in a backward pass, while experts are in other homes"
+            raise JobError("MOE0754", words, "call it between two steps")
         if not is_open(self._job):
             words = "the job ended while experts were in other homes: row i of their parameters is not expert i"
             raise JobError(
@@ -111,15 +116,22 @@ class ModelHomes:
             yield from optimizer.state.get(parameter, {}).items()
 
     def _look_around(self) -> None:
-        """Finds optimizers that have not stepped yet, and what keeps experts from moving."""
+        """Finds optimizers that have states and have not stepped yet, and what keeps experts from moving."""
         self._complaint = ""
         owners = Counter(number for homes in self._of_layers.values() for number in set(map(id, homes.parameters())))
         if any(number > 1 for number in owners.values()):
             self._complaint = "two layers have one parameter of experts"
-        for optimizer in [found for found in gc.get_objects() if isinstance(found, Optimizer)]:
-            if self._is_late(optimizer):
-                self._complaint = LATE
-            elif self._steps_on_experts(optimizer):
+        # Of their types: `isinstance` asks objects for `__class__`, which may compute, warn or raise.
+        optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+        loaded = [
+            (self._key(found), found) for found in optimizers if found not in self._known() and self._has_states(found)
+        ]
+        if loaded and self.have_moved:
+            self._complaint = LATE
+        elif len({key for key, _ in loaded}) < len(loaded):
+            self._complaint = ALIKE
+        else:  # in an order that all ranks share
+            for _, optimizer in sorted(loaded, key=lambda each: each[0]):
                 self.add(optimizer)
 
     # ---- optimizers ------------------------------------------------------------------------------------
@@ -128,32 +140,34 @@ class ModelHomes:
         """Moves what this optimizer keeps of experts with them."""
         if optimizer not in self._known():
             self._optimizers.append(ref(optimizer))
+            if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+                return  # a wrapper, which has no state of its own: the one inside it has hooks
             optimizer.register_state_dict_pre_hook(self.restore)
             optimizer.register_load_state_dict_pre_hook(self.restore)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Adds an optimizer that steps on experts. Raises `JobError` for states in an unknown order: MOE0754."""
-        if optimizer in self._others:
-            return
         if self._is_late(optimizer):
             raise unmovable(LATE)
-        if self._steps_on_experts(optimizer):
+        if optimizer not in self._known() and self._experts_of(optimizer):
             self.add(optimizer)
-        elif optimizer not in self._known():
-            self._others.add(optimizer)
 
     def _is_late(self, optimizer: Optimizer) -> bool:
         """Whether its states may be from before a move: it was not there then, or has been copied or loaded since."""
-        if optimizer in self._known() or not self.have_moved:
-            return False
+        return self.have_moved and optimizer not in self._known() and self._has_states(optimizer)
+
+    def _has_states(self, optimizer: Optimizer) -> bool:
         return any(optimizer.state.get(parameter) for parameter in self._experts_of(optimizer))
 
-    def _steps_on_experts(self, optimizer: Optimizer) -> bool:
-        return optimizer not in self._known() and bool(self._experts_of(optimizer))
+    def _key(self, optimizer: Optimizer) -> tuple[str, tuple[int, ...]]:
+        """What tells optimizers apart, alike on all ranks."""
+        numbers = {id(p): n for n, p in enumerate(p for homes in self._of_layers.values() for p in homes.parameters())}
+        return type(optimizer).__qualname__, tuple(numbers[id(p)] for p in self._experts_of(optimizer))
 
     def _experts_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The experts among its parameters; none of an optimizer whose `__init__` has not ended."""
         experts = {id(parameter) for homes in self._of_layers.values() for parameter in homes.parameters()}
-        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in experts]
+        return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if id(p) in experts]
 
     def _known(self) -> list[Optimizer]:
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]

@@ -83,6 +83,7 @@ class PlacementPolicy:
         self._chooser.horizons.clear()
         self._loads: dict[int, Tensor] = {}
         self._since_moves = list[Loads]()
+        self._gathered_at: int | None = None
         self._counted = self._repeated = 0
         self._chosen: deque[tuple[int, Future[Choices]]] = deque()
         self._guard, self._undone = Guard(), 0
@@ -125,7 +126,8 @@ class PlacementPolicy:
         self._counted += 1
         if step % self._every and self._counted < self._every:  # another model of the job may take every second step
             return
-        due, last = step + DELAY + 1, 0 if self._choices is None else self._choices.last
+        recorded = {} if self._choices is None else self._choices.steps
+        due, last = step + DELAY + 1, max(recorded, default=0)
         if self.homes is not None:
             self.homes.require_movable_once()
         if due > last:
@@ -133,7 +135,10 @@ class PlacementPolicy:
             moves = self._loads_of_moves(step, loads)
             executor = ThreadPoolExecutor(1, "placement")
             before = self._chosen[-1][1] if self._chosen else None
-            homes = {p.number: self._homes(p).numpy() for p in self._places}
+            tables = dict(self._tables)
+            for number in sorted(number for number in recorded if number > step):  # before the choice that begins now
+                tables |= recorded[number]
+            homes = {p.number: tables[p.number][0, :, : p.own].numpy() for p in self._places}
             self._chosen.append((due, executor.submit(self._choose, before, loads, homes, moves)))
             executor.shutdown(wait=False)
         self._loads.clear()
@@ -183,14 +188,16 @@ class PlacementPolicy:
 
     def _loads_of_moves(self, step: int, loads: Loads) -> Loads | None:
         """The loads by which a choice after this step moves experts, those since the last such choice; None if they
-        stay. They may move where `every` divides one of the steps of `loads`, if the guard can watch them."""
+        stay. They may move where `every` divides a step since the last loads, if the guard can watch them."""
         word, adapt = moves_of(self._plan.spec), self._plan.spec.adapt
         if word is None or adapt is None:
             return None
         self._since_moves.append(loads)
         every = max(word.every, DELAY + 1)
         can_watch = not adapt.clock or (self._guard.timed + DELAY + 1 >= STEPS and not self._guard.moved)
-        if step // every == (step - loads.steps) // every or not can_watch:
+        before = step - loads.steps if self._gathered_at is None else self._gathered_at
+        self._gathered_at = step
+        if step // every == before // every or not can_watch:
             return None
         moves, self._since_moves = sum_of(self._since_moves), []
         return moves

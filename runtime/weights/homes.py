@@ -51,6 +51,8 @@ class Homes:
         self._indices, self._rank, self._group, self._model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
+        self._device = torch.device("cpu")
+        self._device = self._current_device()
 
     @property
     def slots(self) -> Tensor:
@@ -118,9 +120,11 @@ class Homes:
         for (slot, _), row in zip(shifts, shifted, strict=True):
             part[slot].copy_(row)
 
-    def _device(self) -> torch.device:
+    def _current_device(self) -> torch.device:
+        """That of the parameters; the last one, where no model is left."""
         every = (p for weights in self._alive() for p in weights.registered().values())
-        return next(parameter.device for parameter in every if parameter is not None)
+        self._device = next((parameter.device for parameter in every if parameter is not None), self._device)
+        return self._device
 
     def _alive(self) -> list[Weights]:
         users = (weights for user in self._users if (weights := user()) is not None)
@@ -155,7 +159,8 @@ class Homes:
             raise _Unmovable(
                 f"copies or optimizers of {self._site} are on several devices: {', '.join(sorted(devices))}"
             )
-        return parts
+        # An optimizer may share its states with another one, and a copy its parameters with the model.
+        return list({(part.data_ptr(), part.shape): part for part in parts}.values())
 
     def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> list[Tensor]:
         """This rank's part of an optimizer's value, if it is one for each expert."""
@@ -176,7 +181,7 @@ class Homes:
         """Whether all ranks can move equally much. Raises `JobError` on every rank if one cannot, or `raises`."""
         size = sum(part[0].nbytes for part in parts)
         claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size])
-        claims = claims.to(self._device())
+        claims = claims.to(self._current_device())
         with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
             dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
         failed, most, least, largest, smallest = claims.tolist()

@@ -63,6 +63,7 @@ def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool
         ("copies of model and optimizer", "has states of experts that have moved before it was seen"),
         ("a copy of a part", "is a copy of a part of a layer"),
         ("one parameter of two layers", "two layers have one parameter of experts"),
+        ("a state_dict in a backward pass", "in a backward pass, while experts are in other homes"),
         ("a state_dict on one rank", "state_dict or load_state_dict, while experts are in other homes"),
     ],
 )

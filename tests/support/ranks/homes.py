@@ -62,6 +62,9 @@ def train_and_read(plan: Plan, kind: str, folder: str) -> dict[str, dict[str, Te
             if step == 2:
                 kept = {name: value.clone() for name, value in model.state_dict().items()}
                 found["state_dict"] = whole(kept)
+            if step == 2 and kind in TORCH:  # torch gives the other optimizer the same tensors
+                other = TORCH[kind](model.parameters())
+                other.load_state_dict(optimizer.state_dict())
             if step == 4:
                 job.save(Path(folder) / "step-4", model, optimizer).wait()
             if step == 6:
@@ -119,5 +122,7 @@ def train_with_unmovable(plan: Plan, kind: str) -> None:
                 copy.deepcopy(model.layers[1].moe).state_dict()
             if kind == "one parameter of two layers":
                 model.layers[2].moe.experts.up.weight = up.weight
+            if kind == "a state_dict in a backward pass" and step == 1:
+                up.weight.register_post_accumulate_grad_hook(lambda _: model.state_dict() and None)
             if kind == "a state_dict on one rank" and step == 1 and job.rank == 0:
                 model.state_dict()
