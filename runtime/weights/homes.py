@@ -1,6 +1,6 @@
 """Homes that move: experts of a layer change ranks, with all that ranks have of them.
 
-What moves are masters, gradients and the state of every optimizer that has stepped on them, of a layer and of its
+What moves are masters, gradients and the state of every optimizer that has states of them, of a layer and of its
 copies: each tensor's dim 0 are the experts of a rank.
 """
 
