@@ -20,7 +20,7 @@ from bench_published import FOLDER
 from rich.console import Console
 from rich.table import Table
 
-from moec.passes.guests.choice import LayerTime, Slots, choose_guests
+from moec.passes.guests.choice import LayerTime, Room, choose_guests
 from moec.passes.guests.split import split
 
 POLICIES = {
@@ -32,6 +32,8 @@ POLICIES = {
     "homes that move": homes,
     "guests": guests,
     "guests, homes that move": partial(homes, with_guests=True),
+    "guests, each sent by its home": partial(guests, passed_on=False),
+    "these, homes that move": partial(homes, with_guests=True, passed_on=False),
 }
 
 EXPERTS, RANKS, RUNS = 256, 64, 7
@@ -83,7 +85,7 @@ def timed() -> str:
     of_choice, of_split = list[float](), list[float]()
     for _ in range(RUNS):
         start = time.process_time()
-        chosen = choose_guests(counts, homes, Slots(1, RANKS), network)
+        chosen = choose_guests(counts, homes, Room(1, RANKS, passed_on=True), network)
         of_choice.append(time.process_time() - start)
         start = time.process_time()
         quotas = split(counts.sum(0), chosen.copies)

@@ -25,8 +25,8 @@ from adaptivity.replay import (
     fresh,
     seconds,
 )
-from moec.passes.guests.choice import Slots, choose_guests, traffic_of
-from moec.passes.guests.homes import Moves, choose_homes, moved
+from moec.passes.guests.choice import Room, choose_guests, traffic_of
+from moec.passes.guests.homes import WhenToMove, choose_homes, sent_by_busiest
 from moec.passes.loads.placements import contiguous, greedy, replicated
 
 SHADOWS = 4
@@ -79,22 +79,36 @@ def fastermoe(moments: Sequence[Moment], network: Network, ep: int, slots: int) 
         yield min(options, key=lambda placed: seconds(placed, figures(placed, moment.now), network))
 
 
-def guests(moments: Sequence[Moment], network: Network, ep: int, slots: int) -> Iterator[Placed]:
-    """moec's: weights only, for a step; rows split by the step's own counts."""
+def guests(
+    moments: Sequence[Moment], network: Network, ep: int, slots: int, *, passed_on: bool = True
+) -> Iterator[Placed]:
+    """moec's: weights only, for a step; rows split by the step's own counts. `passed_on`: see `Room`."""
+    room = Room(slots // ep, slots, passed_on)
     for moment in moments:
-        chosen = choose_guests(moment.before, moment.homes, Slots(slots // ep, slots), network.time)
-        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes))
+        chosen = choose_guests(moment.before, moment.homes, room, network.time)
+        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes, passed_on=passed_on))
 
 
 def homes(
-    moments: Sequence[Moment], network: Network, ep: int, slots: int, *, with_guests: bool = False
+    moments: Sequence[Moment],
+    network: Network,
+    ep: int,
+    slots: int,
+    *,
+    with_guests: bool = False,
+    passed_on: bool = True,
 ) -> Iterator[Placed]:
     """moec's homes that move, alone or with guests."""
-    room, now = Slots(slots // ep, slots) if with_guests else Slots(0, 0), moments[0].homes
+    room, now = Room(slots // ep, slots, passed_on) if with_guests else Room(0, 0), moments[0].homes
     for moment in moments:
-        before, now = now, choose_homes(moment.before, now, room, network.time, Moves(1.1, HORIZON)).homes
+        before, now = now, choose_homes(moment.before, now, room, network.time, WhenToMove(1.1, HORIZON)).homes
         chosen = choose_guests(moment.before, now, room, network.time)
-        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, now), moved(before, now, ep))
+        yield Placed(
+            chosen.copies,
+            fresh,
+            GUEST * traffic_of(chosen.copies, now, passed_on=passed_on),
+            sent_by_busiest(before, now, ep),
+        )
 
 
 def _copies(homes: Any, ranks: int) -> Any:

@@ -82,6 +82,8 @@ ROWS: tuple[Row, ...] = (
     Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", "", "experts are cut over the tensor-parallel ranks there: write the number of `tp`, so that `ep * etp` divides the ranks; left out it is 1 in both", but=off()),
     Row("data_parallel_size:mg,ds dp_size:ds data_parallel:ot", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
     Row("data_parallel_shard_degree:tt data_parallel_replicate_degree:tt", "parallel.dp", "dp = 8", "", "it is the product of both; `zero = 3` cuts the weights over all of it"),
+    Row("eplb:ot enable_eplb:ot", "adapt.placement.replicate", "adapt { placement = replicate(slots = 8) }", "", "copies live for a step, and only their homes have gradients and optimizer states; `greedy` moves homes", but=off()),
+    Row("num_redundant_experts:ot ep_num_redundant_experts:ot", "adapt.placement.replicate.slots", "adapt { placement = replicate(slots = {}) }", "32", "on all ranks of `ep` together, which divides them", renames=False, but=off()),
     Row("zero_stage:ds stage:ds zero_optimization:ds", "parallel.zero", "zero = {}", "2"),
     Row("fsdp:hf,tt fully_shard:pt", "parallel.zero", "zero = 3", "", "it cuts weights, gradients and optimizer states over the data-parallel ranks", but=off()),
     Row("gradient_checkpointing:hf activation_checkpointing:ds activation_checkpoint:tt remat:ot", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=off()),

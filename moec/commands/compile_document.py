@@ -14,7 +14,7 @@ from moec.passes.cost.memory import memory_of
 from moec.passes.cost.totals import tally
 from moec.passes.degrees.degrees import choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
-from moec.passes.degrees.guest_slots import moves_of
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.degrees.stated_degrees import mixtures_of
 from moec.passes.ir import Program
 
@@ -175,7 +175,7 @@ def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> Compil
                     etp=experts.etp,
                     edp=experts.edp,
                     guests=experts.guests or 0,
-                    moves=moves_of(spec) is not None and experts.ep > 1,
+                    moves=greedy_of(spec) is not None and experts.ep > 1,
                 )
                 for experts in degrees.experts
             ],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moec.passes.degrees.degrees import Degrees, ExpertDegrees
 
 
-def moves_of(spec: Spec) -> Greedy | None:
+def greedy_of(spec: Spec) -> Greedy | None:
     """The word by which experts change homes."""
     return next((word for word in placed_words(spec) if isinstance(word, Greedy)), None)
 

@@ -18,7 +18,7 @@ Homes = Any
 """The rank of each expert [experts]."""
 
 DIRECT = 2
-"""The guests of an expert up to which its home sends to each; more are sent in pieces that all ranks pass on."""
+"""Where ranks pass on guests (`Room.passed_on`): the guests of an expert up to which its home sends to each."""
 
 BUSY = 0.99
 """The share of the busiest rank's rows from which on others are as busy."""
@@ -44,13 +44,16 @@ class LayerTime:
         return products + sent * self.sent + max(0.0, guests * self.guest - self.hidden * products)
 
 
-class Slots(NamedTuple):
-    """How many guests a rank has room for, and all ranks together. `passed_on`: whether ranks pass on pieces of experts
-    with many guests; a job's homes send every guest themselves."""
+class Room(NamedTuple):
+    """How many guests a rank has room for, and all ranks together.
+
+    A job's homes send every guest themselves. `passed_on` is for comparison: ranks pass on pieces of experts with many
+    guests.
+    """
 
     of_rank: int
     most: int
-    passed_on: bool = True
+    passed_on: bool = False
 
 
 class Chosen(NamedTuple):
@@ -60,21 +63,26 @@ class Chosen(NamedTuple):
     seconds: float
 
 
-def choose_guests(counts: Any, homes: Homes, slots: Slots, time: LayerTime) -> Chosen:
+def choose_guests(counts: Any, homes: Homes, room: Room, time: LayerTime) -> Chosen:
     """The guests of a layer in the next steps. `counts` [ranks, experts]: rows of each rank's tokens, as expected."""
-    without = _Layer(counts, homes, slots.passed_on)
+    without = _Layer(counts, homes)
     best, copies = time.seconds(*without.figures()), without.copies
-    for layers in (_relieved(counts, homes, slots), _everywhere(counts, homes, slots)):
+    for layers in (_relieved(counts, homes, room), _everywhere(counts, homes, room)):
         for layer in layers:
             if (seconds := time.seconds(*layer.figures())) < best:
                 best, copies = seconds, layer.copies.copy()
     return Chosen(copies, best)
 
 
-def traffic_of(copies: Copies, homes: Homes) -> float:
-    """The guests that the busiest rank sends or gets."""
+def seconds_at_home(counts: Any, homes: Homes, time: LayerTime) -> float:
+    """The seconds of a layer without guests. `counts` [ranks, experts]: rows of each rank's tokens."""
+    return time.seconds(*_Layer(counts, homes).figures())
+
+
+def traffic_of(copies: Copies, homes: Homes, *, passed_on: bool = False) -> float:
+    """The guests that the busiest rank sends or gets (`Room.passed_on`)."""
     guests = copies & (homes[:, None] != np.arange(copies.shape[1]))
-    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes, True)
+    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes, passed_on)
     for expert in np.flatnonzero(guests.any(1)).tolist():
         layer.add(expert, np.flatnonzero(guests[expert]))
     return layer.figures().guests
@@ -91,7 +99,7 @@ class _Figures(NamedTuple):
 class _Layer:
     """A layer with some guests: whose rows are where, and what that takes."""
 
-    def __init__(self, counts: Any, homes: Homes, passed_on: bool) -> None:
+    def __init__(self, counts: Any, homes: Homes, passed_on: bool = False) -> None:
         ranks, experts = counts.shape
         self.passed_on = passed_on
         self.counts, self.homes = counts, homes
@@ -141,17 +149,17 @@ class _Layer:
         return _Figures(float(self.rows.max()), sent, max(float(self.gave.max()) + self.passed, float(self.got.max())))
 
 
-def _relieved(counts: Any, homes: Homes, slots: Slots) -> Iterator[_Layer]:
+def _relieved(counts: Any, homes: Homes, room: Room) -> Iterator[_Layer]:
     """A guest after the other: of an expert of the busiest rank on the one with the fewest rows, while that helps; then
     where most rows of an expert come from."""
-    layer, left = _Layer(counts, homes, slots.passed_on), slots.most
-    while left and (found := _relief(layer, slots.of_rank)):
+    layer, left = _Layer(counts, homes, room.passed_on), room.most
+    while left and (found := _relief(layer, room.of_rank)):
         layer.add(*found)
         left -= 1
         yield layer
     number = left
     while left:
-        free = ~layer.copies & (layer.got < slots.of_rank)
+        free = ~layer.copies & (layer.got < room.of_rank)
         gain = np.where(free, counts.T, 0)
         expert, rank = divmod(int(gain.argmax()), len(counts))
         if gain[expert, rank] == 0:
@@ -178,13 +186,13 @@ def _relief(layer: _Layer, of_rank: int) -> tuple[int, list[int]] | None:
     return None
 
 
-def _everywhere(counts: Any, homes: Homes, slots: Slots) -> Iterator[_Layer]:
+def _everywhere(counts: Any, homes: Homes, room: Room) -> Iterator[_Layer]:
     """The busiest experts on all ranks: one, two, and so on."""
-    layer, ranks = _Layer(counts, homes, slots.passed_on), counts.shape[0]
+    layer, ranks = _Layer(counts, homes, room.passed_on), counts.shape[0]
     others = ranks - 1
     for number, expert in enumerate(np.argsort(-layer.of_experts, kind="stable").tolist(), 1):
         at = np.flatnonzero(~layer.copies[expert])
-        if number * others > slots.most or (layer.got[at] >= slots.of_rank).any():
+        if number * others > room.most or (layer.got[at] >= room.of_rank).any():
             return
         layer.add(expert, at)
         layer.split_all()

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moec.passes.guests.choice import Homes, LayerTime, Slots, choose_guests
+from moec.passes.guests.choice import Homes, LayerTime, Room, choose_guests
 from moec.passes.loads.placements import greedy as packed
 from moec.passes.loads.placements import rows_of_homes
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class WhenToMove:
     """When experts move. `threshold`: the largest load of a rank over the mean up to which they stay. `horizon`: the
     steps within which a move has to save more than it takes."""
 
@@ -34,23 +34,23 @@ class ChosenHomes(NamedTuple):
     saved: float
 
 
-def choose_homes(counts: Any, homes: Homes, slots: Slots, time: LayerTime, moves: Moves) -> ChosenHomes:
+def choose_homes(counts: Any, homes: Homes, room: Room, time: LayerTime, when: WhenToMove) -> ChosenHomes:
     """The homes of the next steps; those of now where no move pays. `counts` [ranks, experts]: rows of each rank's
-    tokens, as expected. Times are those with the guests that `slots` has room for."""
-    rows = rows_of_homes(counts.sum(0)[None], homes[None], len(counts))[0]
+    tokens, as expected. Times are those with the guests that there is `room` for."""
+    rows = _rows(counts.sum(0), homes, len(counts))
     best = ChosenHomes(homes, 0.0)
-    if rows.max() <= moves.threshold * rows.mean():
+    if rows.max() <= when.threshold * rows.mean():
         return best
-    now = choose_guests(counts, homes, slots, time).seconds
+    now = choose_guests(counts, homes, room, time).seconds
     for candidate in _candidates(counts, homes):
-        saved = (now - choose_guests(counts, candidate, slots, time).seconds) * moves.horizon
-        saved -= moved(homes, candidate, len(counts)) * time.move
+        saved = (now - choose_guests(counts, candidate, room, time).seconds) * when.horizon
+        saved -= sent_by_busiest(homes, candidate, len(counts)) * time.move
         if saved > best.saved:
             best = ChosenHomes(candidate, saved)
     return best
 
 
-def moved(before: Homes, after: Homes, ranks: int) -> int:
+def sent_by_busiest(before: Homes, after: Homes, ranks: int) -> int:
     """The experts that the rank with most of them sends; it gets as many."""
     return int(np.bincount(before[before != after], minlength=ranks).max())
 
@@ -69,30 +69,33 @@ def placed_slots(slots: Any, homes: Homes) -> Any:
 def _candidates(counts: Any, homes: Homes) -> Iterator[Homes]:
     """After one, two, four and more exchanges, and after the last one; then the two that place all experts."""
     loads, ranks = counts.sum(0), len(counts)
-    stays, homes, number = homes, homes.copy(), 0
-    rows = rows_of_homes(loads[None], homes[None], ranks)[0]
-    while number < len(loads) and (pair := _exchange(loads, homes, rows)):
-        homes[list(pair)] = homes[list(pair)[::-1]]
-        rows = rows_of_homes(loads[None], homes[None], ranks)[0]
+    new, number = homes.copy(), 0
+    while number < len(loads) and (pair := _exchange(loads, new, _rows(loads, new, ranks))):
+        new[list(pair)] = new[list(pair)[::-1]]
         number += 1
         if number.bit_count() == 1:
-            yield homes.copy()
+            yield new.copy()
     if number.bit_count() > 1:
-        yield homes
-    yield _renamed(stays, packed(loads[None], ranks)[0], ranks)
-    yield _nearest(counts)
+        yield new
+    yield _renamed(homes, packed(loads[None], ranks)[0], ranks)
+    yield _best_assigned(counts.T, len(loads) // ranks)
 
 
-def _nearest(counts: Any) -> Homes:
-    """Experts on the ranks from which most of their rows come, those with most rows there first."""
-    ranks, experts = counts.shape
-    homes, room = np.full(experts, -1), np.full(ranks, experts // ranks)
-    for flat in np.argsort(-counts.T, axis=None, kind="stable").tolist():
-        expert, rank = divmod(flat, ranks)
-        if homes[expert] < 0 and room[rank]:
-            homes[expert] = rank
-            room[rank] -= 1
-    return homes
+def _rows(loads: Any, homes: Homes, ranks: int) -> Any:
+    """The rows of each rank [ranks]."""
+    return rows_of_homes(loads[None], homes[None], ranks)[0]
+
+
+def _best_assigned(scores: Any, most: int) -> Any:
+    """The rank of each item, at most so many on a rank: the largest of all `scores` [items, ranks] first."""
+    items, ranks = scores.shape
+    found, left = np.full(items, -1), np.full(ranks, most)
+    for flat in np.argsort(-scores, axis=None, kind="stable").tolist():
+        item, rank = divmod(flat, ranks)
+        if found[item] < 0 and left[rank]:
+            found[item] = rank
+            left[rank] -= 1
+    return found
 
 
 def _exchange(loads: Any, homes: Homes, rows: Any) -> tuple[int, int] | None:
@@ -111,9 +114,4 @@ def _renamed(now: Homes, new: Homes, ranks: int) -> Homes:
     """The same sets of experts, on ranks that have most of them now."""
     same = np.zeros((ranks, ranks), np.int64)
     np.add.at(same, (new, now), 1)
-    names, left = np.full(ranks, -1), np.ones(ranks, bool)
-    for flat in np.argsort(-same, axis=None, kind="stable").tolist():
-        of_new, rank = divmod(flat, ranks)
-        if names[of_new] < 0 and left[rank]:
-            names[of_new], left[rank] = rank, False
-    return names[new]
+    return _best_assigned(same, 1)[new]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moec.passes.degrees.degrees import Degrees
 from moec.passes.ir import DTYPE_BYTES, REPLICATED, Block, Op, Program, Table, Value
@@ -42,15 +43,29 @@ def homes_only(program: Program) -> Program:
     return _with(program, {block.name: 0 for block in program.blocks if block.tables})
 
 
-def guests_of(block: Block) -> int:
-    """The slots for guests of a rank of this block."""
+class SlotShape(NamedTuple):
+    """The ranks of a layer's group, its experts, and the slots of a rank for guests."""
+
+    ranks: int
+    experts: int
+    guests: int
+
+
+def slot_shape(block: Block) -> SlotShape | None:
+    """That of a block with slots; None of others."""
     for table in block.tables:
         _, ranks, of_rank = table.shape
         experts = next(op.num_experts for op in block.ops if isinstance(op, AssignSlots))
         assert isinstance(ranks, int)
         assert isinstance(of_rank, int)
-        return of_rank - experts // ranks
-    return 0
+        return SlotShape(ranks, experts, of_rank - experts // ranks)
+    return None
+
+
+def guests_of(block: Block) -> int:
+    """The slots for guests of a rank of this block."""
+    shape = slot_shape(block)
+    return 0 if shape is None else shape.guests
 
 
 def guest_bytes(block: Block) -> int:

@@ -49,7 +49,7 @@ class JobCheckpoints(RunningJob):
     def _restore_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
         """After a job that ends without an error, scripts find experts in their first homes."""
         for homes in self._homes if kind is None else ():
-            homes.restore()
+            homes.restore("the end of the job")
 
     @called("job.restore_homes")
     def restore_homes(self, model: PlanModule) -> None:
@@ -63,10 +63,10 @@ class JobCheckpoints(RunningJob):
         self.bring_home("job.restore_homes", model)
 
     def bring_home(self, call: str, model: PlanModule) -> None:
-        """Moves experts that have moved to their first homes, after an agreement on `call`."""
+        """Moves experts that have moved to their first homes, for `call`."""
         if model.homes is not None and model.homes.have_moved:
-            self.checks.require(call, model.open_step_complaint(f"{call} was called"))
-            model.homes.restore()
+            complaint = model.open_step_complaint(f"{call} was called", "call it after `job.step` or `job.accumulate`")
+            model.homes.restore(call, complaint)
 
     @called("job.save")
     def save(

@@ -35,7 +35,7 @@ from moec.runtime.optimizers.clipping import hand_over, take_back, takes_scale, 
 from moec.runtime.optimizers.optimizer import make_optimizer
 from moec.runtime.optimizers.replica_optimizers import refuse_replica_optimizers
 from moec.runtime.optimizers.torch_clipping import refuse_stages
-from moec.runtime.placement.choices import PlacementChoices
+from moec.runtime.placement.choices import read_choices
 from moec.runtime.placement.place import places_of
 from moec.runtime.placement.policy import PlacementPolicy
 from moec.runtime.ranks import groups
@@ -44,6 +44,7 @@ from moec.runtime.ranks.join import (
     require_arguments,
 )
 from moec.runtime.ranks.replicas import check_replicas
+from moec.runtime.script import warn
 from moec.runtime.weights.gradients import EPS, gradient_norm, require_max_norm, scale_to
 from moec.runtime.weights.masters import groups_of_shards, local_part, master_of
 from moec.runtime.weights.rank import RankHome
@@ -72,7 +73,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
     ) -> None:
         require_arguments(device, check_replicas, timeout)
         super().__init__(plan, device, timeout, checks, on_nonfinite)
-        self._check_every, self._choices = check_replicas, None if choices is None else Path(choices)
+        self._check_every, self._has_placed = check_replicas, False
+        self._choices = None if choices is None else Path(choices)
         self._seen = set[object]()
         self._scaled_later = WeakSet[PlanModule]()
         """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
@@ -104,10 +106,7 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             message = f"{self.plan.name} places no experts, and `choices` is a file of placements"
             raise JobError("MOE0753", message, "leave `choices` out, or state `adapt { placement = … }`")
         if places_of(self.plan):
-            device, choices = torch.device(self.device_type), self._read_choices()
-            policy = PlacementPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
-            module.placement_policy, module.homes = policy, policy.homes_of(module, module.layers, self.checks)
-            self._homes += [] if module.homes is None else [module.homes]
+            self._let_place(module)
         if self.world_size > 1:
             refuse_replica_optimizers(module)
         if self.plan.pipeline > 1:
@@ -301,16 +300,18 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             look_at(StepBegins(model, seen=model.seen))
             yield
 
-    def _read_choices(self) -> PlacementChoices | None:
-        """The recorded choices of guests, of the first model. A collective if there is a file for them."""
-        path, self._choices = self._choices, None
-        if path is None:
-            return None
-        shapes = {place.number: (place.ranks, place.experts, place.guests) for place in places_of(self.plan)}
-        choices = PlacementChoices(path, self.plan, shapes)
-        self.checks.require("job.build", choices.read() if self.rank == 0 else None)
-        choices.share(self.number)
-        return choices
+    def _let_place(self, module: PlanModule) -> None:
+        """Places the experts of a model between steps; of the first one, by the file of choices."""
+        device, choices = torch.device(self.device_type), None
+        if self._choices is not None and self._has_placed:
+            if self.rank == 0:
+                warn(f"{self._choices} has the placements of the first model that job.build made, not of this one")
+        elif self._choices is not None:
+            choices = read_choices(self._choices, self.plan, self.checks, self.rank, self.number)
+        self._has_placed = True
+        policy = PlacementPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
+        module.placement_policy, module.homes = policy, policy.let_move(module, module.layers, self.checks)
+        self._homes += [] if module.homes is None else [module.homes]
 
     def _take_back(self, model: PlanModule) -> None:
         """Scales the gradients that were handed to an optimizer which was not called since."""

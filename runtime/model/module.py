@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moec.codegen.emit import Function, emit_function, site_of
 from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
-from moec.passes.guests.place_guests import homes_only
+from moec.passes.guests.place_guests import guests_of, homes_only
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import forwards, scalar_blocks, stages_of_layers, taken_role
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
@@ -87,7 +87,7 @@ class PlanModule(StepModule):
                 )
                 if program.splits_backward:
                     split_products(functions[layer.body].module)
-                if program.body(layer).tables:
+                if guests_of(program.body(layer)):
                     functions_at_home[layer.body] = emit_function(
                         at_home, layer.body, groups=home.groups, float64=float64, ways=home.ways
                     )

@@ -42,8 +42,8 @@ class Layer(nn.Module):
         self.homes_only = homes_only
         self.guests: Guests | None = None
         """The guests of the next passes in training."""
-        self.hosted = [index for index, parameter in enumerate(function.parameters) if parameter.is_of_experts]
-        """The indices of the parameters of which guests have weights."""
+        self.of_experts = [index for index, parameter in enumerate(function.parameters) if parameter.is_of_experts]
+        """The indices of the parameters of experts."""
         self._weights = make_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, open_step
         )
@@ -72,7 +72,7 @@ class Layer(nn.Module):
     def tables(self) -> list[Tensor]:
         """The slots of a pass without guests: where experts live now."""
         homes = self._weights.homes
-        return homes_of((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
+        return first_tables((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
 
     def extra_repr(self) -> str:
         return self._words
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         return self._states.by_name(self)
 
 
-def homes_of(tables: Sequence[Table]) -> list[Tensor]:
+def first_tables(tables: Sequence[Table]) -> list[Tensor]:
     """The slots of a layer's experts in their first homes."""
     shapes = (table.shape for table in tables)
     return [with_shares(slots_in_order(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]

@@ -50,8 +50,8 @@ class MovedHomes(Protocol):
     def add(self, optimizer: Optimizer) -> None:
         """Moves what this optimizer keeps of experts with them."""
 
-    def restore(self) -> None:
-        """Moves all experts to their first homes until the next step."""
+    def restore(self, call: str, complaint: Complaint | None = None) -> None:
+        """Moves all experts to their first homes until the next step, for what the script calls."""
 
 
 class StepModule(nn.Module):
@@ -91,12 +91,16 @@ class StepModule(nn.Module):
         """Each state's new value after these loads (layer → int64 `[sources, experts]`), by the state's full name."""
         return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
 
-    def open_step_complaint(self, what: str = "a checkpoint was asked for") -> Complaint | None:
+    def open_step_complaint(
+        self,
+        what: str = "a checkpoint was asked for",
+        help: str = "save and load between two steps, after `optimizer.step()`",
+    ) -> Complaint | None:
         """The complaint about saving or loading inside a step, whose gradients and states are incomplete; else None."""
         if self._counts.sequences is None:
             return None
         words = f"{what} inside of job.accumulate or job.step, whose step has begun and not ended"
-        return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
+        return Complaint("MOE0724", words, help)
 
     def update_complaint(self) -> Complaint | None:
         """The reason why `update_states` has nothing to update, or None."""

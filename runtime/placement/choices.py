@@ -1,7 +1,6 @@
 """`moec.launch(plan, choices=…)`: a file of the homes and guests that were chosen, which a later run repeats.
 
-A line of JSON for each choice; the first line names the plan. Only the first rank reads and
-writes it.
+A line of JSON for each choice; the first line names the plan. Only the first rank reads and writes it.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from torch import Tensor
 
 from moec.codegen.folder import digest
 from moec.codegen.plan import Plan
-from moec.passes.degrees.guest_slots import moves_of
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.ir.limits import MAX_SETTING
 from moec.passes.ir.texts.text import print_program
 from moec.runtime.errors import is_whole
-from moec.runtime.ranks.checks import Complaint
+from moec.runtime.placement.place import places_of
+from moec.runtime.ranks.checks import Checks, Complaint
 from moec.runtime.ranks.groups import HOST
 from moec.runtime.ranks.watch import collective
 from moec.runtime.unwritten import warn_unwritten
 from moec.runtime.weights.slots import slots_complaint
-
-Shapes = Mapping[int, tuple[int, int, int]]
-"""Of each layer with slots: the ranks of its groups, its experts, and the slots of a rank for guests."""
 
 Steps = dict[int, dict[int, Tensor]]
 """The tables of layers (`Guests.table`) at the beginning of a step, by its number, from 1."""
@@ -38,41 +35,44 @@ Steps = dict[int, dict[int, Tensor]]
 class PlacementChoices:
     """The recorded choices of a run, and the file to which further ones are added."""
 
-    def __init__(self, path: Path, plan: Plan, shapes: Shapes) -> None:
-        self._path, self._shapes, self._moves = path, shapes, moves_of(plan.spec) is not None
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self._path, self._moves = path, greedy_of(plan.spec) is not None
+        self._shapes = {place.number: place.shape for place in places_of(plan)}
         self._plan = digest(print_program(plan.program, spans=False).encode())
         self._head = json.dumps({"choices_of": self._plan})
-        self._writes, self._has_head = True, False
+        self._writes, self._has_head, self._text = True, False, ""
         self.steps: Steps = {}
 
     def read(self) -> Complaint | None:
-        """Reads the file, on the first rank. The complaint about a file that this plan cannot repeat, or None."""
+        """Reads the file, on the first rank, and cuts off a line that its writer did not finish. The complaint about a
+        file that this plan cannot repeat, or None."""
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-            *lines, rest = text.split("\n")
-            if not lines and not self._head.startswith(rest):
+            whole, end, rest = text.rpartition("\n")
+            if not end and not self._head.startswith(rest):
                 return self._refused("it is not a file of choices")
-            if (complaint := self._take(lines)) is not None:
+            if (complaint := self._take(whole + end)) is not None:
                 return complaint
-            self._has_head = bool(lines)
-            if rest:  # a line that its writer did not finish
+            self._text, self._has_head = whole + end, bool(end)
+            if rest:
                 with self._path.open("r+b") as file:
-                    file.truncate(len(text.encode()) - len(rest.encode()))
+                    file.truncate(len(self._text.encode()))
             return None
         except (OSError, UnicodeError) as error:
             return self._refused(f"{type(error).__name__}: {error}")
 
-    def _take(self, lines: list[str]) -> Complaint | None:
-        for number, line in enumerate(lines, 1):
+    def _take(self, text: str) -> Complaint | None:
+        """Takes the records of the lines of `text`."""
+        for number, line in enumerate(text.split("\n")[:-1], 1):
             try:
                 data = json.loads(line)
                 if number == 1 and data["choices_of"] != self._plan:
                     return self._refused("it is of another plan")
-                complaint = self._take_step(data) if number > 1 else ""
+                problem = self._take_step(data) if number > 1 else ""
             except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-                complaint = f"cannot be read ({type(error).__name__}: {error})"
-            if complaint:
-                return self._refused(f"line {number}: {complaint}")
+                problem = f"cannot be read ({type(error).__name__}: {error})"
+            if problem:
+                return self._refused(f"line {number}: {problem}")
         return None
 
     def _take_step(self, data: Any) -> str:
@@ -84,8 +84,8 @@ class PlacementChoices:
         for layer, table in tables.items():
             if layer not in self._shapes:
                 return f"layer {layer} has no slots"
-            if complaint := slots_complaint(table, *self._shapes[layer], moves=self._moves):
-                return f"the slots of layer {layer} {complaint}"
+            if problem := slots_complaint(table, *self._shapes[layer], moves=self._moves):
+                return f"the slots of layer {layer} {problem}"
         self.steps.setdefault(step, {}).update(tables)
         return ""
 
@@ -94,27 +94,23 @@ class PlacementChoices:
         return Complaint("MOE0753", f"{self._path}: {words}", help)
 
     def share(self, job: str) -> None:
-        """Gives all ranks what the first one has read."""
-        rows = [
-            torch.tensor([step, layer, *slots.flatten().tolist()])
-            for step, layers in self.steps.items()
-            for layer, slots in layers.items()
-        ]
-        longest = 2 + 2 * max(experts + ranks * guests for ranks, experts, guests in self._shapes.values())
-        number = torch.tensor(len(rows))
-        with collective("broadcast", job + HOST, "choices of guests") as peers:
-            dist.broadcast(number, group=peers, group_src=0)
-        flat = torch.full((int(number), longest), -1)
-        for row, values in zip(flat, rows, strict=False):
-            row[: len(values)] = values
-        if len(flat):
-            with collective("broadcast", job + HOST, "choices of guests") as peers:
-                dist.broadcast(flat, group=peers, group_src=0)
-        self.steps = {}
-        for step, layer, *values in flat.tolist():
-            ranks, experts, guests = self._shapes[layer]
-            size = 2 * (experts + ranks * guests)
-            self.steps.setdefault(step, {})[layer] = torch.tensor(values[:size]).view(2, ranks, -1)
+        """Gives all ranks what the first one has read. A collective."""
+        text = torch.tensor(list(self._text.encode()), dtype=torch.uint8)
+        length = _from_first(torch.tensor(len(text)), job)
+        text = _from_first(text.resize_(int(length)), job)
+        self._take(bytes(text.tolist()).decode())
+
+    def between(self, after: int, to: int) -> dict[int, Tensor]:
+        """The tables recorded for steps behind `after`, up to `to`: of each layer the last one."""
+        found = dict[int, Tensor]()
+        for step in sorted(step for step in self.steps if after < step <= to):
+            found |= self.steps[step]
+        return found
+
+    @property
+    def last(self) -> int:
+        """The last step with a record; 0 without any."""
+        return max(self.steps, default=0)
 
     def add(self, step: int, tables: Mapping[int, Tensor], *, writes: bool) -> None:
         """Adds the tables of a step, which the first rank `writes`. A file that fails is named once, and left out."""
@@ -132,3 +128,18 @@ class PlacementChoices:
         except OSError as error:
             self._writes = False
             warn_unwritten(error)
+
+
+def read_choices(path: Path, plan: Plan, checks: Checks, rank: int, job: str) -> PlacementChoices:
+    """The recorded choices of a file, if there is one. A collective; raises MOE0753 on every rank."""
+    choices = PlacementChoices(path, plan)
+    checks.require("job.build", choices.read() if rank == 0 else None)
+    choices.share(job)
+    return choices
+
+
+def _from_first(values: Tensor, job: str) -> Tensor:
+    """The values of the first rank, of as many on every rank."""
+    with collective("broadcast", job + HOST, "choices of placements") as peers:
+        dist.broadcast(values, group=peers, group_src=0)
+    return values

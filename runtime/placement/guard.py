@@ -15,14 +15,14 @@ STEPS = 10
 SLOWER = 1.05
 """How much longer steps may take after a move."""
 
-Slots = Mapping[int, Tensor]
-"""The homes of layers [ranks, experts of a rank], by their numbers."""
+AtHome = Mapping[int, Tensor]
+"""The expert of each slot at home [ranks, experts of a rank], of layers by their numbers."""
 
 
-class Guard:
+class MoveGuard:
     """Takes the time of steps, from `start` to the next `stop`, and watches moves. `clock` gives seconds.
 
-    Each rank has its own clock: ranks add up what `medians` gives before `is_slower` decides.
+    Each rank has its own clock: `is_slower` decides by the means over ranks of what `medians` gives.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -30,7 +30,7 @@ class Guard:
         self._since: float | None = None
         self._last, self._before = deque[float](maxlen=STEPS), 0.0
         self._passed = 0
-        self.moved: Slots = {}
+        self.homes_before: AtHome = {}
         """The homes before the moves that are watched, of the layers that moved; empty without any."""
 
     def stop(self) -> None:
@@ -57,26 +57,26 @@ class Guard:
         """Compares nothing with the steps until now."""
         self._last.clear()
 
-    def watch(self, before: Slots) -> None:
+    def watch(self, before: AtHome) -> None:
         """Experts move, from these homes. Not watched where too few steps have passed to compare with."""
         if len(self._last) == STEPS:
-            self.moved, self._before, self._passed = before, statistics.median(self._last), 0
+            self.homes_before, self._before, self._passed = before, statistics.median(self._last), 0
 
     @property
     def is_due(self) -> bool:
         """Whether enough steps have passed since the moves that are watched."""
-        return bool(self.moved) and self._passed >= STEPS
+        return bool(self.homes_before) and self._passed >= STEPS
 
     def medians(self) -> tuple[float, float]:
-        """Seconds of the steps before the moves, and after them."""
+        """Seconds of the steps before the moves, and after them, on this rank."""
         return self._before, statistics.median(self._last)
 
-    def end(self) -> Slots:
+    def end(self) -> AtHome:
         """Ends the watch. Gives the homes before the moves."""
-        moved, self.moved = self.moved, {}
-        return moved
+        before, self.homes_before = self.homes_before, {}
+        return before
 
 
 def is_slower(before: float, after: float) -> bool:
-    """Whether moves are to be undone, by the medians of all ranks added up."""
+    """Whether moves are to be undone, by the seconds of a step before and after them."""
     return after > SLOWER * before

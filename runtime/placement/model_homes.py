@@ -16,10 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moec.runtime.errors import JobError
 from moec.runtime.model.plan_layer import Layer, layer_inside
 from moec.runtime.placement.place import Place
-from moec.runtime.ranks.checks import Checks
+from moec.runtime.ranks.checks import Checks, Complaint
 from moec.runtime.ranks.groups import is_open
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.homes import Homes, unmovable
+from moec.runtime.weights.homes import ExpertHomes, unmovable
+from moec.runtime.weights.slots import slots_in_order
+
+STATE_DICT = "state_dict or load_state_dict"
 
 LATE = "an optimizer has states of experts that have moved before it was seen, and nothing says in which order they are"
 ALIKE = (
@@ -42,18 +45,18 @@ class ModelHomes:
         self._complaint = ""
         """Why nothing can move now."""
         self._was_movable = False
-        self._of_layers = dict[int, Homes]()
-        self._return_before(model)
+        self._of_layers = dict[int, ExpertHomes]()
+        self._restore_before(model)
         for place in places:
             layer = layer_inside(layers[place.number])
             assert isinstance(layer, Layer)
-            shape = place.ranks, place.experts
-            homes = Homes(layer._weights, layer.hosted, shape, place.position(rank), job + place.group, self)
+            first, group = slots_in_order(place.shape.ranks, place.shape.experts), job + place.group
+            homes = ExpertHomes(layer._weights, layer.of_experts, first, place.position(rank), group, self)
             layer._weights.homes = self._of_layers[place.number] = homes
             experts = {id(parameter) for parameter in homes.parameters()}
             for module in layer.modules():
                 own = [name for name, p in module.named_parameters(recurse=False) if id(p) in experts]
-                self._return_before(module, homes, tuple(own))
+                self._restore_before(module, homes, tuple(own))
         # A weak reference: torch keeps the hook.
         handle = register_optimizer_step_pre_hook(_Watch(ref(self)))
         finalize(self, handle.remove)
@@ -66,7 +69,7 @@ class ModelHomes:
         """Whether an expert is not in its first home."""
         return any(homes.have_moved for homes in self._of_layers.values())
 
-    def of_layer(self, number: int) -> Homes:
+    def of_layer(self, number: int) -> ExpertHomes:
         """Those of a layer."""
         return self._of_layers[number]
 
@@ -80,22 +83,23 @@ class ModelHomes:
             for number in moving:
                 self._of_layers[number].move(slots[number])
 
-    def restore(self, *_: Any) -> None:
-        """Moves all experts to their first homes. A collective, if any have moved.
+    def restore(self, call: str = STATE_DICT, complaint: Complaint | None = None) -> None:
+        """Moves all experts to their first homes, for what the script calls. A collective, if any have moved.
 
-        Raises `JobError` on every rank if ranks do something else (MOE0702) or experts cannot move (MOE0754).
+        Raises `JobError` on every rank: for a `complaint` of one, if ranks call something else (MOE0702), and if
+        experts cannot move (MOE0754).
         """
         if not self.have_moved:
             return
         if in_backward():
-            words = "state_dict or load_state_dict in a backward pass, while experts are in other homes"
+            words = f"{call} in a backward pass, while experts are in other homes"
             raise JobError("MOE0754", words, "call it between two steps")
         if not is_open(self._job):
             words = "the job ended while experts were in other homes: row i of their parameters is not expert i"
             raise JobError(
                 "MOE0754", words, "load the last checkpoint; a job that ends without an error moves them back"
             )
-        self._checks.require("state_dict or load_state_dict, while experts are in other homes", None)
+        self._checks.require(f"{call}, while experts are in other homes", complaint)
         self.move({number: homes.first for number, homes in self._of_layers.items()})
 
     def require_movable_once(self) -> None:
@@ -117,22 +121,28 @@ class ModelHomes:
 
     def _look_around(self) -> None:
         """Finds optimizers that have states and have not stepped yet, and what keeps experts from moving."""
-        self._complaint = ""
+        self._complaint = self._found()
+        if self._complaint:
+            gc.collect()  # a deleted optimizer in a cycle of references may be left
+            self._complaint = self._found()
+
+    def _found(self) -> str:
+        """Adds the optimizers that are found; or says why nothing can move."""
         owners = Counter(number for homes in self._of_layers.values() for number in set(map(id, homes.parameters())))
         if any(number > 1 for number in owners.values()):
-            self._complaint = "two layers have one parameter of experts"
+            return "two layers have one parameter of experts"
         # Of their types: `isinstance` asks objects for `__class__`, which may compute, warn or raise.
         optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
         loaded = [
             (self._key(found), found) for found in optimizers if found not in self._known() and self._has_states(found)
         ]
         if loaded and self.have_moved:
-            self._complaint = LATE
-        elif len({key for key, _ in loaded}) < len(loaded):
-            self._complaint = ALIKE
-        else:  # in an order that all ranks share
-            for _, optimizer in sorted(loaded, key=lambda each: each[0]):
-                self.add(optimizer)
+            return LATE
+        if len({key for key, _ in loaded}) < len(loaded):
+            return ALIKE
+        for _, optimizer in sorted(loaded, key=lambda each: each[0]):  # in an order that all ranks share
+            self.add(optimizer)
+        return ""
 
     # ---- optimizers ------------------------------------------------------------------------------------
 
@@ -142,8 +152,8 @@ class ModelHomes:
             self._optimizers.append(ref(optimizer))
             if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
                 return  # a wrapper, which has no state of its own: the one inside it has hooks
-            optimizer.register_state_dict_pre_hook(self.restore)
-            optimizer.register_load_state_dict_pre_hook(self.restore)
+            optimizer.register_state_dict_pre_hook(self._before_states)
+            optimizer.register_load_state_dict_pre_hook(self._before_states)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Adds an optimizer that steps on experts. Raises `JobError` for states in an unknown order: MOE0754."""
@@ -174,7 +184,13 @@ class ModelHomes:
 
     # ---- hooks -----------------------------------------------------------------------------------------
 
-    def _return_before(self, module: nn.Module, layer: Homes | None = None, experts: tuple[str, ...] = ()) -> None:
+    def _before_states(self, *_: Any) -> None:
+        """What comes before `state_dict` and `load_state_dict` of an optimizer."""
+        self.restore()
+
+    def _restore_before(
+        self, module: nn.Module, layer: ExpertHomes | None = None, experts: tuple[str, ...] = ()
+    ) -> None:
         """Moves experts back before anyone takes or gives the tensors of `module`, whose own ones `experts` are those
         of a layer."""
         before = partial(_before, self, layer, experts)
@@ -182,7 +198,7 @@ class ModelHomes:
         module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
 
 
-def _before(homes: ModelHomes, layer: Homes | None, experts: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+def _before(homes: ModelHomes, layer: ExpertHomes | None, experts: tuple[str, ...], module: nn.Module, *_: Any) -> None:
     """What comes before `state_dict` and `load_state_dict` of a module. Raises `JobError` for a copied part of a layer,
     whose experts do not move with the model's: MOE0754."""
     known = set(map(id, layer.parameters())) if layer is not None and experts else set()

@@ -5,36 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.codegen.plan import Plan
-from moec.passes.guests.place_guests import guest_bytes, guests_of
+from moec.passes.guests.place_guests import SlotShape, guest_bytes, slot_shape
+from moec.passes.ir import Block
 from moec.passes.ir.mesh import group_name
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A layer: its experts, the lists of ranks of its groups of `ep`, and the slots of a rank for guests."""
+    """A layer: its slots, the ranks of each group of `ep`, the name of that group, and the layer's block."""
 
     number: int
-    experts: int
+    shape: SlotShape
     groups: tuple[tuple[int, ...], ...]
-    guests: int
     group: str
     body: str
     bytes: int
     """Of one guest in a step: its weights, and its gradients in fp32."""
 
     @property
-    def ranks(self) -> int:
-        return len(self.groups[0])
-
-    @property
     def own(self) -> int:
         """The experts that are at home on a rank."""
-        return self.experts // self.ranks
+        return self.shape.experts // self.shape.ranks
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Of the slots of all ranks."""
-        return self.ranks, self.own + self.guests
+    def slots(self) -> tuple[int, int]:
+        """The ranks of a group, and the slots of a rank: its own experts', then those for guests."""
+        return self.shape.ranks, self.own + self.shape.guests
 
     def position(self, rank: int) -> int:
         """The place of a rank in its group."""
@@ -43,15 +39,10 @@ class Place:
 
 def places_of(plan: Plan) -> list[Place]:
     """The layers with slots."""
-    layers = (layer.number for layer in plan.program.layers if plan.program.body(layer).tables)
-    return [_place_of(plan, number) for number in layers]
+    bodies = ((layer.number, plan.program.body(layer)) for layer in plan.program.layers)
+    return [_place_of(plan, number, body, shape) for number, body in bodies if (shape := slot_shape(body)) is not None]
 
 
-def _place_of(plan: Plan, number: int) -> Place:
-    layer = plan.program.layers[number]
-    block, mesh = plan.program.body(layer), plan.expert_meshes[number]
-    _, ranks, of_rank = (int(dim) for dim in block.tables[0].shape)
-    guests = guests_of(block)
-    groups = tuple(tuple(ranks) for ranks in mesh.groups("ep"))
-    experts = ranks * (of_rank - guests)
-    return Place(number, experts, groups, guests, group_name("ep", block.experts), block.name, guest_bytes(block))
+def _place_of(plan: Plan, number: int, body: Block, shape: SlotShape) -> Place:
+    groups = tuple(tuple(ranks) for ranks in plan.expert_meshes[number].groups("ep"))
+    return Place(number, shape, groups, group_name("ep", body.experts), body.name, guest_bytes(body))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,39 +20,34 @@ from torch import Tensor, nn
 from moec.codegen.plan import Plan
 from moec.grammar.checking.guest_rules import placed_words
 from moec.grammar.layer_numbers import numbered
-from moec.passes.degrees.guest_slots import moves_of
-from moec.passes.guests.assignment import quotas_of, slot_numbers
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.ir import OutputKey
 from moec.runtime.model.plan_layer import layer_inside
-from moec.runtime.ops.dense_collectives import all_gather_single
 from moec.runtime.placement.choices import PlacementChoices
-from moec.runtime.placement.choosing import Choice, Choices, Chooser, Homes, Loads, sum_of
-from moec.runtime.placement.guard import STEPS, Guard, is_slower
+from moec.runtime.placement.choosing import AtHome, Choice, Choices, Chooser
+from moec.runtime.placement.figures import layer_figures
+from moec.runtime.placement.guard import STEPS, MoveGuard, is_slower
+from moec.runtime.placement.loads import CountedLoads, Loads, sum_of
 from moec.runtime.placement.model_homes import ModelHomes
 from moec.runtime.placement.place import Place, places_of
 from moec.runtime.ranks.checks import Checks
-from moec.runtime.ranks.groups import HOST, STAGE
+from moec.runtime.ranks.groups import HOST
 from moec.runtime.ranks.watch import collective
-from moec.runtime.refused_derivatives import unwrapped
 from moec.runtime.script import warn
 from moec.runtime.weights.guests import Guests
-from moec.runtime.weights.slots import slots_in_order, with_shares
+from moec.runtime.weights.slots import slots_in_order, with_homes, with_shares
 
 NANO = 10**9
 """Seconds travel as whole numbers, in the same sum as the tables."""
 
-DELAY = 1
-"""Whole steps between the loads and the step for which experts are placed: the choice is computed beside them."""
-
-
-FIGURES = ("guests", "guest_bytes", "moved", "home_rows", "rows", "predicted_seconds", "predicted_unplaced")
-"""The names of the figures of each layer."""
+AHEAD = 2
+"""Steps from the last of the loads to the first with what is chosen by them; it is chosen beside the one between."""
 
 
 class PlacementPolicy:
     """Where experts of the layers of one model of a job are. Every rank has one, and calls it at the same times.
 
-    `steps` gives the number of the step that runs, from 1. `choices`: the recorded choices, which it repeats.
+    `step` gives the number of the step that runs, from 1. `choices`: the recorded choices, which it repeats.
     """
 
     def __init__(
@@ -62,14 +56,14 @@ class PlacementPolicy:
         rank: int,
         job: str,
         device: torch.device,
-        steps: Callable[[], int],
+        step: Callable[[], int],
         choices: PlacementChoices | None = None,
     ) -> None:
-        self._plan, self._rank, self._job, self._ranks, self._device = plan, rank, job, plan.world_size, device
-        self._step, self._choices = steps, choices
+        self._plan, self._rank, self._job, self._step, self._choices = plan, rank, job, step, choices
         self._places = places_of(plan)
         self._every = min(word.every for word in placed_words(plan.spec))
-        self._chooser = Chooser(plan, self._places[rank :: self._ranks])
+        self._chooser = Chooser(plan, self._places[rank :: plan.world_size])
+        self._loads = CountedLoads(self._places, plan.world_size, job, device)
         self.homes: ModelHomes | None = None
         """The homes of its model, if they move."""
         self._begin_anew()
@@ -79,39 +73,35 @@ class PlacementPolicy:
 
     def _begin_anew(self) -> None:
         """Experts at home, and nothing chosen."""
-        self._tables = {p.number: with_shares(slots_in_order(p.ranks, p.experts)) for p in self._places}
+        self._tables = {p.number: with_shares(slots_in_order(p.shape.ranks, p.shape.experts)) for p in self._places}
         self._chooser.horizons.clear()
-        self._loads: dict[int, Tensor] = {}
+        self._loads.clear()
         self._since_moves = list[Loads]()
         self._gathered_at: int | None = None
-        self._counted = self._repeated = 0
+        self._repeated = 0
         self._chosen: deque[tuple[int, Future[Choices]]] = deque()
-        self._guard, self._undone = Guard(), 0
+        self._guard, self._undone = MoveGuard(), 0
         self._predicted: dict[int, tuple[float, float]] = {}
         """Seconds of a step of layers that choices have predicted: as placed, and with experts in their first homes."""
 
-    def homes_of(self, model: nn.Module, layers: nn.ModuleList, checks: Checks) -> ModelHomes | None:
+    def let_move(self, model: nn.Module, layers: nn.ModuleList, checks: Checks) -> ModelHomes | None:
         """Lets the experts of this model move, if the file says so."""
-        if moves_of(self._plan.spec) is not None:
+        if greedy_of(self._plan.spec) is not None:
             self.homes = ModelHomes(model, layers, self._places, self._rank, self._job, checks)
         return self.homes
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
         """Adds the rows of a forward pass in training to the loads of the step."""
-        for place in self._places:
-            counts = results.get(("counts", place.number, None))
-            if counts is not None:
-                earlier = self._loads.get(place.number)
-                self._loads[place.number] = unwrapped(counts if earlier is None else earlier + counts)
+        self._loads.add(results)
 
     def begin_step(self, layers: nn.ModuleList) -> None:
         """Places experts as was chosen for this step. A collective of all ranks then."""
         self._guard.stop()
-        step, recorded = self._step(), {} if self._choices is None else self._choices.steps
+        step = self._step()
         if step < self._repeated:  # a script has begun again at an earlier step
             self._begin_anew()
-        for number in sorted(number for number in recorded if self._repeated < number <= step):
-            self._tables |= recorded[number]
+        if self._choices is not None:
+            self._tables |= self._choices.between(self._repeated, step)
         self._repeated = step
         while self._chosen and self._chosen[0][0] <= step:
             self._take(self._exchanged(self._chosen.popleft()[1]), step)
@@ -123,78 +113,46 @@ class PlacementPolicy:
     def end_step(self) -> None:
         """Counts a step; after every `every`-th, gathers loads and begins to choose. A collective of all ranks then."""
         step = self._step()
-        self._counted += 1
-        if step % self._every and self._counted < self._every:  # another model of the job may take every second step
+        self._loads.steps += 1
+        # Another model of the job may take every second step.
+        if step % self._every and self._loads.steps < self._every:
             return
-        recorded = {} if self._choices is None else self._choices.steps
-        due, last = step + DELAY + 1, max(recorded, default=0)
         if self.homes is not None:
             self.homes.require_movable_once()
-        if due > last:
-            loads = Loads(self._gathered(), self._counted)
-            moves = self._loads_of_moves(step, loads)
-            executor = ThreadPoolExecutor(1, "placement")
-            before = self._chosen[-1][1] if self._chosen else None
-            tables = dict(self._tables)
-            for number in sorted(number for number in recorded if number > step):  # before the choice that begins now
-                tables |= recorded[number]
-            homes = {p.number: tables[p.number][0, :, : p.own].numpy() for p in self._places}
-            self._chosen.append((due, executor.submit(self._choose, before, loads, homes, moves)))
-            executor.shutdown(wait=False)
+        if self._choices is None or step + AHEAD > self._choices.last:
+            loads = self._loads.gathered()
+            self._begin_to_choose(step, loads, self._loads_of_moves(step, loads))
         self._loads.clear()
-        self._counted = 0
 
     def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
-        """The median seconds of the last steps, and of each layer: its guests, the bytes that all ranks send of them in
-        a step, experts whose home is not their first, rows of the busiest rank over the mean, at home alone and as
-        they were split, and the predicted seconds of a step, as placed and with experts in their first homes. `loads`:
+        """The median seconds of the last steps, how often moves were undone, and of each layer the figures of
+        `layer_figures` and the predicted seconds of a step, as placed and with experts in their first homes. `loads`:
         rows of each expert, of all groups together."""
-        found: dict[str, dict[int, float]] = {name: {} for name in FIGURES}
+        found: dict[str, dict[int, float]] = {}
         for place in self._places:
-            layer, rows = layer_inside(layers[place.number]), loads.get(place.number)
-            if layer is None or rows is None:
+            if layer_inside(layers[place.number]) is None or place.number not in loads:
                 continue
-            counts, table = rows.numpy(), self._tables[place.number]
-            if layer.guests is None:
-                table = with_shares(table[0, :, : place.own])
-            slots, shares = table.numpy()
-            numbers = slot_numbers(slots, place.experts)
-            guests = int((numbers >= 0).sum()) - place.experts
-            found["guests"][place.number] = guests
-            first = np.arange(place.ranks)[:, None]
-            found["moved"][place.number] = int((slots[:, : place.own] // place.own != first).sum())
-            found["guest_bytes"][place.number] = guests * len(place.groups) * place.bytes
-            found["home_rows"][place.number] = over_mean(counts[slots[:, : place.own]].sum(1))
-            found["rows"][place.number] = over_mean(quotas_of(counts, shares, numbers).sum(0))
+            of_layer = layer_figures(place, self._tables[place.number], loads[place.number].numpy())
             if place.number in self._predicted:
-                for name, predicted in zip(FIGURES[-2:], self._predicted[place.number], strict=True):
-                    found[name][place.number] = predicted
+                seconds, unplaced = self._predicted[place.number]
+                of_layer |= {"predicted_seconds": seconds, "predicted_unplaced": unplaced}
+            for name, figure in of_layer.items():
+                found.setdefault(name, {})[place.number] = figure
         measured = {} if self._guard.median is None else {"step_seconds": self._guard.median}
         measured |= {} if self.homes is None else {"undone": self._undone}
-        return {**measured, **{name: values for name, values in found.items() if values}}
+        return measured | found
 
     # ---- choosing --------------------------------------------------------------------------------------
-
-    def _gathered(self) -> dict[int, Tensor]:
-        """The rows of each rank's tokens by expert [ranks, experts], by layer."""
-        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
-        own = [self._loads.get(p.number, nothing.expand(p.experts)).flatten() for p in self._places]
-        flat = torch.cat(own)
-        gathered = flat.new_empty((self._ranks, flat.numel()))
-        with collective("gather_loads", self._job + STAGE, "the placement of experts") as peers:
-            all_gather_single(gathered.view(-1), flat, group=peers)
-        parts = torch.split(gathered.cpu(), [p.experts for p in self._places], 1)
-        return {place.number: part for place, part in zip(self._places, parts, strict=True)}
 
     def _loads_of_moves(self, step: int, loads: Loads) -> Loads | None:
         """The loads by which a choice after this step moves experts, those since the last such choice; None if they
         stay. They may move where `every` divides a step since the last loads, if the guard can watch them."""
-        word, adapt = moves_of(self._plan.spec), self._plan.spec.adapt
+        word, adapt = greedy_of(self._plan.spec), self._plan.spec.adapt
         if word is None or adapt is None:
             return None
         self._since_moves.append(loads)
-        every = max(word.every, DELAY + 1)
-        can_watch = not adapt.clock or (self._guard.timed + DELAY + 1 >= STEPS and not self._guard.moved)
+        every = max(word.every, AHEAD)
+        can_watch = not adapt.clock or (self._guard.timed + AHEAD >= STEPS and not self._guard.homes_before)
         before = step - loads.steps if self._gathered_at is None else self._gathered_at
         self._gathered_at = step
         if step // every == before // every or not can_watch:
@@ -202,12 +160,25 @@ class PlacementPolicy:
         moves, self._since_moves = sum_of(self._since_moves), []
         return moves
 
-    def _choose(self, before: Future[Choices] | None, loads: Loads, homes: Homes, moves: Loads | None) -> Choices:
+    def _begin_to_choose(self, step: int, loads: Loads, loads_of_moves: Loads | None) -> None:
+        """Chooses beside the next step, from the homes as they will be then."""
+        tables = self._tables if self._choices is None else self._tables | self._choices.between(step, step + AHEAD)
+        homes = {p.number: tables[p.number][0, :, : p.own].numpy() for p in self._places}
+        before = self._chosen[-1][1] if self._chosen else None
+        executor = ThreadPoolExecutor(1, "placement")
+        self._chosen.append((step + AHEAD, executor.submit(self._choose, before, loads, homes, loads_of_moves)))
+        executor.shutdown(wait=False)
+
+    def _choose(
+        self, before: Future[Choices] | None, loads: Loads, at_home: AtHome, loads_of_moves: Loads | None
+    ) -> Choices:
         """What this rank chooses for its share of the layers, after the choices `before`, if they are under way."""
         if before is not None:
             own = {place.number: place.own for place in self._places}
-            homes = homes | {number: choice.table[0, :, : own[number]] for number, choice in before.result().items()}
-        return self._chooser.choices(loads, homes, moves)
+            at_home = at_home | {
+                number: choice.table[0, :, : own[number]] for number, choice in before.result().items()
+            }
+        return self._chooser.choices(loads, at_home, loads_of_moves)
 
     def _exchanged(self, future: Future[Choices]) -> dict[int, Choice]:
         """The choices for all layers, each from the rank that made it. Raises on every rank if one could not."""
@@ -219,14 +190,14 @@ class PlacementPolicy:
         if int(failed):
             raise RuntimeError(f"{int(failed)} ranks could not place experts") from error
         return {
-            place.number: Choice(part[:-2].view(2, *place.shape), *(part[-2:] / NANO).tolist())
+            place.number: Choice(part[:-2].view(2, *place.slots), *(part[-2:] / NANO).tolist())
             for place, part in zip(self._places, parts, strict=True)
         }
 
     def _flat(self, place: Place, choice: Choice | None) -> Tensor:
         """A choice in whole numbers; zeros for that of another rank."""
         if choice is None:
-            return torch.zeros(2 * math.prod(place.shape) + 2, dtype=torch.int64)
+            return torch.zeros(2 * math.prod(place.slots) + 2, dtype=torch.int64)
         seconds = torch.tensor([round(choice.seconds * NANO), round(choice.unplaced * NANO)])
         return torch.cat([torch.from_numpy(choice.table).flatten(), seconds])
 
@@ -253,24 +224,22 @@ class PlacementPolicy:
 
     def _judge(self, step: int) -> None:
         """Undoes the moves that are watched if steps take longer since, and asks more of the next ones."""
-        before, after = (self._summed(torch.tensor(self._guard.medians(), dtype=torch.float64)) / self._ranks).tolist()
-        moved = self._guard.end()
+        medians = torch.tensor(self._guard.medians(), dtype=torch.float64)
+        before, after = (self._summed(medians) / self._plan.world_size).tolist()
+        homes_before = self._guard.end()
         if not is_slower(before, after):
             return
         self._chosen.clear()  # chosen for the homes that are undone
         self._undone += 1
         self._guard.forget()
-        tables = {}
-        for place in (place for place in self._places if place.number in moved):
-            homes, guests = moved[place.number], self._tables[place.number][0, :, place.own :]
-            at_home = (guests[:, :, None] == homes[:, None]).any(2)
-            tables[place.number] = with_shares(torch.cat([homes, torch.where(at_home, -1, guests)], 1))
-            self._chooser.halve_horizon(place.number)
-            self._predicted.pop(place.number, None)
+        tables = {number: with_homes(self._tables[number], homes) for number, homes in homes_before.items()}
+        for number in tables:
+            self._chooser.halve_horizon(number)
+            self._predicted.pop(number, None)
         self._record(tables, step)
         if self._rank == 0:
             warn(
-                f"experts of {numbered(list(moved))} are back where they were {STEPS} steps ago: a step took "
+                f"experts of {numbered(list(tables))} are back where they were {STEPS} steps ago: a step took "
                 f"{before:.3g} s before they moved and {after:.3g} s since; their next move has to pay in half the time"
             )
 
@@ -294,9 +263,4 @@ class PlacementPolicy:
                 layer.guests = None
             elif guests is None or guests.table is not table or (self.homes is not None and guests.homes is not homes):
                 group, site = self._job + place.group, f"layer {place.number}"
-                layer.guests = Guests(table, place.position(self._rank), homes, layer.hosted, group, site)
-
-
-def over_mean(rows: Any) -> float:
-    """The largest of some numbers of rows over their mean; 1 without rows."""
-    return float(rows.max() / rows.mean()) if rows.any() else 1.0
+                layer.guests = Guests(table, place.position(self._rank), homes, layer.of_experts, group, site)

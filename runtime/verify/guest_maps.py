@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from moec.passes.guests.place_guests import SLOTS, guests_of
+from moec.passes.guests.place_guests import slot_shape
 from moec.passes.ir import Program
 from moec.runtime.weights.slots import slots_in_order, with_shares
 
 RANDOM_MAPS = 10
-"""At least so many random maps are compared, beside those of `_extreme`."""
+"""At least so many random maps of each body are compared, beside those of `_extreme`."""
 
 EMPTY = 0.25
 """The share of empty slots in a random map."""
 
 Maps = Mapping[int, Tensor]
-"""The table of each layer that has room for guests, int64 [2, ranks, slots of a rank]: experts and shares of rows."""
+"""The table of each layer with slots, int64 [2, ranks, slots of a rank]: experts and shares of rows."""
 
 
 def guest_maps(program: Program, seed: int, *, moves: bool = False) -> list[Maps]:
-    """Maps for as many steps as it takes. In each step every layer has another one, and every second layer shares of
-    rows, in the next step the others; the first steps have the extreme maps. `moves`: homes are random too."""
-    shapes = {layer.number: _shape(program, layer.body) for layer in program.layers if program.body(layer).tables}
-    generator, maps, random = torch.Generator().manual_seed(seed), list[Maps](), 0
-    while shapes and random < RANDOM_MAPS:
-        step: dict[int, Tensor] = {}
-        for place, (layer, shape) in enumerate(shapes.items()):
-            extreme = [*_extreme(*shape, generator)][len(maps) + place :][:1]
-            slots = extreme[0] if extreme else _random(*shape, generator)
-            slots = _moved(slots, shape[1], generator) if moves else slots
-            random += not extreme
-            in_shares = (len(maps) + place) % 2
-            step[layer] = _in_shares(slots, shape[1], generator) if in_shares else with_shares(slots)
-        maps.append(step)
+    """The maps of each step: so many steps that the layers of each body, which take turns, have its extreme maps and
+    `RANDOM_MAPS` others. Every second layer has shares of rows, in the next step the others. `moves`: homes are random
+    too."""
+    shapes = {
+        layer.number: (layer.body, shape) for layer in program.layers if (shape := slot_shape(program.body(layer)))
+    }
+    generator = torch.Generator().manual_seed(seed)
+    extreme = {body: [*_extreme(*shape, generator)] for body, shape in shapes.values()}
+    layers = Counter(body for body, _ in shapes.values())
+    steps = max((-(-(RANDOM_MAPS + len(extreme[body])) // number) for body, number in layers.items()), default=0)
+    maps = list[Maps]()
+    for step in range(steps):
+        tables = dict[int, Tensor]()
+        for place, (layer, (body, shape)) in enumerate(shapes.items()):
+            slots = extreme[body].pop() if extreme[body] else _random(*shape, generator)
+            slots = _moved(slots, shape.experts, generator) if moves else slots
+            in_shares = (step + place) % 2
+            tables[layer] = _in_shares(slots, shape.experts, generator) if in_shares else with_shares(slots)
+        maps.append(tables)
     return maps
-
-
-def _shape(program: Program, body: str) -> tuple[int, int, int]:
-    """The ranks of a layer's group, its experts, and the slots of a rank for guests."""
-    block = program.block(body)
-    (_, ranks, of_rank), guests = next(table.shape for table in block.tables if table.name == SLOTS), guests_of(block)
-    return int(ranks), int(ranks) * (int(of_rank) - guests), guests
 
 
 def _extreme(ranks: int, experts: int, guests: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from moec.codegen.plan import Plan
-from moec.passes.degrees.guest_slots import moves_of
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.pipeline import compile_program
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
@@ -113,7 +113,7 @@ def _compare_in_float64(
 ) -> Report:
     """Compares in float64, with all maps where layers have slots, and again beyond the limits of
     clips and clamps where the model has any."""
-    limits, maps = limits_of(plan.spec), guest_maps(plan.program, seed, moves=moves_of(plan.spec) is not None)
+    limits, maps = limits_of(plan.spec), guest_maps(plan.program, seed, moves=greedy_of(plan.spec) is not None)
     steps.expect((2 if limits else 1) + len(maps), 0)
     steps.begin(run)
     report = compare(plan, model, torch.float64, seed, blame=blame, watch=steps)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moec.runtime.errors import JobError
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.masters import local_part
-from moec.runtime.weights.slots import Rows, exchange_rows, slots_in_order
+from moec.runtime.weights.slots import Rows, exchange_rows
 
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
@@ -37,32 +37,31 @@ class Moving(Protocol):
         """All that optimizers keep of a parameter, by names for messages."""
 
 
-class Homes:
+class ExpertHomes:
     """The homes of a layer's experts on a rank, which copies of the layer share: their experts move together.
 
     `indices`: the parameters of experts, in the order of `Weights.specs`.
     """
 
     def __init__(
-        self, weights: Weights, indices: Sequence[int], shape: tuple[int, int], rank: int, group: str, model: Moving
+        self, weights: Weights, indices: Sequence[int], first: Tensor, rank: int, group: str, model: Moving
     ) -> None:
-        self.first = slots_in_order(*shape)
-        self._slots: Tensor | None = self.first
+        self.first = first
+        self._slots: Tensor | None = first
         self._indices, self._rank, self._group, self._model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
-        self._device = torch.device("cpu")
-        self._device = self._current_device()
+        self._device = self._current_device(torch.device("cpu"))
 
     @property
     def slots(self) -> Tensor:
-        """The expert of each slot at home [ranks, experts of a rank]. Another tensor after every move."""
+        """The expert of each slot at home [ranks, experts of a rank]: one tensor until a move, `first` at home."""
         if self._slots is None:
             words = f"a move of experts of {self._site} was interrupted: nothing says which rank has which one"
             raise JobError("MOE0754", words, "begin the job again, and load the last checkpoint")
         return self._slots
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Homes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertHomes:
         return self
 
     def share(self, weights: Weights) -> None:
@@ -104,7 +103,7 @@ class Homes:
                 parts = self._parts()
             except _Unmovable as error:
                 complaint = complaint or str(error)
-            if self._are_same(complaint, parts, raises=is_last):
+            if self._are_alike(complaint, parts, must_be=is_last):
                 break
             gc.collect()  # a deleted copy in a cycle of references may be left on some ranks
         return parts
@@ -120,11 +119,10 @@ class Homes:
         for (slot, _), row in zip(shifts, shifted, strict=True):
             part[slot].copy_(row)
 
-    def _current_device(self) -> torch.device:
-        """That of the parameters; the last one, where no model is left."""
+    def _current_device(self, last: torch.device) -> torch.device:
+        """That of the parameters; the `last` one, where no model is left."""
         every = (p for weights in self._alive() for p in weights.registered().values())
-        self._device = next((parameter.device for parameter in every if parameter is not None), self._device)
-        return self._device
+        return next((parameter.device for parameter in every if parameter is not None), last)
 
     def _alive(self) -> list[Weights]:
         users = (weights for user in self._users if (weights := user()) is not None)
@@ -177,18 +175,20 @@ class Homes:
         what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self._site}")
 
-    def _are_same(self, complaint: str, parts: Sequence[Tensor], *, raises: bool) -> bool:
-        """Whether all ranks can move equally much. Raises `JobError` on every rank if one cannot, or `raises`."""
+    def _are_alike(self, complaint: str, parts: Sequence[Tensor], *, must_be: bool) -> bool:
+        """Whether all ranks have equally much to move. Raises `JobError` on every rank if one cannot move it, and if
+        they `must_be` alike and are not."""
         size = sum(part[0].nbytes for part in parts)
         claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size])
-        claims = claims.to(self._current_device())
+        self._device = self._current_device(self._device)
+        claims = claims.to(self._device)
         with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
             dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
         failed, most, least, largest, smallest = claims.tolist()
         if failed:
             raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
         same = bool(most == -least and largest == -smallest)
-        if raises and not same:
+        if must_be and not same:
             raise unmovable(
                 f"ranks have other copies, gradients or optimizers of {self._site}: {-least} to {most} tensors, of "
                 f"{-smallest:,} to {largest:,} bytes an expert"
@@ -223,7 +223,8 @@ class _Unmovable(Exception):
 def unmovable(words: str) -> JobError:
     """The error for experts that cannot change ranks, for the reason `words`."""
     help = (
-        "copy models and make optimizers on every rank alike, with states of one row for each expert, and load or copy "
-        "an optimizer's state after `job.restore_homes`; or leave `greedy` out of `placement`"
+        "copy models and make optimizers on every rank alike, with states of as many dims as the parameter and one row "
+        "for each expert, and load or copy an optimizer's state after `job.restore_homes`; or leave `greedy` out of "
+        "`placement`"
     )
     return JobError("MOE0754", words, help)

@@ -29,6 +29,19 @@ def with_shares(slots: Tensor) -> Tensor:
     return torch.stack([slots, torch.zeros_like(slots)])
 
 
+def with_homes(table: Tensor, homes: Tensor) -> Tensor:
+    """The table with other `homes` [ranks, experts of a rank]. Guests stay, but for those that are at home on their
+    rank then, and experts keep their shares."""
+    (slots, shares), own = table, homes.shape[1]
+    guests, of_guests = slots[:, own:], shares[:, own:]
+    at_home = (guests[:, :, None] == homes[:, None]).any(2)
+    of_homes = torch.zeros_like(homes.flatten())
+    of_homes[slots[:, :own].flatten()] = shares[:, :own].flatten()
+    of_homes.index_add_(0, guests[at_home], of_guests[at_home])
+    slots = torch.cat([homes, torch.where(at_home, -1, guests)], 1)
+    return torch.stack([slots, torch.cat([of_homes[homes], torch.where(at_home, 0, of_guests)], 1)])
+
+
 def slots_complaint(table: Tensor, ranks: int, experts: int, guests: int, *, moves: bool = False) -> str:
     """Why slots with shares cannot be those of a layer with so many guests of a rank; empty where they can. `moves`:
     whether its experts may have other homes than the first ones."""

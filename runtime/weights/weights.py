@@ -27,7 +27,7 @@ from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.gathering import Gathering, Snapshot, StepWeights
 from moec.runtime.weights.gradients import Bucket, SummedGradient, accumulate, by_groups
 from moec.runtime.weights.guests import Guests
-from moec.runtime.weights.homes import Homes
+from moec.runtime.weights.homes import ExpertHomes
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.names import read_parameter, registered_parameter, requires_grad, split_name
 from moec.runtime.weights.open_step import CollectedGradients, OpenStep
@@ -68,7 +68,7 @@ class Weights:
         self._unwrapped: UnwrappedParameters | None = None
         self._prefetched: Gathering | None = None
         self._step_weights: StepWeights | None = None
-        self.homes: Homes | None = None  # if experts may move
+        self.homes: ExpertHomes | None = None  # if experts may move
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """The weights of a copied module, which belongs to no open step."""

@@ -149,7 +149,7 @@ def test_moves_after_which_steps_take_longer_are_undone(gloo: GlooPool) -> None:
 )
 def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, words: str) -> None:
     path, plan = tmp_path / "choices.jsonl", moe_plan(ep=2, adapt="replicate(4)")
-    choices = PlacementChoices(path, plan, {1: (2, 8, 2)})
+    choices = PlacementChoices(path, plan)
     given = content.replace("HEAD", choices._head)
     path.write_text(given)
     complaint = choices.read()

@@ -20,7 +20,7 @@ from moec.passes.cost.memory import Memory, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.degrees.degrees import Degrees, choose_degrees
 from moec.passes.degrees.expert_slices import whole_experts
-from moec.passes.degrees.guest_slots import moves_of
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.degrees.stated_degrees import mixtures_of, zero_of
 from moec.passes.guests.place_guests import guest_bytes, guests_of, homes_only
 from moec.passes.ir import Program
@@ -126,7 +126,7 @@ def _memory(plan: Plan, program: Program) -> list[str]:
 
 def _guests(plan: Plan, program: Program, degrees: Degrees) -> list[str]:
     """The slots for guests, and what they take and send where all are filled."""
-    homes = ["  homes     experts may move, with masters and optimizer states"] if moves_of(plan.spec) else []
+    homes = ["  homes     experts may move, with masters and optimizer states"] if greedy_of(plan.spec) else []
     slots = [f"{e.guests} in {numbered(e.layers)}" for e in degrees.experts if e.guests]
     if not slots:
         return homes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moec.commands.planning.plan_document import PlannedPlacement
 from moec.grammar.layer_numbers import numbered
-from moec.passes.degrees.guest_slots import moves_of
+from moec.passes.degrees.guest_slots import greedy_of
 from moec.passes.guests.place_guests import guests_of
 from moec.passes.search.candidate import Candidate
 
@@ -21,7 +21,7 @@ def planned_placements(plan: Candidate) -> list[PlannedPlacement]:
     for layer in plan.program.layers:
         if layer.body in layers:
             layers[layer.body].append(layer.number)
-    times, moves = layer_times(plan.program, plan.spec), moves_of(plan.spec) is not None
+    times, moves = layer_times(plan.program, plan.spec), greedy_of(plan.spec) is not None
     return [
         PlannedPlacement(
             layers=numbers,

@@ -12,7 +12,7 @@ from moec.codegen.plan import Plan
 from moec.passes.guests.place_guests import homes_only
 from moec.passes.ir import Program
 from moec.runtime.backends.triton.triton_tiles import ways_on
-from moec.runtime.model.plan_layer import homes_of
+from moec.runtime.model.plan_layer import first_tables
 from moec.runtime.verify.cluster.lockstep import Lockstep, Watch
 from moec.runtime.verify.cluster.prepared_graphs import Graphs
 from moec.runtime.verify.cluster.routes import Routes
@@ -84,4 +84,4 @@ class VirtualCluster:
 def _at_home(program: Program) -> Maps:
     """The slots of layers without guests."""
     bodies = ((layer.number, program.body(layer).tables) for layer in program.layers)
-    return {number: homes_of(tables)[0] for number, tables in bodies if tables}
+    return {number: first_tables(tables)[0] for number, tables in bodies if tables}

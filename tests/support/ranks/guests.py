@@ -12,7 +12,7 @@ from torch import nn
 
 import moec
 from moec.codegen.plan import Plan
-from moec.runtime.placement.guard import Guard
+from moec.runtime.placement.guard import MoveGuard
 from moec.runtime.placement.policy import PlacementPolicy
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.weights import guests
@@ -76,7 +76,7 @@ def train_with_choices(plan: Plan, choices: str, steps: int) -> dict[str, Any]:
     return {"losses": losses, "tables": tables}
 
 
-class SlowMoves(Guard):
+class SlowMoves(MoveGuard):
     """For which every step takes twice as long after a move."""
 
     now = 0.0
@@ -85,7 +85,7 @@ class SlowMoves(Guard):
         super().__init__(lambda: self.now)
 
     def stop(self) -> None:
-        self.now += 2.0 if self.moved else 1.0
+        self.now += 2.0 if self.homes_before else 1.0
         super().stop()
 
 
@@ -95,7 +95,7 @@ def train_with_slow_moves(plan: Plan, steps: int) -> tuple[list[tuple[bool, int,
     found = []
     with (
         warnings.catch_warnings(record=True, action="always") as warned,
-        mock.patch("moec.runtime.placement.policy.Guard", SlowMoves),
+        mock.patch("moec.runtime.placement.policy.MoveGuard", SlowMoves),
         moec.launch(plan, device="cpu") as job,
     ):
         model = job.build(seed=1)

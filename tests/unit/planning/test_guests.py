@@ -10,7 +10,7 @@ from support.examples import examples
 from support.tables import each_row
 
 from moec.passes.guests.assignment import assigned, quotas_of, segments, slot_numbers
-from moec.passes.guests.choice import LayerTime, Slots, choose_guests, traffic_of
+from moec.passes.guests.choice import LayerTime, Room, choose_guests, traffic_of
 from moec.passes.guests.split import in_shares, kept_here, split
 
 TIME = LayerTime(row=1.0, sent=0.5, guest=100.0)
@@ -50,8 +50,8 @@ def test_an_expert_everywhere_evens_all_ranks_out() -> None:
     assert kept_here(of_ranks, split(of_ranks.sum(0), copies)).sum(0).tolist() == [20, 20, 20, 20]
 
 
-@each_row("slots", [Slots(1, 4), Slots(2, 3), Slots(3, 12), Slots(0, 0)])
-def test_guests_fit_their_slots_and_take_no_longer_than_none(slots: Slots) -> None:
+@each_row("slots", [Room(1, 4), Room(2, 3), Room(3, 12), Room(0, 0)])
+def test_guests_fit_their_slots_and_take_no_longer_than_none(slots: Room) -> None:
     for seed in range(5):
         counts = drawn(seed)
         chosen = choose_guests(counts, HOMES, slots, TIME)
@@ -59,7 +59,7 @@ def test_guests_fit_their_slots_and_take_no_longer_than_none(slots: Slots) -> No
         assert chosen.copies[np.arange(8), HOMES].all()
         assert guests.sum() <= slots.most
         assert (guests.sum(0) <= slots.of_rank).all()
-        none = choose_guests(counts, HOMES, Slots(0, 0), TIME)
+        none = choose_guests(counts, HOMES, Room(0, 0), TIME)
         assert chosen.seconds <= none.seconds
         assert (chosen.seconds < none.seconds) == bool(guests.any())
 
@@ -67,11 +67,11 @@ def test_guests_fit_their_slots_and_take_no_longer_than_none(slots: Slots) -> No
 def test_a_guest_that_costs_more_than_it_relieves_is_not_chosen() -> None:
     counts = drawn(1)
     dear = LayerTime(row=1.0, sent=0.5, guest=1e9)
-    assert traffic_of(choose_guests(counts, HOMES, Slots(2, 8), dear).copies, HOMES) == 0
+    assert traffic_of(choose_guests(counts, HOMES, Room(2, 8), dear).copies, HOMES) == 0
     hidden = LayerTime(row=1.0, sent=0.5, guest=500.0, hidden=1.0)
     assert (
-        choose_guests(counts, HOMES, Slots(2, 8), hidden).seconds
-        < choose_guests(counts, HOMES, Slots(2, 8), LayerTime(row=1.0, sent=0.5, guest=500.0)).seconds
+        choose_guests(counts, HOMES, Room(2, 8), hidden).seconds
+        < choose_guests(counts, HOMES, Room(2, 8), LayerTime(row=1.0, sent=0.5, guest=500.0)).seconds
     )
 
 
@@ -79,7 +79,8 @@ def test_a_guest_that_costs_more_than_it_relieves_is_not_chosen() -> None:
 def test_who_is_everywhere_is_sent_by_a_broadcast(guests: list[int], sent: float) -> None:
     copies = HOMES[:, None] == np.arange(4)
     copies[0, guests] = True
-    assert traffic_of(copies, HOMES) == pytest.approx(sent)
+    assert traffic_of(copies, HOMES, passed_on=True) == pytest.approx(sent)
+    assert traffic_of(copies, HOMES) == len(guests)
 
 
 @examples(20, 400)

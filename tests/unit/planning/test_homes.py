@@ -10,29 +10,29 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.tables import each_row
 
-from moec.passes.guests.choice import LayerTime, Slots, choose_guests
-from moec.passes.guests.homes import Moves, choose_homes, moved, placed_slots
+from moec.passes.guests.choice import LayerTime, Room, choose_guests
+from moec.passes.guests.homes import WhenToMove, choose_homes, placed_slots, sent_by_busiest
 from moec.passes.loads.placements import rows_of_homes
-from moec.runtime.placement.guard import STEPS, Guard, is_slower
+from moec.runtime.placement.guard import STEPS, MoveGuard, is_slower
 
-NO_GUESTS = Slots(0, 0, passed_on=False)
+NO_GUESTS = Room(0, 0)
 HOMES = np.arange(8) // 2
 BUSY = np.array([900, 800, 10, 20, 30, 40, 50, 60])
 """Loads of which the first rank has nine tenths: one of its two busy experts should leave."""
 
 
-def chosen(loads: np.ndarray, move: float, moves: Moves, slots: Slots = NO_GUESTS) -> tuple[np.ndarray, float]:
+def chosen(loads: np.ndarray, move: float, when: WhenToMove, room: Room = NO_GUESTS) -> tuple[np.ndarray, float]:
     """The homes for these loads, whose rows come from all ranks alike, and what they save."""
     counts = np.stack([loads] * 4)
-    return choose_homes(counts, HOMES, slots, LayerTime(row=1.0, sent=0.1, guest=1e9, move=move), moves)
+    return choose_homes(counts, HOMES, room, LayerTime(row=1.0, sent=0.1, guest=1e9, move=move), when)
 
 
 def test_busy_experts_part() -> None:
-    homes, saved = chosen(BUSY, 1.0, Moves(1.1, 10))
+    homes, saved = chosen(BUSY, 1.0, WhenToMove(1.1, 10))
     rows = rows_of_homes(BUSY[None], homes[None], 4)[0]
     assert rows.max() < 1000
     assert np.bincount(homes).tolist() == [2, 2, 2, 2]
-    assert moved(HOMES, homes, 4) == 1
+    assert sent_by_busiest(HOMES, homes, 4) == 1
     assert saved > 0
 
 
@@ -43,13 +43,13 @@ def test_busy_experts_part() -> None:
 def test_experts_stay_where_loads_are_even_enough_or_a_move_does_not_pay(
     move: float, threshold: float, horizon: float
 ) -> None:
-    homes, saved = chosen(BUSY, move, Moves(threshold, horizon))
+    homes, saved = chosen(BUSY, move, WhenToMove(threshold, horizon))
     assert homes.tolist() == HOMES.tolist()
     assert saved == 0
 
 
 def test_without_rows_experts_stay() -> None:
-    assert chosen(np.zeros(8, np.int64), 0.0, Moves(1.0, 10))[0].tolist() == HOMES.tolist()
+    assert chosen(np.zeros(8, np.int64), 0.0, WhenToMove(1.0, 10))[0].tolist() == HOMES.tolist()
 
 
 @examples(20, 400)
@@ -61,7 +61,7 @@ def test_homes_stay_balanced_and_those_that_stay_keep_their_slots(seed: int, ran
     homes[slots] = np.arange(ranks)[:, None]
     counts = draw.integers(0, 9, (ranks, ranks * own)) ** 3
     time = LayerTime(1.0, 0.1, 1.0, move=0.5)
-    found = choose_homes(counts, homes, NO_GUESTS, time, Moves(1.0, 3.0))
+    found = choose_homes(counts, homes, NO_GUESTS, time, WhenToMove(1.0, 3.0))
     assert np.bincount(found.homes, minlength=ranks).tolist() == [own] * ranks
     new = placed_slots(slots, found.homes)
     assert sorted(new.ravel().tolist()) == list(range(ranks * own))
@@ -69,7 +69,7 @@ def test_homes_stay_balanced_and_those_that_stay_keep_their_slots(seed: int, ran
     stays = found.homes[slots] == homes[slots]
     assert (new[stays] == slots[stays]).all()
     before, after = (choose_guests(counts, h, NO_GUESTS, time).seconds for h in (homes, found.homes))
-    assert found.saved == pytest.approx(3 * (before - after) - 0.5 * moved(homes, found.homes, ranks))
+    assert found.saved == pytest.approx(3 * (before - after) - 0.5 * sent_by_busiest(homes, found.homes, ranks))
     assert found.saved > 0 or (found.homes == homes).all()
 
 
@@ -78,7 +78,7 @@ def test_experts_go_to_where_their_rows_come_from() -> None:
     counts[np.arange(8) % 4, np.arange(8)] = 100
     counts[0, 0] = 110
     time = LayerTime(row=1.0, sent=1.0, guest=1e9, move=1.0)
-    found = choose_homes(counts, HOMES, NO_GUESTS, time, Moves(1.0, 10.0))
+    found = choose_homes(counts, HOMES, NO_GUESTS, time, WhenToMove(1.0, 10.0))
     assert found.homes.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
@@ -87,7 +87,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.guard = Guard(lambda: self.now)
+        self.guard = MoveGuard(lambda: self.now)
 
     def take(self, seconds: float, number: int = STEPS) -> None:
         for _ in range(number):
@@ -115,7 +115,7 @@ def test_what_comes_before_a_step_does_not_count_nor_a_move_after_too_few_steps(
     steps = Steps()
     steps.take(1.0, STEPS - 1)
     steps.guard.watch({3: torch.tensor([[0], [1]])})
-    assert not steps.guard.moved
+    assert not steps.guard.homes_before
     steps.now += 100.0  # moving, between `stop` and `start`
     steps.take(1.0, 1)
     assert steps.guard.median == 1.0

@@ -19,7 +19,7 @@ from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.verification import verify
-from moec.runtime.weights.slots import slots_complaint, with_shares
+from moec.runtime.weights.slots import slots_complaint, with_homes, with_shares
 
 PLAN = {"ranks": 2, "ep": 2, "adapt": "replicate(4)"}
 
@@ -57,6 +57,18 @@ def test_maps_are_different_possible_and_more_than_ten() -> None:
     assert {slots_complaint(slots, 2, 8, 2) for slots in maps} == {""}
     full = {bool((slots[0] >= 0).all()) for slots in maps}
     assert full == {True, False}
+
+
+def test_layers_of_each_body_have_all_extreme_maps_and_ten_others() -> None:
+    program = moe_plan(ranks=4, mixtures=((8, 2), (8, 2), (8, 4)), adapt="replicate(4)").program
+    bodies = {layer.number: layer.body for layer in program.layers}
+    steps = guest_maps(program, 0)
+    for body in {bodies[layer] for layer in steps[0]}:
+        maps = [table[0] for step in steps for layer, table in step.items() if bodies[layer] == body]
+        guests = torch.stack([slots[:, 8 // len(slots) :] for slots in maps])
+        assert len(maps) >= 13
+        assert 1 in (guests >= 0).sum((1, 2))
+        assert len({str(found.tolist()) for found in guests}) > 10
 
 
 def test_homes_that_may_move_are_in_any_order() -> None:
@@ -120,3 +132,14 @@ def test_guests_that_lose_gradients_or_have_other_weights_are_found(
     assert not report.ok
     assert report.first_difference is not None
     assert report.first_difference.op == "assign_slots"
+
+
+def test_experts_keep_their_shares_in_other_homes() -> None:
+    slots = torch.tensor([[0, 1, 2, -1], [2, 3, 0, 1]])
+    shares = torch.tensor([[1, 2, 3, 0], [0, 5, 6, 7]])
+    found = with_homes(torch.stack([slots, shares]), torch.tensor([[3, 2], [0, 1]]))
+    assert found[0].tolist() == [[3, 2, -1, -1], [0, 1, -1, -1]]
+    assert found[1].tolist() == [[5, 3, 0, 0], [7, 9, 0, 0]]
+    assert torch.equal(
+        with_homes(found, slots[:, :2])[0], with_shares(torch.tensor([[0, 1, -1, -1], [2, 3, -1, -1]]))[0]
+    )
