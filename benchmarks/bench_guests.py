@@ -32,8 +32,6 @@ POLICIES = {
     "homes that move": homes,
     "guests": guests,
     "guests, homes that move": partial(homes, with_guests=True),
-    "guests, each sent by its home": partial(guests, passed_on=False),
-    "these, homes that move": partial(homes, with_guests=True, passed_on=False),
 }
 
 EXPERTS, RANKS, RUNS = 256, 64, 7
@@ -85,7 +83,7 @@ def timed() -> str:
     of_choice, of_split = list[float](), list[float]()
     for _ in range(RUNS):
         start = time.process_time()
-        chosen = choose_guests(counts, homes, Room(1, RANKS, passed_on=True), network)
+        chosen = choose_guests(counts, homes, Room(1, RANKS), network)
         of_choice.append(time.process_time() - start)
         start = time.process_time()
         quotas = split(counts.sum(0), chosen.copies)

@@ -227,8 +227,8 @@ def launch(
     `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
     raises `JobError` on every rank, or the step changes no weight and training goes on, or it is not checked.
 
-    `choices`: a file of JSON lines, of a plan with `adapt`. The guests that are chosen are added to it; steps that it
-    has already have the guests that it says.
+    `choices`: a file of JSON lines, of a plan with `adapt`. What is chosen for the first model is added to it; steps
+    that it has already repeat what it says.
     """
     from moec.runtime.job.job import Job
 

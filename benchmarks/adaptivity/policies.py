@@ -86,27 +86,21 @@ def guests(
     room = Room(slots // ep, slots, passed_on)
     for moment in moments:
         chosen = choose_guests(moment.before, moment.homes, room, network.time)
-        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes, passed_on=passed_on))
+        yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes))
 
 
 def homes(
-    moments: Sequence[Moment],
-    network: Network,
-    ep: int,
-    slots: int,
-    *,
-    with_guests: bool = False,
-    passed_on: bool = True,
+    moments: Sequence[Moment], network: Network, ep: int, slots: int, *, with_guests: bool = False
 ) -> Iterator[Placed]:
     """moec's homes that move, alone or with guests."""
-    room, now = Room(slots // ep, slots, passed_on) if with_guests else Room(0, 0), moments[0].homes
+    room, now = Room(slots // ep, slots) if with_guests else Room(0, 0), moments[0].homes
     for moment in moments:
         before, now = now, choose_homes(moment.before, now, room, network.time, WhenToMove(1.1, HORIZON)).homes
         chosen = choose_guests(moment.before, now, room, network.time)
         yield Placed(
             chosen.copies,
             fresh,
-            GUEST * traffic_of(chosen.copies, now, passed_on=passed_on),
+            GUEST * traffic_of(chosen.copies, now),
             sent_by_busiest(before, now, ep),
         )
 

@@ -21,7 +21,8 @@ GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
 
 EXCHANGED = 2
-"""Copies of guests' weights, or of their gradients, while they travel: as sent, and as received."""
+"""Copies of a rank's guests, or of their gradients, while they travel: as sent, and as received. A rank whose own
+experts have more guests than it has slots sends more, at most two of each expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ Homes = Any
 """The rank of each expert [experts]."""
 
 DIRECT = 2
-"""Where ranks pass on guests (`Room.passed_on`): the guests of an expert up to which its home sends to each."""
+"""The guests of an expert up to which its home sends to each; of more, their ranks pass on parts to each other."""
 
 BUSY = 0.99
 """The share of the busiest rank's rows from which on others are as busy."""
@@ -45,15 +45,10 @@ class LayerTime:
 
 
 class Room(NamedTuple):
-    """How many guests a rank has room for, and all ranks together.
-
-    A job's homes send every guest themselves. `passed_on` is for comparison: ranks pass on pieces of experts with many
-    guests.
-    """
+    """How many guests a rank has room for, and all ranks together."""
 
     of_rank: int
     most: int
-    passed_on: bool = False
 
 
 class Chosen(NamedTuple):
@@ -79,10 +74,10 @@ def seconds_at_home(counts: Any, homes: Homes, time: LayerTime) -> float:
     return time.seconds(*_Layer(counts, homes).figures())
 
 
-def traffic_of(copies: Copies, homes: Homes, *, passed_on: bool = False) -> float:
-    """The guests that the busiest rank sends or gets (`Room.passed_on`)."""
+def traffic_of(copies: Copies, homes: Homes) -> float:
+    """The guests that the busiest rank sends or gets."""
     guests = copies & (homes[:, None] != np.arange(copies.shape[1]))
-    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes, passed_on)
+    layer = _Layer(np.zeros(copies.shape[::-1], np.int64), homes)
     for expert in np.flatnonzero(guests.any(1)).tolist():
         layer.add(expert, np.flatnonzero(guests[expert]))
     return layer.figures().guests
@@ -99,9 +94,8 @@ class _Figures(NamedTuple):
 class _Layer:
     """A layer with some guests: whose rows are where, and what that takes."""
 
-    def __init__(self, counts: Any, homes: Homes, passed_on: bool = False) -> None:
+    def __init__(self, counts: Any, homes: Homes) -> None:
         ranks, experts = counts.shape
-        self.passed_on = passed_on
         self.counts, self.homes = counts, homes
         self.of_experts, self.of_ranks = counts.sum(0), counts.sum(1)
         self.copies = np.zeros((experts, ranks), bool)
@@ -110,7 +104,7 @@ class _Layer:
         self.rows = self.quotas.sum(0)
         self.local = np.minimum(counts.T, self.quotas).sum(0)
         self.guests = np.zeros(experts, int)
-        self.got, self.gave, self.passed = np.zeros(ranks), np.zeros(ranks), 0.0
+        self.got, self.gave = np.zeros(ranks), np.zeros(ranks)
 
     def add(self, expert: int, ranks: Any) -> None:
         """Makes an expert a guest of these ranks, and splits its rows again."""
@@ -134,25 +128,24 @@ class _Layer:
         self.rows, self.local = self.quotas.sum(0), kept_here(self.counts, self.quotas).sum(0)
 
     def _send(self, expert: int, sign: int) -> None:
-        """Adds or takes away what ranks send of an expert; passed on, one that is everywhere is broadcast."""
-        guests, ranks = self.guests[expert], len(self.rows)
-        if not self.passed_on:
-            self.gave[self.homes[expert]] += sign * guests
-        elif guests <= DIRECT or guests == ranks - 1:
-            self.gave[self.homes[expert]] += sign * (guests if guests < ranks - 1 else 1)
+        """Adds or takes away what ranks send of an expert."""
+        guests, home = self.guests[expert], self.homes[expert]
+        if guests <= DIRECT:
+            self.gave[home] += sign * guests
         else:
-            self.gave[self.homes[expert]] += sign
-            self.passed += sign * guests / ranks
+            passed = sign * (guests - 1) / guests
+            self.gave[self.copies[expert]] += passed
+            self.gave[home] += sign - passed
 
     def figures(self) -> _Figures:
         sent = max(float((self.rows - self.local).max()), float((self.of_ranks - self.local).max()))
-        return _Figures(float(self.rows.max()), sent, max(float(self.gave.max()) + self.passed, float(self.got.max())))
+        return _Figures(float(self.rows.max()), sent, max(float(self.gave.max()), float(self.got.max())))
 
 
 def _relieved(counts: Any, homes: Homes, room: Room) -> Iterator[_Layer]:
     """A guest after the other: of an expert of the busiest rank on the one with the fewest rows, while that helps; then
     where most rows of an expert come from."""
-    layer, left = _Layer(counts, homes, room.passed_on), room.most
+    layer, left = _Layer(counts, homes), room.most
     while left and (found := _relief(layer, room.of_rank)):
         layer.add(*found)
         left -= 1
@@ -188,7 +181,7 @@ def _relief(layer: _Layer, of_rank: int) -> tuple[int, list[int]] | None:
 
 def _everywhere(counts: Any, homes: Homes, room: Room) -> Iterator[_Layer]:
     """The busiest experts on all ranks: one, two, and so on."""
-    layer, ranks = _Layer(counts, homes, room.passed_on), counts.shape[0]
+    layer, ranks = _Layer(counts, homes), counts.shape[0]
     others = ranks - 1
     for number, expert in enumerate(np.argsort(-layer.of_experts, kind="stable").tolist(), 1):
         at = np.flatnonzero(~layer.copies[expert])

@@ -15,7 +15,8 @@ from moec.codegen.plan import Plan
 from moec.runtime.placement.guard import MoveGuard
 from moec.runtime.placement.policy import PlacementPolicy
 from moec.runtime.verify.guest_maps import guest_maps
-from moec.runtime.weights import guests
+from moec.runtime.weights import guest_routes
+from moec.runtime.weights.masters import local_part
 
 
 class RandomGuests(PlacementPolicy):
@@ -38,26 +39,31 @@ def train_with_guests(plan: Plan, steps: int, compiled: str = "") -> dict[str, A
     return result | {"graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)}
 
 
-def bytes_of_guests(plan: Plan, microbatches: int) -> tuple[int, int]:
-    """The bytes that this rank sends of guests in a step, their gradients among them; and those of the elements of
-    guests that it sends or has."""
-    sent, elements, original = 0, 0, guests.exchange_rows
+def bytes_of_guests(plan: Plan, microbatches: int) -> tuple[int, int, bool]:
+    """The bytes that this rank sends of guests in some steps, their gradients among them; the elements of all guests
+    that it has; and whether ranks passed on parts of them."""
+    sent, elements, passed_on, original = 0, 0, False, guest_routes.Routes._sent
 
-    def exchanged(parts: Any, sends: Any, *arguments: Any) -> Any:
-        nonlocal sent, elements
-        rows = sum(map(len, sends))
-        sent += rows * sum(part[0].nbytes for part in parts)
-        elements += rows * sum(part[0].numel() for part in parts)
-        return original(parts, sends, *arguments)
+    def counted(routes: Any, out: Any, into: Any, tensors: Any, content: Any) -> Any:
+        nonlocal sent, passed_on
+        of_expert = sum(tensor[0].numel() for tensor in tensors)
+        sent += sum(guest_routes._size(letter, of_expert) for letter in out) * tensors[0].element_size()
+        passed_on |= any(letter.expert.is_passed_on for letter in out)
+        return original(routes, out, into, tensors, content)
 
     with (
         mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests),
-        mock.patch.object(guests, "exchange_rows", exchanged),
+        mock.patch.object(guest_routes.Routes, "_sent", counted),
         moec.launch(plan, device="cpu") as job,
     ):
-        tokens = torch.randint(32, (8 // job.data_size, 8))
-        job.step(job.build(seed=1), tokens, tokens, microbatches=microbatches)
-    return sent, elements
+        tokens, model = torch.randint(32, (8 // job.data_size, 8)), job.build(seed=1)
+        for _ in range(4):
+            job.step(model, tokens, tokens, microbatches=microbatches)
+            for layer in (layer for layer in model.layers if getattr(layer, "guests", None) is not None):
+                registered = list(layer._weights.registered().values())
+                experts = [local_part(registered[index]) for index in layer.of_experts]
+                elements += len(layer.guests.routes.here) * sum(weight[0].numel() for weight in experts)
+    return sent, elements, passed_on
 
 
 def train_with_choices(plan: Plan, choices: str, steps: int) -> dict[str, Any]:
