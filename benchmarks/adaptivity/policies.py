@@ -83,7 +83,7 @@ def guests(
     moments: Sequence[Moment], network: Network, ep: int, slots: int, *, passed_on: bool = True
 ) -> Iterator[Placed]:
     """moec's: weights only, for a step; rows split by the step's own counts. `passed_on`: see `Room`."""
-    room = Room(slots // ep, slots, passed_on)
+    room = Room(slots // ep, slots)
     for moment in moments:
         chosen = choose_guests(moment.before, moment.homes, room, network.time)
         yield Placed(chosen.copies, fresh, GUEST * traffic_of(chosen.copies, moment.homes))

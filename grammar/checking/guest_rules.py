@@ -11,11 +11,11 @@ from moec.grammar.spec import Dropless, Greedy, Replicate, Shadow, Smear, Soft, 
 from moec.grammar.stated import open_words, stated_of_layers
 
 NEEDS = {
-    "split": ((Replicate, Shadow), "replicate(…)` or `shadow(…)"),
-    "horizon": ((Greedy,), "greedy(…)"),
-    "clock": ((Greedy,), "greedy(…)"),
+    "split": (Replicate, Shadow),
+    "horizon": (Greedy,),
+    "clock": (Greedy,),
 }
-"""The words of `placement` without which another word of `adapt` has no effect."""
+"""The words of `placement` without one of which another word of `adapt` has no effect."""
 
 CHOICES = "use a gate that chooses experts"
 
@@ -27,14 +27,21 @@ def placed_words(spec: Spec) -> tuple[Greedy | Replicate | Shadow, ...]:
 
 
 def without_effect(spec: Spec) -> Iterator[Diagnostic]:
-    """A warning for each word of `adapt` that needs another one."""
+    """A warning for each word of `adapt` that needs another one, or a smaller number."""
     if spec.adapt is None:
         return
     words = placed_words(spec)
-    for name, (kinds, needed) in NEEDS.items():
+    for name, kinds in NEEDS.items():
         if spec.adapt.given(name) and not any(isinstance(word, kinds) for word in words):
-            message, help = f"`{name}` without `{needed}` in `placement`", f"leave `{name}` out"
+            needed = " or ".join(f"`{kind.word}(…)`" for kind in kinds)
+            message, help = f"`{name}` without {needed} in `placement`", f"leave `{name}` out"
             yield diagnose("MOE0374", spec.adapt.span(name), message, help=help, severity=Severity.WARNING)
+    ep = max((stated.value for _, stated in stated_of_layers(spec, "ep") if isinstance(stated.value, int)), default=0)
+    for word in words:
+        if isinstance(word, Greedy) and 1 < ep <= word.threshold:
+            message = f"no rank of {ep} has more than {ep} times the mean rows, so that experts never move"
+            help = f"set `threshold` between 1 and {ep}, such as `1.1`"
+            yield diagnose("MOE0374", word.span("threshold"), message, help=help, severity=Severity.WARNING)
 
 
 def unsupported_guests(spec: Spec) -> Iterator[Diagnostic]:
@@ -43,7 +50,7 @@ def unsupported_guests(spec: Spec) -> Iterator[Diagnostic]:
         return
     span = spec.adapt.span("placement")
     if not spec.has_model:
-        help = "a layer has no `job.step`, between which guests are chosen; use it in a `model`"
+        help = "experts are placed between steps of a job, which a layer does not have; use it in a `model`"
         yield elsewhere(span, "`placement` in the file of one `layer`", help)
         return
     if words := open_words(spec):

@@ -67,6 +67,8 @@ def _help(known: Field, value: Expression) -> str:
             return f"a product has a `*`: write `{times[1]} * swiglu({times[2]})`"
         return f"write the experts' kind and width after their number: `{number} * swiglu(WIDTH)`"
     taking = [cls for cls in classes if positional(cls)]
+    if number in ("0", "1") and "true" in words(kinds):
+        return f"write `{'true' if number == '1' else 'false'}`"
     if number in ("0", "0.0") and known.word and not known.required:
         return f"for none, leave `{known.word}` out"
     if number.isdecimal() and int(number) < NARROW and taking and issubclass(taking[0], Activated):

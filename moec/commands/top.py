@@ -27,7 +27,7 @@ BY_LAYER = (
 )  # fmt: skip
 """Figures by layer, in the order of the columns."""
 
-MILLISECONDS = ("predicted_seconds", "predicted_unplaced", "step_seconds")
+MILLISECONDS = ("predicted_seconds", "predicted_unplaced", "step_seconds", "move_seconds")
 
 
 @document

@@ -22,7 +22,7 @@ GLOO_COPIES = 2
 
 EXCHANGED = 2
 """Copies of a rank's guests, or of their gradients, while they travel: as sent, and as received. A rank whose own
-experts have more guests than it has slots sends more, at most two of each expert."""
+experts have more guests than it has slots sends more, at most one of each expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

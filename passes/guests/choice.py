@@ -17,8 +17,9 @@ from moec.passes.guests.split import Copies, kept_here, split, spread
 Homes = Any
 """The rank of each expert [experts]."""
 
-DIRECT = 2
-"""The guests of an expert up to which its home sends to each; of more, their ranks pass on parts to each other."""
+DIRECT = 1
+"""The guests of an expert up to which its home sends to each; of more, their ranks pass on parts to each other. On the
+trace of SmartMoE's artifact, EP 16 with nothing hidden, 1 is 7 % faster than 2."""
 
 BUSY = 0.99
 """The share of the busiest rank's rows from which on others are as busy."""

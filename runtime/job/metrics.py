@@ -55,6 +55,7 @@ OWN_FIGURES = {
     "predicted_seconds",
     "predicted_unplaced",
     "step_seconds",
+    "move_seconds",
     "undone",
     "resumed",
 }

@@ -47,6 +47,8 @@ class PlacementChoices:
         """Reads the file, on the first rank, and cuts off a line that its writer did not finish. The complaint about a
         file that this plan cannot repeat, or None."""
         try:
+            if not self._path.parent.is_dir():
+                return self._refused(f"there is no folder {self._path.parent}")
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             whole, end, rest = text.rpartition("\n")
             if not end and not self._head.startswith(rest):

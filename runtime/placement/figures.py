@@ -13,8 +13,8 @@ from moec.runtime.placement.place import Place
 
 def layer_figures(place: Place, table: Tensor, counts: Any) -> dict[str, float]:
     """Guests of a layer, the bytes that all ranks send of them in a step, experts whose home is not their first, and
-    rows of the busiest rank over the mean, at home alone and as they were split. `counts`: rows of each expert, of all
-    groups together."""
+    rows of the busiest rank over the mean: of first homes without guests, and as they were split. `counts` [experts]:
+    rows, of all groups together."""
     slots, shares = table.numpy()
     at_home, numbers = slots[:, : place.own], slot_numbers(slots, place.shape.experts)
     guests = int((numbers >= 0).sum()) - place.shape.experts
@@ -23,7 +23,7 @@ def layer_figures(place: Place, table: Tensor, counts: Any) -> dict[str, float]:
         "guests": guests,
         "guest_bytes": guests * len(place.groups) * place.bytes,
         "moved": int((at_home // place.own != first).sum()),
-        "home_rows": _over_mean(counts[at_home].sum(1)),
+        "home_rows": _over_mean(counts.reshape(-1, place.own).sum(1)),
         "rows": _over_mean(quotas_of(counts, shares, numbers).sum(0)),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -45,6 +46,7 @@ class ModelHomes:
         self._complaint = ""
         """Why nothing can move now."""
         self._was_movable = False
+        self._seconds: float | None = None
         self._of_layers = dict[int, ExpertHomes]()
         self._restore_before(model)
         for place in places:
@@ -69,6 +71,10 @@ class ModelHomes:
         """Whether an expert is not in its first home."""
         return any(homes.have_moved for homes in self._of_layers.values())
 
+    def figures(self) -> dict[str, float]:
+        """The seconds that the last move took this rank's host, if there was one."""
+        return {} if self._seconds is None else {"move_seconds": self._seconds}
+
     def of_layer(self, number: int) -> ExpertHomes:
         """Those of a layer."""
         return self._of_layers[number]
@@ -79,9 +85,11 @@ class ModelHomes:
         """Makes `slots` the homes of these layers. A collective, where they differ from those of now."""
         moving = [number for number, to in slots.items() if not self._of_layers[number].are(to)]
         if moving:
+            start = time.perf_counter()
             self._look_around()
             for number in moving:
                 self._of_layers[number].move(slots[number])
+            self._seconds = time.perf_counter() - start
 
     def restore(self, call: str = STATE_DICT, complaint: Complaint | None = None) -> None:
         """Moves all experts to their first homes, for what the script calls. A collective, if any have moved.

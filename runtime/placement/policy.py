@@ -139,7 +139,8 @@ class PlacementPolicy:
             for name, figure in of_layer.items():
                 found.setdefault(name, {})[place.number] = figure
         measured = {} if self._guard.median is None else {"step_seconds": self._guard.median}
-        measured |= {} if self.homes is None else {"undone": self._undone}
+        if self.homes is not None:
+            measured |= {"undone": self._undone} | self.homes.figures()
         return measured | found
 
     # ---- choosing --------------------------------------------------------------------------------------
@@ -219,8 +220,10 @@ class PlacementPolicy:
         self._record({number: choice.table for number, choice in choices.items()}, step)
         self._predicted |= {number: (choice.seconds, choice.unplaced) for number, choice in choices.items()}
         moved = {p.number: before[p.number] for p in self._places if not torch.equal(before[p.number], self._homes(p))}
-        if moved and self._plan.spec.adapt is not None and self._plan.spec.adapt.clock:
-            self._guard.watch(moved)
+        if moved:
+            if self._plan.spec.adapt is not None and self._plan.spec.adapt.clock:
+                self._guard.watch(moved)
+            self._guard.forget()
 
     def _judge(self, step: int) -> None:
         """Undoes the moves that are watched if steps take longer since, and asks more of the next ones."""
@@ -240,7 +243,8 @@ class PlacementPolicy:
         if self._rank == 0:
             warn(
                 f"experts of {numbered(list(tables))} are back where they were {STEPS} steps ago: a step took "
-                f"{before:.3g} s before they moved and {after:.3g} s since; their next move has to pay in half the time"
+                f"{before:.3g} s before they moved and {after:.3g} s since; their next move has to pay in half of the "
+                "`horizon`. Where steps vary by themselves, `clock = false` leaves this out"
             )
 
     def _record(self, tables: Mapping[int, Tensor], step: int) -> None:

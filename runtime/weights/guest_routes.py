@@ -1,8 +1,8 @@
 """The way of guests' weights to their ranks, and of their gradients home.
 
-An expert with few guests is sent to each by its home. Of one with more, each guest's rank gets a part and passes it on
-to the others (a scatter and an all-gather): its home sends it once, and as many bytes travel. Gradients take the same
-way back: each guest's rank adds up one part.
+Of an expert with several guests each guest's rank gets a part and passes it on to the others (a scatter and an
+all-gather): its home sends it once, and as many bytes travel. Gradients take the same way back: each guest's rank adds
+up one part.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
-from support.ranks.homes import load_and_read, train_and_read, train_with_unmovable
+from support.ranks.homes import load_and_read, train_and_read, train_in_turns, train_with_unmovable
 from support.tables import each_row
 from torch import Tensor
 
@@ -51,6 +51,12 @@ def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool
         expected = gloo.run(4, load_and_read, static, str(tmp_path / "static" / saved))[0]
         require_equal(gloo.run(4, load_and_read, static, str(tmp_path / "moving" / saved))[0], expected)
         require_equal(gloo.run(4, load_and_read, moving, str(tmp_path / "moving" / saved))[0], expected)
+
+
+def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_that_stay(gloo: GlooPool) -> None:
+    options = {**MODEL, "ranks": 2, "ep": 2}
+    static, moving = (gloo.run(2, train_in_turns, moe_plan(**options, **adapt))[0] for adapt in ({}, {"adapt": MOVING}))
+    require_equal(moving, static)
 
 
 @each_row(

@@ -41,7 +41,8 @@ def states_of(optimizer: Optimizer) -> dict[str, Tensor]:
 def train_and_read(plan: Plan, kind: str, folder: str) -> dict[str, dict[str, Tensor]]:
     """All that a script has read of a run in which experts move in every step, if `plan` has `greedy`.
 
-    Gradients are those of two steps; a moving average follows; the third step's state is loaded after the fifth.
+    The optimizer steps on gradients of two steps; a moving average follows; the state of the second step is loaded at
+    the end.
     """
     moves = plan.spec.adapt is not None
     random = mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests) if moves else nullcontext()
@@ -77,6 +78,41 @@ def train_and_read(plan: Plan, kind: str, folder: str) -> dict[str, dict[str, Te
         model.load_state_dict(kept)
         found["loaded"] = whole(dict(model.named_parameters()))
     return found
+
+
+def train_in_turns(plan: Plan) -> dict[str, dict[str, Tensor]]:
+    """The parameters of two models that train in turns, each with two optimizers of one kind. Experts of a layer join
+    late; then states are loaded into optimizers that ranks make in different orders."""
+    moves = plan.spec.adapt is not None
+    random = mock.patch("moec.runtime.job.job.PlacementPolicy", RandomGuests) if moves else nullcontext()
+    with random, moec.launch(plan, device="cpu") as job:
+        models = [job.build(seed=1), job.build(seed=2)]
+        optimizers = [optimizers_of(model, in_order=True) for model in models]
+        for step, batch in enumerate(batches_of(plan.spec, 8)):
+            model = models[step % 2]
+            job.step(model, *own_part(job, *batch))
+            if step == 2:
+                optimizers[0][0].add_param_group({"params": list(model.layers[2].moe.experts.parameters())})
+            for optimizer in optimizers[step % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 4:
+                states = [optimizer.state_dict() for optimizer in optimizers[0]]
+                optimizers[0] = optimizers_of(model, in_order=job.rank == 0)
+                optimizers[0][0].add_param_group({"params": list(model.layers[2].moe.experts.parameters())})
+                for optimizer, state in zip(optimizers[0], states, strict=True):
+                    optimizer.load_state_dict(state)
+        return {str(number): whole(model.state_dict()) for number, model in enumerate(models)}
+
+
+def optimizers_of(model: nn.Module, *, in_order: bool) -> list[Optimizer]:
+    """An optimizer of the experts of layer 1, and one of all that is not an expert of layers 1 and 2, made in this
+    order or in the other one."""
+    experts = list(model.layers[1].moe.experts.parameters())
+    others = set(model.parameters()).difference(experts, model.layers[2].moe.experts.parameters())
+    groups = [experts, [parameter for parameter in model.parameters() if parameter in others]]
+    made = [AdamW(group, lr=1e-2) for group in (groups if in_order else reversed(groups))]
+    return made if in_order else made[::-1]
 
 
 def load_and_read(plan: Plan, path: str) -> dict[str, dict[str, Tensor]]:

@@ -75,8 +75,8 @@ def test_a_guest_that_costs_more_than_it_relieves_is_not_chosen() -> None:
     )
 
 
-@each_row(("guests", "sent"), [([1], 1), ([1, 2], 2), ([1, 2, 3], 1)])
-def test_who_has_many_guests_is_sent_once(guests: list[int], sent: float) -> None:
+@each_row(("guests", "sent"), [([1], 1), ([1, 2], 1), ([1, 2, 3], 1)])
+def test_who_has_several_guests_is_sent_once(guests: list[int], sent: float) -> None:
     copies = HOMES[:, None] == np.arange(4)
     copies[0, guests] = True
     assert traffic_of(copies, HOMES) == pytest.approx(sent)
