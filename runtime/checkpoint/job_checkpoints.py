@@ -19,10 +19,10 @@ from moec.runtime.checkpoint.schedule import save_if_due
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.model.module import PlanModule
 from moec.runtime.model.plan_names import require_own
-from moec.runtime.model.step_module import MovedHomes
 from moec.runtime.ranks import groups
 from moec.runtime.ranks.join import new_connection
 from moec.runtime.ranks.running_job import RunningJob
+from moec.runtime.weights.homes import MovedHomes
 
 
 class JobCheckpoints(RunningJob):
@@ -64,9 +64,9 @@ class JobCheckpoints(RunningJob):
 
     def bring_home(self, call: str, model: PlanModule) -> None:
         """Moves experts that have moved to their first homes, for `call`."""
-        if model.homes is not None and model.homes.have_moved:
-            complaint = model.open_step_complaint(f"{call} was called", "call it after `job.step` or `job.accumulate`")
-            model.homes.restore(call, complaint)
+        complaint = model.open_step_complaint(f"{call} was called", "call it after `job.step` or `job.accumulate`")
+        for homes in model.homes_inside():
+            homes.restore(call, complaint)
 
     @called("job.save")
     def save(

@@ -251,6 +251,8 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
         """
         self._require_own(model)
         require_max_norm(max_norm)
+        if model.homes is not None and model.homes.have_moved:  # ranks may differ: state_dict is a collective now
+            self.checks.require("job.clip_grad_norm_", None)
         groups.require_no_messages(self.number)
         note_action("clip")
         named = parameters_by_name(model, self.plan)
@@ -310,7 +312,10 @@ class Job(JobFigures, KnownNames, owner="job", other_names=other_names.JOB):
             choices = read_choices(self._choices, self.plan, self.checks, self.rank, self.number)
         self._has_placed = True
         policy = PlacementPolicy(self.plan, self.rank, self.number, device, lambda: self.steps, choices)
-        module.placement_policy, module.homes = policy, policy.let_move(module, module.layers, self.checks)
+        module.placement_policy, module.homes = (
+            policy,
+            policy.let_move(module, module.layers, self.checks, len(self._homes) + 1),
+        )
         self._homes += [] if module.homes is None else [module.homes]
 
     def _take_back(self, model: PlanModule) -> None:

@@ -13,6 +13,7 @@ from moec.passes.ir import Table
 from moec.runtime.inputs.settings import setting_values
 from moec.runtime.weights.guests import Guests
 from moec.runtime.weights.home import Home, make_weights
+from moec.runtime.weights.homes import MovedHomes
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
 from moec.runtime.weights.slots import slots_in_order, with_shares
@@ -73,6 +74,11 @@ class Layer(nn.Module):
         """The slots of a pass without guests: where experts live now."""
         homes = self._weights.homes
         return first_tables((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
+
+    @property
+    def homes(self) -> MovedHomes | None:
+        """Those of the model that it was built for, if experts may move."""
+        return None if self._weights.homes is None else self._weights.homes.model
 
     def extra_repr(self) -> str:
         return self._words

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from moec.codegen.emit import Function
 from moec.passes.ir import STEP, OutputKey
@@ -20,6 +19,7 @@ from moec.runtime.model.state_updates import Updates
 from moec.runtime.model.step_counts import StepCounts
 from moec.runtime.model.top_level import TopLevel
 from moec.runtime.ranks.checks import Complaint
+from moec.runtime.weights.homes import MovedHomes
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.weights import Weights
 
@@ -38,20 +38,6 @@ class BetweenSteps(Protocol):
 
     def figures(self, layers: nn.ModuleList, loads: Mapping[int, Tensor]) -> dict[str, Any]:
         """Figures of the last steps, and of each layer by its number. `loads`: rows of each expert."""
-
-
-class MovedHomes(Protocol):
-    """The homes of a model's experts, and of its copies' (`runtime/placement/model_homes.py`)."""
-
-    @property
-    def have_moved(self) -> bool:
-        """Whether an expert is not in its first home."""
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Moves what this optimizer keeps of experts with them."""
-
-    def restore(self, call: str, complaint: Complaint | None = None) -> None:
-        """Moves all experts to their first homes until the next step, for what the script calls."""
 
 
 class StepModule(nn.Module):
@@ -90,6 +76,12 @@ class StepModule(nn.Module):
     def new_states(self, loads: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Each state's new value after these loads (layer → int64 `[sources, experts]`), by the state's full name."""
         return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
+
+    def homes_inside(self) -> list[MovedHomes]:
+        """Where its experts are, and those of other models' layers in it, if they may move."""
+        layers = (layer_inside(module) for module in self.layers)
+        homes = [layer.homes for layer in layers if layer is not None]
+        return [*dict.fromkeys(each for each in (self.homes, *homes) if each is not None)]
 
     def open_step_complaint(
         self,

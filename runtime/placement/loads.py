@@ -28,12 +28,10 @@ class Loads(NamedTuple):
         rows = self.counts[place.number].numpy()[np.array(place.groups)]
         return rows.sum(0) // (self.steps * len(place.groups))
 
-
-def sum_of(several: Sequence[Loads]) -> Loads:
-    """The loads of all these steps."""
-    first, *_ = several
-    counts = {number: torch.stack([loads.counts[number] for loads in several]).sum(0) for number in first.counts}
-    return Loads(counts, sum(loads.steps for loads in several))
+    def plus(self, other: Loads) -> Loads:
+        """The loads of the steps of both."""
+        counts = {number: rows + other.counts[number] for number, rows in self.counts.items()}
+        return Loads(counts, self.steps + other.steps)
 
 
 class CountedLoads:
@@ -41,7 +39,7 @@ class CountedLoads:
 
     def __init__(self, places: Sequence[Place], ranks: int, job: str, device: torch.device) -> None:
         self._places, self._ranks, self._job, self._device = places, ranks, job, device
-        self._rows = dict[int, Tensor]()
+        self._rows, self._of_step = dict[int, Tensor](), dict[int, Tensor]()
         self.steps = 0
         """The steps that have ended since loads were gathered last."""
 
@@ -50,8 +48,18 @@ class CountedLoads:
         for place in self._places:
             counts = results.get(("counts", place.number, None))
             if counts is not None:
-                earlier = self._rows.get(place.number)
-                self._rows[place.number] = unwrapped(counts if earlier is None else earlier + counts)
+                _add(self._of_step, place.number, unwrapped(counts))
+
+    def begin_step(self) -> None:
+        """Forgets the passes since the last step: an exception has ended theirs."""
+        self._of_step.clear()
+
+    def end_step(self) -> None:
+        """Counts the passes of a step."""
+        self.steps += 1
+        for number, counts in self._of_step.items():
+            _add(self._rows, number, counts)
+        self._of_step.clear()
 
     def gathered(self) -> Loads:
         """The loads of all ranks. A collective of all ranks."""
@@ -67,3 +75,8 @@ class CountedLoads:
         """Begins to count again."""
         self._rows.clear()
         self.steps = 0
+
+
+def _add(rows: dict[int, Tensor], number: int, counts: Tensor) -> None:
+    earlier = rows.get(number)
+    rows[number] = counts if earlier is None else earlier + counts

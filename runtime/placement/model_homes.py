@@ -35,13 +35,20 @@ class ModelHomes:
     """The homes of the layers of a model and of its copies, and the optimizers whose states move with experts.
 
     `state_dict` and `load_state_dict` of models, of their modules and of optimizers first move experts back: a
-    collective, if any have moved. `job`: the prefix of its groups.
+    collective, if any have moved. `job`: the prefix of its groups; `number`: that of the model in the job.
     """
 
     def __init__(
-        self, model: nn.Module, layers: nn.ModuleList, places: Sequence[Place], rank: int, job: str, checks: Checks
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        places: Sequence[Place],
+        rank: int,
+        job: str,
+        checks: Checks,
+        number: int,
     ) -> None:
-        self._job, self._checks = job, checks
+        self._job, self._checks, self._number = job, checks, number
         self._optimizers: list[ReferenceType[Optimizer]] = []
         self._complaint = ""
         """Why nothing can move now."""
@@ -83,6 +90,8 @@ class ModelHomes:
 
     def move(self, slots: Mapping[int, Tensor]) -> None:
         """Makes `slots` the homes of these layers. A collective, where they differ from those of now."""
+        for homes in self._of_layers.values():
+            homes.require_kept()
         moving = [number for number, to in slots.items() if not self._of_layers[number].are(to)]
         if moving:
             start = time.perf_counter()
@@ -107,7 +116,7 @@ class ModelHomes:
             raise JobError(
                 "MOE0754", words, "load the last checkpoint; a job that ends without an error moves them back"
             )
-        self._checks.require(f"{call}, while experts are in other homes", complaint)
+        self._checks.require(f"{call}, while experts of model {self._number} are in other homes", complaint)
         self.move({number: homes.first for number, homes in self._of_layers.items()})
 
     def require_movable_once(self) -> None:
@@ -172,10 +181,13 @@ class ModelHomes:
 
     def _is_late(self, optimizer: Optimizer) -> bool:
         """Whether its states may be from before a move: it was not there then, or has been copied or loaded since."""
-        return self.have_moved and optimizer not in self._known() and self._has_states(optimizer)
+        return optimizer not in self._known() and self._has_states(optimizer) and self.have_moved
 
     def _has_states(self, optimizer: Optimizer) -> bool:
-        return any(optimizer.state.get(parameter) for parameter in self._experts_of(optimizer))
+        """Whether it has states of experts of its own, and not those of a known one that it wraps."""
+        known = {id(of.state.get(parameter)) for of in self._known() for parameter in self._experts_of(of)}
+        states = (optimizer.state.get(parameter) for parameter in self._experts_of(optimizer))
+        return any(state and id(state) not in known for state in states)
 
     def _key(self, optimizer: Optimizer) -> tuple[str, tuple[int, ...]]:
         """What tells optimizers apart, alike on all ranks."""

@@ -27,7 +27,7 @@ from moec.runtime.placement.choices import PlacementChoices
 from moec.runtime.placement.choosing import AtHome, Choice, Choices, Chooser
 from moec.runtime.placement.figures import layer_figures
 from moec.runtime.placement.guard import STEPS, MoveGuard, is_slower
-from moec.runtime.placement.loads import CountedLoads, Loads, sum_of
+from moec.runtime.placement.loads import CountedLoads, Loads
 from moec.runtime.placement.model_homes import ModelHomes
 from moec.runtime.placement.place import Place, places_of
 from moec.runtime.ranks.checks import Checks
@@ -76,18 +76,18 @@ class PlacementPolicy:
         self._tables = {p.number: with_shares(slots_in_order(p.shape.ranks, p.shape.experts)) for p in self._places}
         self._chooser.horizons.clear()
         self._loads.clear()
-        self._since_moves = list[Loads]()
+        self._since_moves: Loads | None = None
         self._gathered_at: int | None = None
-        self._repeated = 0
+        self._repeated, self._has_ended = 0, False
         self._chosen: deque[tuple[int, Future[Choices]]] = deque()
         self._guard, self._undone = MoveGuard(), 0
         self._predicted: dict[int, tuple[float, float]] = {}
         """Seconds of a step of layers that choices have predicted: as placed, and with experts in their first homes."""
 
-    def let_move(self, model: nn.Module, layers: nn.ModuleList, checks: Checks) -> ModelHomes | None:
-        """Lets the experts of this model move, if the file says so."""
+    def let_move(self, model: nn.Module, layers: nn.ModuleList, checks: Checks, number: int) -> ModelHomes | None:
+        """Lets the experts of this model move, the job's `number`-th, if the file says so."""
         if greedy_of(self._plan.spec) is not None:
-            self.homes = ModelHomes(model, layers, self._places, self._rank, self._job, checks)
+            self.homes = ModelHomes(model, layers, self._places, self._rank, self._job, checks, number)
         return self.homes
 
     def add(self, results: Mapping[OutputKey, Any]) -> None:
@@ -98,11 +98,12 @@ class PlacementPolicy:
         """Places experts as was chosen for this step. A collective of all ranks then."""
         self._guard.stop()
         step = self._step()
-        if step < self._repeated:  # a script has begun again at an earlier step
-            self._begin_anew()
+        if step < self._repeated or (step == self._repeated and self._has_ended):
+            self._begin_anew()  # a script has begun again at an earlier step
+        self._loads.begin_step()
         if self._choices is not None:
             self._tables |= self._choices.between(self._repeated, step)
-        self._repeated = step
+        self._repeated, self._has_ended = step, False
         while self._chosen and self._chosen[0][0] <= step:
             self._take(self._exchanged(self._chosen.popleft()[1]), step)
         if self._guard.is_due:
@@ -113,7 +114,8 @@ class PlacementPolicy:
     def end_step(self) -> None:
         """Counts a step; after every `every`-th, gathers loads and begins to choose. A collective of all ranks then."""
         step = self._step()
-        self._loads.steps += 1
+        self._loads.end_step()
+        self._has_ended = True
         # Another model of the job may take every second step.
         if step % self._every and self._loads.steps < self._every:
             return
@@ -151,14 +153,14 @@ class PlacementPolicy:
         word, adapt = greedy_of(self._plan.spec), self._plan.spec.adapt
         if word is None or adapt is None:
             return None
-        self._since_moves.append(loads)
+        self._since_moves = loads if self._since_moves is None else self._since_moves.plus(loads)
         every = max(word.every, AHEAD)
         can_watch = not adapt.clock or (self._guard.timed + AHEAD >= STEPS and not self._guard.homes_before)
         before = step - loads.steps if self._gathered_at is None else self._gathered_at
         self._gathered_at = step
         if step // every == before // every or not can_watch:
             return None
-        moves, self._since_moves = sum_of(self._since_moves), []
+        moves, self._since_moves = self._since_moves, None
         return moves
 
     def _begin_to_choose(self, step: int, loads: Loads, loads_of_moves: Loads | None) -> None:

@@ -7,9 +7,10 @@ copies: each tensor's dim 0 are the experts of a rank.
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from moec.runtime.errors import JobError
+from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.masters import local_part
 from moec.runtime.weights.slots import Rows, exchange_rows
@@ -27,8 +30,18 @@ if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
 
 
-class Moving(Protocol):
-    """What all layers of a model share (`runtime/placement/model_homes.py`)."""
+class MovedHomes(Protocol):
+    """The homes of a model's experts, and of its copies' (`runtime/placement/model_homes.py`)."""
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether an expert is not in its first home."""
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Moves what this optimizer keeps of experts with them."""
+
+    def restore(self, call: str, complaint: Complaint | None = None) -> None:
+        """Moves all experts to their first homes until the next step, for what the script calls."""
 
     def complaint(self) -> str:
         """Why nothing can move now; empty if experts can."""
@@ -44,13 +57,15 @@ class ExpertHomes:
     """
 
     def __init__(
-        self, weights: Weights, indices: Sequence[int], first: Tensor, rank: int, group: str, model: Moving
+        self, weights: Weights, indices: Sequence[int], first: Tensor, rank: int, group: str, model: MovedHomes
     ) -> None:
         self.first = first
         self._slots: Tensor | None = first
-        self._indices, self._rank, self._group, self._model = indices, rank, group, model
+        self._indices, self._rank, self._group, self.model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
+        self._moved_last = WeakKeyDictionary[Any, list[Any]]()
+        """References to the parameters that the last move has moved."""
         self._device = self._current_device(torch.device("cpu"))
 
     @property
@@ -92,21 +107,32 @@ class ExpertHomes:
         for part in parts:  # one at a time: their copies are small
             self._move(part, routes)
         for weights in self._alive():
-            increment_version(self._of(weights))
+            moved = self._of(weights)
+            increment_version(moved)
+            self._moved_last[weights] = list(map(ref, moved))
         self._slots = self.first if torch.equal(slots, self.first) else slots
+
+    def require_kept(self) -> None:
+        """Raises `JobError` if a parameter has been replaced while experts are in other homes: MOE0754."""
+        for weights in self._alive() if self.have_moved else ():
+            registered, moved_last = self._registered(weights), self._moved_last.get(weights, [])
+            for place, (name, parameter) in enumerate(registered if moved_last else ()):
+                if moved_last[place]() is not parameter:
+                    words = f"{name} of {self._site} has been replaced while experts were in other homes"
+                    raise unmovable(f"{words}, and nothing says in which order the new ones are")
 
     def require_movable(self) -> list[Tensor]:
         """This rank's part of all that moves. A collective; raises MOE0754 on every rank if experts cannot move."""
         for is_last in (False, True):
-            complaint, parts = self._model.complaint(), list[Tensor]()
+            complaint, found = self.model.complaint(), _Movable([], [])
             try:
-                parts = self._parts()
+                found = self._movable()
             except _Unmovable as error:
                 complaint = complaint or str(error)
-            if self._are_alike(complaint, parts, must_be=is_last):
+            if self._are_alike(complaint, found, must_be=is_last):
                 break
             gc.collect()  # a deleted copy in a cycle of references may be left on some ranks
-        return parts
+        return found.parts
 
     @torch.no_grad()
     def _move(self, part: Tensor, routes: _Routes) -> None:
@@ -140,9 +166,9 @@ class ExpertHomes:
             found.append(parameter)
         return found
 
-    def _parts(self) -> list[Tensor]:
-        """This rank's part of all that moves."""
-        parts = list[Tensor]()
+    def _movable(self) -> _Movable:
+        """What this rank has of experts."""
+        parts, single = list[Tensor](), list[str]()
         for weights in self._alive():
             if weights.has_collected:
                 raise _Unmovable(f"a step of {self._site} has begun, and not ended")
@@ -151,49 +177,67 @@ class ExpertHomes:
                 # One that `clip_grad_norm_` gave to the optimizer is inside of a placeholder (`HandedOver`).
                 gradient = getattr(parameter.grad, "gradient", parameter.grad)
                 parts += [] if gradient is None else [local_part(gradient)]
-                for name, value in self._model.states(parameter):
-                    parts += self._part_of_state(name, value, parameter)
+                for name, value in self.model.states(parameter):
+                    part = self._part_of_state(name, value, parameter)
+                    if isinstance(part, Tensor):
+                        parts.append(part)
+                    else:
+                        single.append(f"{name} {part}")
         if len(devices := {str(part.device) for part in parts}) > 1:
             raise _Unmovable(
                 f"copies or optimizers of {self._site} are on several devices: {', '.join(sorted(devices))}"
             )
         # An optimizer may share its states with another one, and a copy its parameters with the model.
-        return list({(part.data_ptr(), part.shape): part for part in parts}.values())
+        return _Movable(list({(part.data_ptr(), part.shape): part for part in parts}.values()), sorted(single))
 
-    def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> list[Tensor]:
-        """This rank's part of an optimizer's value, if it is one for each expert."""
+    def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> Tensor | str:
+        """This rank's part of an optimizer's value, if it has one for each expert; else that of all experts, in
+        words."""
         if value is None or isinstance(value, bool | int | float | str):
-            return []
+            return repr(value)
         if isinstance(value, Tensor):
             if isinstance(value, DTensor) and not any(isinstance(p, Shard) and p.dim == 0 for p in value.placements):
-                return []  # of all experts together
+                return ""  # of all experts together
             part, own = local_part(value), self.slots.shape[1]
             if part.dim() == parameter.dim() and part.shape[0] == own:
-                return [part]
+                return part
             if value.numel() == 1:
-                return []
+                return repr(part.item())
         what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self._site}")
 
-    def _are_alike(self, complaint: str, parts: Sequence[Tensor], *, must_be: bool) -> bool:
-        """Whether all ranks have equally much to move. Raises `JobError` on every rank if one cannot move it, and if
-        they `must_be` alike and are not."""
-        size = sum(part[0].nbytes for part in parts)
-        claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size])
+    def _are_alike(self, complaint: str, found: _Movable, *, must_be: bool) -> bool:
+        """Whether all ranks have equally much to move, and the same single values. Raises `JobError` on every rank if
+        one cannot move it, and if they `must_be` alike and are not."""
+        parts, size = found.parts, sum(part[0].nbytes for part in found.parts)
+        single = zlib.crc32("\n".join(found.single).encode())
+        claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size, single, -single])
         self._device = self._current_device(self._device)
         claims = claims.to(self._device)
         with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
             dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
-        failed, most, least, largest, smallest = claims.tolist()
+        failed, most, least, largest, smallest, *singles = claims.tolist()
         if failed:
             raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
         same = bool(most == -least and largest == -smallest)
+        if must_be and same and sum(singles):
+            raise unmovable(
+                f"an optimizer keeps one value of all experts of {self._site} on a rank, which differs between ranks "
+                f"({', '.join(found.single)} on this one)"
+            )
         if must_be and not same:
             raise unmovable(
                 f"ranks have other copies, gradients or optimizers of {self._site}: {-least} to {most} tensors, of "
                 f"{-smallest:,} to {largest:,} bytes an expert"
             )
-        return same
+        return same and not sum(singles)
+
+
+class _Movable(NamedTuple):
+    """This rank's parts of what moves, and what optimizers keep of all experts together, in words."""
+
+    parts: list[Tensor]
+    single: list[str]
 
 
 class _Routes(NamedTuple):

@@ -70,7 +70,7 @@ def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_tha
         ("a copy of a part", "is a copy of a part of a layer"),
         ("one parameter of two layers", "two layers have one parameter of experts"),
         ("a state_dict in a backward pass", "in a backward pass, while experts are in other homes"),
-        ("a state_dict on one rank", "state_dict or load_state_dict, while experts are in other homes"),
+        ("a state_dict on one rank", "state_dict or load_state_dict, while experts of model 1 are in other homes"),
     ],
 )
 def test_what_cannot_move_stops_the_job(gloo: GlooPool, kind: str, words: str) -> None:
