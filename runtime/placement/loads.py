@@ -39,7 +39,7 @@ class CountedLoads:
 
     def __init__(self, places: Sequence[Place], ranks: int, job: str, device: torch.device) -> None:
         self._places, self._ranks, self._job, self._device = places, ranks, job, device
-        self._rows, self._of_step = dict[int, Tensor](), dict[int, Tensor]()
+        self.rows, self._of_step = dict[int, Tensor](), dict[int, Tensor]()
         self.steps = 0
         """The steps that have ended since loads were gathered last."""
 
@@ -58,13 +58,13 @@ class CountedLoads:
         """Counts the passes of a step."""
         self.steps += 1
         for number, counts in self._of_step.items():
-            _add(self._rows, number, counts)
+            _add(self.rows, number, counts)
         self._of_step.clear()
 
     def gathered(self) -> Loads:
         """The loads of all ranks. A collective of all ranks."""
         nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
-        flat = torch.cat([self._rows.get(p.number, nothing.expand(p.shape.experts)).flatten() for p in self._places])
+        flat = torch.cat([self.rows.get(p.number, nothing.expand(p.shape.experts)).flatten() for p in self._places])
         gathered = flat.new_empty((self._ranks, flat.numel()))
         with collective("gather_loads", self._job + STAGE, "the placement of experts") as peers:
             all_gather_single(gathered.view(-1), flat, group=peers)
@@ -73,7 +73,7 @@ class CountedLoads:
 
     def clear(self) -> None:
         """Begins to count again."""
-        self._rows.clear()
+        self.rows.clear()
         self.steps = 0
 
 

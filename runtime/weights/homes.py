@@ -268,7 +268,7 @@ def unmovable(words: str) -> JobError:
     """The error for experts that cannot change ranks, for the reason `words`."""
     help = (
         "copy models and make optimizers on every rank alike, with states of as many dims as the parameter and one row "
-        "for each expert, and load or copy an optimizer's state after `job.restore_homes`; or leave `greedy` out of "
-        "`placement`"
+        "for each expert; load or copy an optimizer's state and replace parameters after `job.restore_homes`; or leave "
+        "`greedy` out of `placement`"
     )
     return JobError("MOE0754", words, help)

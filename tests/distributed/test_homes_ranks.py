@@ -70,6 +70,9 @@ def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_tha
         ("a copy of a part", "is a copy of a part of a layer"),
         ("one parameter of two layers", "two layers have one parameter of experts"),
         ("a state_dict in a backward pass", "in a backward pass, while experts are in other homes"),
+        ("a value that differs", "keeps one value of all experts .* which differs between ranks"),
+        ("another parameter", "has been replaced while experts were in other homes"),
+        ("a state_dict on one rank before clipping", "one is at `job.clip_grad_norm_`, another at `state_dict"),
         ("a state_dict on one rank", "state_dict or load_state_dict, while experts of model 1 are in other homes"),
     ],
 )
@@ -77,4 +80,4 @@ def test_what_cannot_move_stops_the_job(gloo: GlooPool, kind: str, words: str) -
     plan = moe_plan(**MODEL, ep=4, adapt=MOVING)
     with pytest.raises(moec.JobError, match=words) as error:
         gloo.run(4, train_with_unmovable, plan, kind)
-    assert ("MOE0702" if kind == "a state_dict on one rank" else "MOE0754") in str(error.value)
+    assert ("MOE0702" if "a state_dict on one rank" in kind else "MOE0754") in str(error.value)

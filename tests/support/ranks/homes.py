@@ -102,7 +102,10 @@ def train_in_turns(plan: Plan) -> dict[str, dict[str, Tensor]]:
                 optimizers[0][0].add_param_group({"params": list(model.layers[2].moe.experts.parameters())})
                 for optimizer, state in zip(optimizers[0], states, strict=True):
                     optimizer.load_state_dict(state)
-        return {str(number): whole(model.state_dict()) for number, model in enumerate(models)}
+        models[1].layers[2] = models[0].layers[2]  # whose experts are away
+        job.restore_homes(models[1])
+        found = {"a layer of another model": whole(dict(models[1].named_parameters()))}
+        return found | {str(number): whole(model.state_dict()) for number, model in enumerate(models)}
 
 
 def optimizers_of(model: nn.Module, *, in_order: bool) -> list[Optimizer]:
@@ -157,8 +160,15 @@ def train_with_unmovable(plan: Plan, kind: str) -> None:
             if kind == "a copy of a part":
                 copy.deepcopy(model.layers[1].moe).state_dict()
             if kind == "one parameter of two layers":
+                job.restore_homes(model)
                 model.layers[2].moe.experts.up.weight = up.weight
             if kind == "a state_dict in a backward pass" and step == 1:
                 up.weight.register_post_accumulate_grad_hook(lambda _: model.state_dict() and None)
             if kind == "a state_dict on one rank" and step == 1 and job.rank == 0:
                 model.state_dict()
+            if kind == "a state_dict on one rank before clipping" and step == 1:
+                model.state_dict() if job.rank == 0 else job.clip_grad_norm_(model, 1.0)
+            if kind == "a value that differs":
+                optimizer.state[up.weight]["norm"] = float(job.rank)
+            if kind == "another parameter" and step == 1:
+                up.weight = nn.Parameter(up.weight.detach().clone())

@@ -12,8 +12,11 @@ from support.tables import each_row
 
 from moec.passes.guests.choice import LayerTime, Room, choose_guests
 from moec.passes.guests.homes import WhenToMove, choose_homes, placed_slots, sent_by_busiest
+from moec.passes.guests.place_guests import SlotShape
 from moec.passes.loads.placements import rows_of_homes
 from moec.runtime.placement.guard import STEPS, MoveGuard, is_slower
+from moec.runtime.placement.loads import CountedLoads
+from moec.runtime.placement.place import Place
 
 NO_GUESTS = Room(0, 0)
 HOMES = np.arange(8) // 2
@@ -119,3 +122,15 @@ def test_what_comes_before_a_step_does_not_count_nor_a_move_after_too_few_steps(
     steps.now += 100.0  # moving, between `stop` and `start`
     steps.take(1.0, 1)
     assert steps.guard.median == 1.0
+
+
+def test_passes_of_a_step_that_failed_do_not_count() -> None:
+    place = Place(3, SlotShape(1, 2, 0), ((0,),), "ep", "body", 0)
+    loads = CountedLoads([place], 1, "", torch.device("cpu"))
+    loads.add({("counts", 3, None): torch.tensor([[5, 7]])})
+    loads.begin_step()
+    for microbatch in ([[1, 2]], [[10, 20]]):
+        loads.add({("counts", 3, None): torch.tensor(microbatch)})
+    loads.end_step()
+    assert loads.rows[3].tolist() == [[11, 22]]
+    assert loads.steps == 1
