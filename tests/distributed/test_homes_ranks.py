@@ -54,7 +54,7 @@ def test_training_with_homes_that_move_is_that_of_homes_that_stay(gloo: GlooPool
 
 
 def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_that_stay(gloo: GlooPool) -> None:
-    options = {**MODEL, "ranks": 2, "ep": 2}
+    options = MODEL | {"ranks": 2, "ep": 2}
     static, moving = (gloo.run(2, train_in_turns, moe_plan(**options, **adapt))[0] for adapt in ({}, {"adapt": MOVING}))
     require_equal(moving, static)
 
@@ -77,7 +77,7 @@ def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_tha
     ],
 )
 def test_what_cannot_move_stops_the_job(gloo: GlooPool, kind: str, words: str) -> None:
-    plan = moe_plan(**MODEL, ep=4, adapt=MOVING)
+    plan = moe_plan(**(MODEL | {"ranks": 2}), ep=2, adapt=MOVING)
     with pytest.raises(moec.JobError, match=words) as error:
-        gloo.run(4, train_with_unmovable, plan, kind)
+        gloo.run(2, train_with_unmovable, plan, kind)
     assert ("MOE0702" if "a state_dict on one rank" in kind else "MOE0754") in str(error.value)

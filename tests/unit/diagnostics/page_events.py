@@ -487,7 +487,7 @@ def choices_of_another_plan() -> Sequence[Diagnostic]:
 
     path, plan = Path("choices.jsonl"), moe_plan(ep=2, adapt="replicate(4)")
     path.write_text('{"choices_of": "sha256:0123"}\n')
-    complaint = PlacementChoices(path, plan, {1: (2, 8, 2), 2: (2, 8, 2)}).read()
+    complaint = PlacementChoices(path, plan).read()
     assert complaint is not None
     return complaint.error().diagnostics
 
