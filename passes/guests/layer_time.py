@@ -43,7 +43,7 @@ def _layer_time(cost: BlockCost, block: Block, rates: ClusterRates, update: Upda
     return LayerTime(
         row=both.of.get("experts", 0.0) / rows,
         sent=both.of.get("all_to_all", 0.0) / sent,
-        guest=rates.collective("all_to_all", guest_bytes(block), group, of="weights"),
+        guest=rates.collective("all_to_all", sum(guest_bytes(block)), group, of="weights"),
         move=rates.collective("all_to_all", _bytes_of_expert(cost, update), group, of="weights"),
     )
 

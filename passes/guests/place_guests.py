@@ -68,14 +68,13 @@ def guests_of(block: Block) -> int:
     return 0 if shape is None else shape.guests
 
 
-def guest_bytes(block: Block) -> int:
+def guest_bytes(block: Block) -> tuple[int, int]:
     """What a guest of a layer sends in a step: an expert's weights, and their gradients in fp32."""
-    return sum(
-        (DTYPE_BYTES[p.dtype] + (0 if p.frozen else MASTER_BYTES))
-        * math.prod(d for d in p.shape[1:] if isinstance(d, int))
-        for p in block.parameters
-        if p.is_of_experts
-    )
+    experts = [
+        (p, math.prod(d for d in p.shape[1:] if isinstance(d, int))) for p in block.parameters if p.is_of_experts
+    ]
+    weights = sum(DTYPE_BYTES[p.dtype] * elements for p, elements in experts)
+    return weights, sum(MASTER_BYTES * elements for p, elements in experts if not p.frozen)
 
 
 def _with(program: Program, guests: dict[str, int]) -> Program:

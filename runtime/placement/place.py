@@ -45,4 +45,4 @@ def places_of(plan: Plan) -> list[Place]:
 
 def _place_of(plan: Plan, number: int, body: Block, shape: SlotShape) -> Place:
     groups = tuple(tuple(ranks) for ranks in plan.expert_meshes[number].groups("ep"))
-    return Place(number, shape, groups, group_name("ep", body.experts), body.name, guest_bytes(body))
+    return Place(number, shape, groups, group_name("ep", body.experts), body.name, sum(guest_bytes(body)))

@@ -16,9 +16,11 @@ from moec.commands.inspecting.pipeline_lines import pipeline_lines
 from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
-from moec.passes.ir import Program
+from moec.passes.guests.place_guests import guest_bytes, guests_of
+from moec.passes.ir import Block, Program
 from moec.passes.ir.interface import HANDED_ON
 from moec.passes.ir.mesh import group_name
+from moec.passes.ir.op import Meshes
 from moec.passes.ir.work.workload import Workload
 
 HEAD = ("collective", "group", "ranks", "sent forward", "backward", "sent backward", "line")
@@ -46,7 +48,7 @@ def plan_document(plan: Plan) -> PlanDocument:
     for block in program.blocks:
         cost = BlockCost.of(program, block, workload)
         collectives = [*_conversions(cost, program.microbatches), *_parameter_collectives(cost, program.microbatches)]
-        collectives += _messages(cost, program)
+        collectives += [*_guests(block, cost.workload.meshes), *_messages(cost, program)]
         blocks.append(
             PlanBlock(
                 name=block.name,
@@ -99,6 +101,22 @@ def _parameter_collectives(cost: BlockCost, microbatches: int) -> Iterator[Block
             forward_bytes=forward,
             backward=collective if backward else None,
             backward_bytes=backward,
+            line=None,
+        )
+
+
+def _guests(block: Block, meshes: Meshes) -> Iterator[BlockCollective]:
+    """What a rank sends of guests in a step, with as many as it has slots, and of their gradients."""
+    if number := guests_of(block):
+        weights, gradients = guest_bytes(block)
+        yield BlockCollective(
+            of="guests",
+            group=group_name("ep", block.experts),
+            ranks=meshes.size("ep"),
+            forward="all_to_all",
+            forward_bytes=number * weights,
+            backward="all_to_all" if gradients else None,
+            backward_bytes=number * gradients,
             line=None,
         )
 

@@ -132,7 +132,7 @@ def _guests(plan: Plan, program: Program, degrees: Degrees) -> list[str]:
         return homes
     peaks = [memory_of(each, plan.spec).peak.bytes.total for each in (program, homes_only(program))]
     bodies = [program.body(layer) for layer in program.layers]
-    sent = sum(guests_of(body) * guest_bytes(body) for body in bodies)
+    sent = sum(guests_of(body) * sum(guest_bytes(body)) for body in bodies)
     filled = f"all filled they take {amount_of_bytes(peaks[0] - peaks[1])} of the peak"
     line = f"{filled}, and send {amount_of_bytes(sent)} per rank and step"
     return [*homes, f"  guests    slots of a rank: {', '.join(slots)}; {line}"]
