@@ -79,10 +79,8 @@ def fastermoe(moments: Sequence[Moment], network: Network, ep: int, slots: int) 
         yield min(options, key=lambda placed: seconds(placed, figures(placed, moment.now), network))
 
 
-def guests(
-    moments: Sequence[Moment], network: Network, ep: int, slots: int, *, passed_on: bool = True
-) -> Iterator[Placed]:
-    """moec's: weights only, for a step; rows split by the step's own counts. `passed_on`: see `Room`."""
+def guests(moments: Sequence[Moment], network: Network, ep: int, slots: int) -> Iterator[Placed]:
+    """moec's: weights only, for a step; rows split by the step's own counts."""
     room = Room(slots // ep, slots)
     for moment in moments:
         chosen = choose_guests(moment.before, moment.homes, room, network.time)

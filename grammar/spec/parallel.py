@@ -137,12 +137,12 @@ class Replicate(Node):
 
 
 class Shadow(Node):
-    """The busiest experts have guests on all ranks for a step: their weights travel in the place of their tokens."""
+    """Every rank has slots for guests of busy experts: their weights travel for a step in the place of their tokens."""
 
     word = "shadow"
     source = "FasterMoE, He et al. 2022, section 4.2"
     positional = ("most",)
-    most: Annotated[PositiveInt, Doc("largest number of experts shadowed at a time")] = 4
+    most: Annotated[PositiveInt, Doc("slots of each rank for guests: room for so many experts everywhere")] = 4
     every: Annotated[PositiveInt, Doc("steps after which guests are chosen again")] = 10
 
 

@@ -1,4 +1,4 @@
-"""What rows and guests of a layer take on the file's cluster, by the cost model: what the choice of guests weighs."""
+"""What rows, guests and moves of experts take on the file's cluster, by the cost model: what choices weigh."""
 
 from __future__ import annotations
 

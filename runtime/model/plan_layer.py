@@ -16,7 +16,7 @@ from moec.runtime.weights.home import Home, make_weights
 from moec.runtime.weights.homes import MovedHomes
 from moec.runtime.weights.open_step import OpenStep
 from moec.runtime.weights.regathering import Handles
-from moec.runtime.weights.slots import slots_in_order, with_shares
+from moec.runtime.weights.slots import slots_in_order, table_of
 from moec.runtime.weights.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.weights.states import LayerStates
 
@@ -73,7 +73,7 @@ class Layer(nn.Module):
     def tables(self) -> list[Tensor]:
         """The slots of a pass without guests: where experts live now."""
         homes = self._weights.homes
-        return first_tables((self.homes_only or self.function).tables) if homes is None else [with_shares(homes.slots)]
+        return first_tables((self.homes_only or self.function).tables) if homes is None else [table_of(homes.slots)]
 
     @property
     def homes(self) -> MovedHomes | None:
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 def first_tables(tables: Sequence[Table]) -> list[Tensor]:
     """The slots of a layer's experts in their first homes."""
     shapes = (table.shape for table in tables)
-    return [with_shares(slots_in_order(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]
+    return [table_of(slots_in_order(int(ranks), int(ranks) * int(of_rank))) for _, ranks, of_rank in shapes]
 
 
 def layer_inside(module: nn.Module) -> Layer | None:

@@ -24,7 +24,7 @@ class Loads(NamedTuple):
     steps: int
 
     def of(self, place: Place) -> Any:
-        """Those of a step and one group of ranks [ranks of ep, experts]."""
+        """Those of a step and one group of ranks [ranks of ep, experts], rounded down."""
         rows = self.counts[place.number].numpy()[np.array(place.groups)]
         return rows.sum(0) // (self.steps * len(place.groups))
 
@@ -51,7 +51,7 @@ class CountedLoads:
                 _add(self._of_step, place.number, unwrapped(counts))
 
     def begin_step(self) -> None:
-        """Forgets the passes since the last step: an exception has ended theirs."""
+        """Forgets passes of no step: those of one that an exception has ended, and of the script's own."""
         self._of_step.clear()
 
     def end_step(self) -> None:

@@ -35,7 +35,7 @@ from moec.runtime.ranks.groups import HOST
 from moec.runtime.ranks.watch import collective
 from moec.runtime.script import warn
 from moec.runtime.weights.guests import Guests
-from moec.runtime.weights.slots import slots_in_order, with_homes, with_shares
+from moec.runtime.weights.slots import slots_in_order, table_of, with_homes
 
 NANO = 10**9
 """Seconds travel as whole numbers, in the same sum as the tables."""
@@ -73,7 +73,7 @@ class PlacementPolicy:
 
     def _begin_anew(self) -> None:
         """Experts at home, and nothing chosen."""
-        self._tables = {p.number: with_shares(slots_in_order(p.shape.ranks, p.shape.experts)) for p in self._places}
+        self._tables = {p.number: table_of(slots_in_order(p.shape.ranks, p.shape.experts)) for p in self._places}
         self._chooser.horizons.clear()
         self._loads.clear()
         self._since_moves: Loads | None = None
@@ -101,8 +101,9 @@ class PlacementPolicy:
         if step < self._repeated or (step == self._repeated and self._has_ended):
             self._begin_anew()  # a script has begun again at an earlier step
         self._loads.begin_step()
-        if self._choices is not None:
-            self._tables |= self._choices.between(self._repeated, step)
+        if self._choices is not None and (repeated := self._choices.between(self._repeated, step)):
+            self._tables |= repeated
+            self._guard.forget()
         self._repeated, self._has_ended = step, False
         while self._chosen and self._chosen[0][0] <= step:
             self._take(self._exchanged(self._chosen.popleft()[1]), step)

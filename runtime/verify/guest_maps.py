@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moec.passes.guests.place_guests import slot_shape
 from moec.passes.ir import Program
-from moec.runtime.weights.slots import slots_in_order, with_shares
+from moec.runtime.weights.slots import slots_in_order, table_of
 
 RANDOM_MAPS = 10
 """At least so many random maps of each body are compared, beside those of `_extreme`."""
@@ -40,7 +40,7 @@ def guest_maps(program: Program, seed: int, *, moves: bool = False) -> list[Maps
             slots = extreme[body].pop() if extreme[body] else _random(*shape, generator)
             slots = _moved(slots, shape.experts, generator) if moves else slots
             in_shares = (step + place) % 2
-            tables[layer] = _in_shares(slots, shape.experts, generator) if in_shares else with_shares(slots)
+            tables[layer] = _in_shares(slots, shape.experts, generator) if in_shares else table_of(slots)
         maps.append(tables)
     return maps
 

@@ -62,11 +62,12 @@ class Routes:
         experts = _hosted(slots, own)
         self.here = [expert for expert in experts if rank in expert.slots]
         at_home = [expert for expert in experts if expert.home == rank]
-        passed = [(expert, peer) for expert in self.here if expert.is_passed_on for peer in expert.slots]
+        shared = (expert for expert in self.here if expert.is_passed_on)
+        passed = [(expert, peer) for expert in shared for peer in expert.slots if peer != rank]
         self._from_home = [Letter(peer, expert, peer) for expert in at_home for peer in expert.slots]
         self._to_guest = [Letter(expert.home, expert, rank) for expert in self.here]
-        self._given_on = [Letter(peer, expert, rank) for expert, peer in passed if peer != rank]
-        self._got_on = [Letter(peer, expert, peer) for expert, peer in passed if peer != rank]
+        self._given_on = [Letter(peer, expert, rank) for expert, peer in passed]
+        self._got_on = [Letter(peer, expert, peer) for expert, peer in passed]
         self._passes_on = any(expert.is_passed_on for expert in experts)
 
     def to_guests(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
@@ -81,7 +82,7 @@ class Routes:
                 view.copy_(values)
 
     def to_homes(self, gradients: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        """Adds gradients of guests to those of their homes, in the order of ranks. Dim 0 of `gradients` are all slots
+        """Adds gradients of guests to those of their homes. Dim 0 of `gradients` are all slots
         here, that of `own` the experts at home here. A collective of the group."""
         sums = self._sums(gradients) if self._passes_on else {}
         parts = self._sent(
@@ -105,8 +106,7 @@ class Routes:
             own = gradients[0].new_empty(part.stop - part.start)
             for view, values in _along(gradients, slot, part, own):
                 values.copy_(view)
-            first, *others = (own if rank == self._rank else of_peers[expert, rank] for rank in expert.slots)
-            total = first.clone()
+            total, *others = (own if rank == self._rank else of_peers[expert, rank] for rank in expert.slots)
             for other in others:
                 total += other
             sums[expert] = total

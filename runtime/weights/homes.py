@@ -24,10 +24,13 @@ from moec.runtime.errors import JobError
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.watch import collective
 from moec.runtime.weights.masters import local_part
-from moec.runtime.weights.slots import Rows, exchange_rows
 
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
+
+
+Rows = list[list[int]]
+"""For each rank of the group, slots at home."""
 
 
 class MovedHomes(Protocol):
@@ -138,7 +141,7 @@ class ExpertHomes:
     def _move(self, part: Tensor, routes: _Routes) -> None:
         """Moves the rows of a part: those of other ranks, and those that change their slot here."""
         sends, receives, shifts = routes
-        (rows,) = exchange_rows([part], sends, receives, "all_to_all of experts that move", self._group, self._site)
+        rows = exchange_rows(part, sends, receives, self._group, self._site)
         shifted = part[[old for _, old in shifts]]  # a copy
         for slot, row in zip((slot for of_rank in receives for slot in of_rank), rows, strict=True):
             part[slot].copy_(row)
@@ -196,10 +199,11 @@ class ExpertHomes:
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         if isinstance(value, Tensor):
-            if isinstance(value, DTensor) and not any(isinstance(p, Shard) and p.dim == 0 for p in value.placements):
-                return ""  # of all experts together
+            is_cut = not isinstance(value, DTensor) or any(
+                isinstance(p, Shard) and p.dim == 0 for p in value.placements
+            )
             part, own = local_part(value), self.slots.shape[1]
-            if part.dim() == parameter.dim() and part.shape[0] == own:
+            if is_cut and part.dim() == parameter.dim() and part.shape[0] == own:
                 return part
             if value.numel() == 1:
                 return repr(part.item())
@@ -231,6 +235,15 @@ class ExpertHomes:
                 f"{-smallest:,} to {largest:,} bytes an expert"
             )
         return same and not sum(singles)
+
+
+def exchange_rows(part: Tensor, sends: Rows, receives: Rows, group: str, site: str) -> Tensor:
+    """The rows of a part that this rank gets from all ranks, in their order. A collective of the group."""
+    sent = part[[row for rows in sends for row in rows]]
+    got = part.new_empty((sum(map(len, receives)), *part.shape[1:]))
+    with collective("all_to_all of experts that move", group, site) as peers:
+        dist.all_to_all_single(got, sent, [len(r) for r in receives], [len(r) for r in sends], group=peers)
+    return got
 
 
 class _Movable(NamedTuple):

@@ -1,18 +1,9 @@
-"""Slots of experts: where each rank of a group has which expert, and rows that ranks send from slot to slot."""
+"""Slots of experts: where each rank of a group has which expert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from moec.runtime.ranks.watch import collective
-
-Rows = list[list[int]]
-"""For each rank of the group, indices of experts or of slots."""
-
 
 MOST_SHARES = 1 << 31
 """The largest share of a slot: times rows it has to fit 64 bits."""
@@ -24,8 +15,8 @@ def slots_in_order(ranks: int, experts: int) -> Tensor:
     return torch.arange(experts, device="cpu").view(ranks, experts // ranks)
 
 
-def with_shares(slots: Tensor) -> Tensor:
-    """The table of these slots, whose rows are split by the step's own counts."""
+def table_of(slots: Tensor) -> Tensor:
+    """The table of these slots without shares: rows are split by the step's own counts."""
     return torch.stack([slots, torch.zeros_like(slots)])
 
 
@@ -64,21 +55,3 @@ def slots_complaint(table: Tensor, ranks: int, experts: int, guests: int, *, mov
     if bool(shares.any()) and not bool(given.all()):
         return f"give no slot a share of expert {int(given.argmin())}"
     return ""
-
-
-def exchange_rows(
-    parts: Sequence[Tensor], sends: Rows, receives: Rows, name: str, group: str, site: str
-) -> list[list[Tensor]]:
-    """Rows of each part from all ranks, in the order of ranks; one collective, and parts of one dtype. Few rows, each
-    of many elements: one copy of each."""
-    sizes = [part[0].numel() for part in parts]
-    sent = [row for rows in sends for row in rows]
-    flat = parts[0].new_empty((len(sent), sum(sizes)))
-    for row, line in zip(sent, flat, strict=True):
-        for part, piece in zip(parts, torch.split(line, sizes), strict=True):
-            piece.view(part.shape[1:]).copy_(part[row])
-    got = flat.new_empty((sum(map(len, receives)), sum(sizes)))
-    with collective(name, group, site) as peers:
-        dist.all_to_all_single(got, flat, [len(r) for r in receives], [len(r) for r in sends], group=peers)
-    pieces = [torch.split(line, sizes) for line in got]
-    return [[piece[index].view(part.shape[1:]) for piece in pieces] for index, part in enumerate(parts)]

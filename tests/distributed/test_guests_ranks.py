@@ -21,7 +21,7 @@ import moec
 from moec.runtime.ops.assign_slots import assign_slots
 from moec.runtime.placement.choices import PlacementChoices
 from moec.runtime.ranks import groups
-from moec.runtime.weights.slots import with_shares
+from moec.runtime.weights.slots import table_of
 
 MODEL = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
 
@@ -87,7 +87,7 @@ def test_ranks_agree_on_which_rows_go_to_which_slot(gloo: GlooPool) -> None:
 
 
 def require_agreement(gloo: GlooPool, experts: Tensor, slots: Tensor) -> None:
-    found = gloo.run(2, placed_rows, experts, with_shares(slots))
+    found = gloo.run(2, placed_rows, experts, table_of(slots))
     for rank, (placed, counts, received, splits) in enumerate(found):
         chosen = torch.cat([slots.flatten(), torch.tensor([-1])])[placed]
         assert torch.equal(chosen, experts[rank])

@@ -70,6 +70,7 @@ def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_tha
         ("a copy of a part", "is a copy of a part of a layer"),
         ("one parameter of two layers", "two layers have one parameter of experts"),
         ("a state_dict in a backward pass", "in a backward pass, while experts are in other homes"),
+        ("a state without ranks", r"keeps `rows`, a DTensor \[8, 1, 1\]"),
         ("a value that differs", "keeps one value of all experts .* which differs between ranks"),
         ("another parameter", "has been replaced while experts were in other homes"),
         ("a state_dict on one rank before clipping", "one is at `job.clip_grad_norm_`, another at `state_dict"),

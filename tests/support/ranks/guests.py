@@ -25,7 +25,7 @@ class RandomGuests(PlacementPolicy):
 
     def begin_step(self, layers: nn.ModuleList) -> None:
         maps = guest_maps(self._plan.program, self._step(), moves=self.homes is not None)
-        self._tables |= maps[self._step() % len(maps)]
+        self._tables |= maps[(self._step() - 1) % len(maps)]
         self._give(layers)
 
     def end_step(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.ranks.guests import RandomGuests
 from support.ranks.training import batches_of, own_part
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -168,6 +168,9 @@ def train_with_unmovable(plan: Plan, kind: str) -> None:
                 model.state_dict()
             if kind == "a state_dict on one rank before clipping" and step == 1:
                 model.state_dict() if job.rank == 0 else job.clip_grad_norm_(model, 1.0)
+            if kind == "a state without ranks":
+                rows = torch.zeros(8, 1, 1)
+                optimizer.state[up.weight]["rows"] = DTensor.from_local(rows, up.weight.device_mesh, [Replicate()])
             if kind == "a value that differs":
                 optimizer.state[up.weight]["norm"] = float(job.rank)
             if kind == "another parameter" and step == 1:

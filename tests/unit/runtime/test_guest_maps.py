@@ -19,7 +19,7 @@ from moec.runtime.verify.cluster import virtual_weights
 from moec.runtime.verify.guest_maps import guest_maps
 from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.verification import verify
-from moec.runtime.weights.slots import slots_complaint, with_homes, with_shares
+from moec.runtime.weights.slots import slots_complaint, table_of, with_homes
 
 PLAN = {"ranks": 2, "ep": 2, "adapt": "replicate(4)"}
 
@@ -103,7 +103,7 @@ def test_toys_with_fewer_experts_have_fewer_slots() -> None:
 )
 def test_impossible_slots_are_named(at: tuple[int, int, int], value: int, words: str) -> None:
     slots = torch.cat([torch.arange(8).view(2, 4), torch.tensor([[4, -1], [-1, 0]])], 1)
-    table = with_shares(slots)
+    table = table_of(slots)
     assert slots_complaint(table, 2, 8, 2) == ""
     assert "not int64 [2, 2, 6]" in slots_complaint(slots, 2, 8, 2)
     table[at] = value
@@ -140,6 +140,4 @@ def test_experts_keep_their_shares_in_other_homes() -> None:
     found = with_homes(torch.stack([slots, shares]), torch.tensor([[3, 2], [0, 1]]))
     assert found[0].tolist() == [[3, 2, -1, -1], [0, 1, -1, -1]]
     assert found[1].tolist() == [[5, 3, 0, 0], [7, 9, 0, 0]]
-    assert torch.equal(
-        with_homes(found, slots[:, :2])[0], with_shares(torch.tensor([[0, 1, -1, -1], [2, 3, -1, -1]]))[0]
-    )
+    assert torch.equal(with_homes(found, slots[:, :2])[0], table_of(torch.tensor([[0, 1, -1, -1], [2, 3, -1, -1]]))[0])
