@@ -71,12 +71,12 @@ class Chooser:
     def _table_of(self, copies: Any, homes: Any, at_home: Any, rows: Any, place: Place) -> Any:
         """The table of `copies` [experts, ranks]: homes, then guests in their order; and shares, as the file's `split`
         says. An expert without rows has its share at home."""
-        slots = np.full(place.slots, -1, np.int64)
+        slots = np.full(place.table_shape, -1, np.int64)
         slots[:, : place.own] = at_home
         for rank in range(len(slots)):
             guests = np.flatnonzero(copies[:, rank] & (homes != rank))
             slots[rank, place.own : place.own + len(guests)] = guests
-        shares = np.zeros(place.slots, np.int64)
+        shares = np.zeros(place.table_shape, np.int64)
         if self._split == "even":
             shares[slots >= 0] = 1
         elif self._split == "old":

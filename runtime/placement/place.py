@@ -28,7 +28,7 @@ class Place:
         return self.shape.experts // self.shape.ranks
 
     @property
-    def slots(self) -> tuple[int, int]:
+    def table_shape(self) -> tuple[int, int]:
         """The ranks of a group, and the slots of a rank: its own experts', then those for guests."""
         return self.shape.ranks, self.own + self.shape.guests
 

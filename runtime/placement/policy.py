@@ -61,6 +61,8 @@ class PlacementPolicy:
     ) -> None:
         self._plan, self._rank, self._job, self._step, self._choices = plan, rank, job, step, choices
         self._places = places_of(plan)
+        assert plan.spec.adapt is not None
+        self._greedy, self._clock = greedy_of(plan.spec), plan.spec.adapt.clock
         self._every = min(word.every for word in placed_words(plan.spec))
         self._chooser = Chooser(plan, self._places[rank :: plan.world_size])
         self._loads = CountedLoads(self._places, plan.world_size, job, device)
@@ -86,7 +88,7 @@ class PlacementPolicy:
 
     def let_move(self, model: nn.Module, layers: nn.ModuleList, checks: Checks, number: int) -> ModelHomes | None:
         """Lets the experts of this model move, the job's `number`-th, if the file says so."""
-        if greedy_of(self._plan.spec) is not None:
+        if self._greedy is not None:
             self.homes = ModelHomes(model, layers, self._places, self._rank, self._job, checks, number)
         return self.homes
 
@@ -151,12 +153,11 @@ class PlacementPolicy:
     def _loads_of_moves(self, step: int, loads: Loads) -> Loads | None:
         """The loads by which a choice after this step moves experts, those since the last such choice; None if they
         stay. They may move where `every` divides a step since the last loads, if the guard can watch them."""
-        word, adapt = greedy_of(self._plan.spec), self._plan.spec.adapt
-        if word is None or adapt is None:
+        if self._greedy is None:
             return None
         self._since_moves = loads if self._since_moves is None else self._since_moves.plus(loads)
-        every = max(word.every, AHEAD)
-        can_watch = not adapt.clock or (self._guard.timed + AHEAD >= STEPS and not self._guard.homes_before)
+        every = max(self._greedy.every, AHEAD)
+        can_watch = not self._clock or (self._guard.timed + AHEAD >= STEPS and not self._guard.homes_before)
         before = step - loads.steps if self._gathered_at is None else self._gathered_at
         self._gathered_at = step
         if step // every == before // every or not can_watch:
@@ -194,14 +195,14 @@ class PlacementPolicy:
         if int(failed):
             raise RuntimeError(f"{int(failed)} ranks could not place experts") from error
         return {
-            place.number: Choice(part[:-2].view(2, *place.slots), *(part[-2:] / NANO).tolist())
+            place.number: Choice(part[:-2].view(2, *place.table_shape), *(part[-2:] / NANO).tolist())
             for place, part in zip(self._places, parts, strict=True)
         }
 
     def _flat(self, place: Place, choice: Choice | None) -> Tensor:
         """A choice in whole numbers; zeros for that of another rank."""
         if choice is None:
-            return torch.zeros(2 * math.prod(place.slots) + 2, dtype=torch.int64)
+            return torch.zeros(2 * math.prod(place.table_shape) + 2, dtype=torch.int64)
         seconds = torch.tensor([round(choice.seconds * NANO), round(choice.unplaced * NANO)])
         return torch.cat([torch.from_numpy(choice.table).flatten(), seconds])
 
@@ -213,18 +214,20 @@ class PlacementPolicy:
 
     # ---- placing ---------------------------------------------------------------------------------------
 
-    def _homes(self, place: Place) -> Tensor:
+    def _at_home(self, place: Place) -> Tensor:
         """The slots at home of a layer [ranks, experts of a rank]."""
         return self._tables[place.number][0, :, : place.own]
 
     def _take(self, choices: Choices, step: int) -> None:
         """Takes what was chosen from this step on, and watches moves by the clock, if the file says so."""
-        before = {place.number: self._homes(place) for place in self._places}
+        before = {place.number: self._at_home(place) for place in self._places}
         self._record({number: choice.table for number, choice in choices.items()}, step)
         self._predicted |= {number: (choice.seconds, choice.unplaced) for number, choice in choices.items()}
-        moved = {p.number: before[p.number] for p in self._places if not torch.equal(before[p.number], self._homes(p))}
+        moved = {
+            p.number: before[p.number] for p in self._places if not torch.equal(before[p.number], self._at_home(p))
+        }
         if moved:
-            if self._plan.spec.adapt is not None and self._plan.spec.adapt.clock:
+            if self._clock:
                 self._guard.watch(moved)
             self._guard.forget()
 
@@ -259,12 +262,12 @@ class PlacementPolicy:
     def _give(self, layers: nn.ModuleList) -> None:
         """Places the experts of all layers as their tables say."""
         if self.homes is not None:
-            self.homes.move({place.number: self._homes(place) for place in self._places})
+            self.homes.move({place.number: self._at_home(place) for place in self._places})
         for place in self._places:
             layer, table = layer_inside(layers[place.number]), self._tables[place.number]
             if layer is None:
                 continue
-            homes = self._homes(place) if self.homes is None else self.homes.of_layer(place.number).slots
+            homes = self._at_home(place) if self.homes is None else self.homes.of_layer(place.number).slots
             has_guests, guests = bool((table[0, :, place.own :] >= 0).any()), layer.guests
             if not has_guests:
                 layer.guests = None
