@@ -67,8 +67,9 @@ class ExpertHomes:
         self._indices, self._rank, self._group, self.model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
-        self._moved_last = WeakKeyDictionary[Any, list[Any]]()
-        """References to the parameters that the last move has moved."""
+        self._moved_last = WeakKeyDictionary[Any, list[nn.Parameter]]()
+        """The parameters that the last move has moved, while experts are away. Not by weak references: torch swaps no
+        tensor that has one."""
         self._device = self._current_device(torch.device("cpu"))
 
     @property
@@ -112,15 +113,18 @@ class ExpertHomes:
         for weights in self._alive():
             moved = self._of(weights)
             increment_version(moved)
-            self._moved_last[weights] = list(map(ref, moved))
+            self._moved_last[weights] = moved
         self._slots = self.first if torch.equal(slots, self.first) else slots
+        if not self.have_moved:
+            self._moved_last.clear()
 
     def require_kept(self) -> None:
-        """Raises `JobError` if a parameter has been replaced while experts are in other homes: MOE0754."""
+        """Raises `JobError` if a parameter has been replaced by one that has not moved, while experts are in other
+        homes: MOE0754."""
         for weights in self._alive() if self.have_moved else ():
             registered, moved_last = self._registered(weights), self._moved_last.get(weights, [])
             for place, (name, parameter) in enumerate(registered if moved_last else ()):
-                if moved_last[place]() is not parameter:
+                if all(parameter is not moved[place] for moved in self._moved_last.values()):
                     words = f"{name} of {self._site} has been replaced while experts were in other homes"
                     raise unmovable(f"{words}, and nothing says in which order the new ones are")
 

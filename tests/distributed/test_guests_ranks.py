@@ -27,7 +27,12 @@ MODEL = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
 
 CASES: dict[str, dict[str, Any]] = {
     "ep 2, edp 2, zero 1, micro-batches": {"ranks": 4, "ep": 2, "zero": 1, "microbatches": 2, "adapt": "replicate(4)"},
-    "ep 4": {"ranks": 4, "ep": 4, "adapt": "replicate(8)"},
+    "ep 4, homes that move": {
+        "ranks": 4,
+        "ep": 4,
+        "expert": "swiglu(16, bias = true)",
+        "adapt": "[greedy(), replicate(8)]; clock = false",
+    },
     "ep 4, tp 2, recomputed": {"ranks": 4, "ep": 4, "tp": 2, "recompute": "layer", "adapt": "shadow(2)"},
     "zero 2": {"ranks": 4, "ep": 2, "zero": 2, "microbatches": 2, "adapt": "[replicate(2), shadow(1)]"},
     "zero 3": {"ranks": 4, "ep": 2, "zero": 3, "recompute": "experts", "adapt": "replicate(6)"},
@@ -40,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "two degrees": {"ranks": 4, "ep": 4, "mixtures": ((8, 2), (8, 4)), "adapt": "replicate(4)"},
 }
-FAST = "biases, micro-batches", "ep 4"
+FAST = "biases, micro-batches", "ep 4, homes that move"
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,15 @@ def train_as_rank(plan: Plan, steps: int, sizes: Sequence[int] | None = None, co
         for tokens, labels in batches_of(plan.spec, steps):
             mine = [share(t, sizes, job.data_rank, job.data_size) for t in (tokens, labels)]
             losses.append(job.step(model, *mine).item())
+            if not gradients:
+                job.restore_homes(model)
             gradients = gradients or {name: gradient.clone() for name, gradient in gradients_of(model).items()}
             norms.append(job.clip_grad_norm_(model, MAX_NORM).item())
             loads.append(job.expert_loads(model))
             drops.append(job.drop_rates(model))
             optimizer.step()
             optimizer.zero_grad()
+        job.restore_homes(model)  # a pass before the next step: no guest counts, for their homes have changed
         logits = job.whole_logits(model(mine[0]))
     parameters = {name: local_part(p).clone() for name, p in model.named_parameters()}
     return {
