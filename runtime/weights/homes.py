@@ -67,7 +67,7 @@ class ExpertHomes:
         self._indices, self._rank, self._group, self.model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
-        self._moved_last = WeakKeyDictionary[Any, list[nn.Parameter]]()
+        self._moved_last = WeakKeyDictionary[Any, Sequence[Tensor | None]]()
         """The parameters that the last move has moved, while experts are away. Not by weak references: torch swaps no
         tensor that has one."""
         self._device = self._current_device(torch.device("cpu"))
@@ -110,20 +110,21 @@ class ExpertHomes:
         self._slots = None  # until all have moved
         for part in parts:  # one at a time: their copies are small
             self._move(part, routes)
-        for weights in self._alive():
-            moved = self._of(weights)
-            increment_version(moved)
-            self._moved_last[weights] = moved
+        self._moved_last.clear()
         self._slots = self.first if torch.equal(slots, self.first) else slots
-        if not self.have_moved:
-            self._moved_last.clear()
+        for weights in self._alive():
+            increment_version(self._of(weights))
+            if self.have_moved:
+                self._moved_last[weights] = self._of(weights)
 
     def require_kept(self) -> None:
         """Raises `JobError` if a parameter has been replaced by one that has not moved, while experts are in other
         homes: MOE0754."""
-        for weights in self._alive() if self.have_moved else ():
-            registered, moved_last = self._registered(weights), self._moved_last.get(weights, [])
-            for place, (name, parameter) in enumerate(registered if moved_last else ()):
+        users = [(weights, self._registered(weights)) for weights in self._alive()] if self.have_moved else []
+        for weights, registered in users:  # a copy that was made since: its experts are where the model's are
+            self._moved_last.setdefault(weights, [parameter for _, parameter in registered])
+        for _, registered in users:
+            for place, (name, parameter) in enumerate(registered):
                 if all(parameter is not moved[place] for moved in self._moved_last.values()):
                     words = f"{name} of {self._site} has been replaced while experts were in other homes"
                     raise unmovable(f"{words}, and nothing says in which order the new ones are")
@@ -243,7 +244,8 @@ class ExpertHomes:
 
 def exchange_rows(part: Tensor, sends: Rows, receives: Rows, group: str, site: str) -> Tensor:
     """The rows of a part that this rank gets from all ranks, in their order. A collective of the group."""
-    sent = part[[row for rows in sends for row in rows]]
+    # Contiguous, as `got` is: a part may be transposed, or in another memory format.
+    sent = part[[row for rows in sends for row in rows]].contiguous()
     got = part.new_empty((sum(map(len, receives)), *part.shape[1:]))
     with collective("all_to_all of experts that move", group, site) as peers:
         dist.all_to_all_single(got, sent, [len(r) for r in receives], [len(r) for r in sends], group=peers)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.plans import moe_plan
 from support.ranks.gloo_pool import GlooPool
 from support.ranks.homes import load_and_read, train_and_read, train_in_turns, train_with_unmovable
@@ -14,6 +15,8 @@ from support.tables import each_row
 from torch import Tensor
 
 import moec
+from moec.runtime.ranks import groups
+from moec.runtime.weights.homes import exchange_rows
 
 MODEL: dict[str, Any] = {"batch": 8, "ranks": 4, "expert": "swiglu(16, bias = true)"}
 MOVING = "greedy(); clock = false"
@@ -57,6 +60,24 @@ def test_models_in_turns_and_optimizers_made_in_any_order_are_those_of_homes_tha
     options = MODEL | {"ranks": 2, "ep": 2}
     static, moving = (gloo.run(2, train_in_turns, moe_plan(**options, **adapt))[0] for adapt in ({}, {"adapt": MOVING}))
     require_equal(moving, static)
+
+
+def part_of(rank: int) -> Tensor:
+    return (24 * rank + torch.arange(24.0)).view(2, 4, 3).mT  # not in the order of its memory
+
+
+def rows_of_the_other(_: None) -> Tensor:
+    rank = dist.get_rank()
+    own, peers = [[0], [1]][rank], [[], []]
+    peers[1 - rank] = own
+    with groups.use({"ep": dist.group.WORLD}):
+        return exchange_rows(part_of(rank), peers, peers, "ep", "layer 1")
+
+
+def test_rows_arrive_in_order_whatever_their_memory_format(gloo: GlooPool) -> None:
+    first, second = gloo.run(2, rows_of_the_other, None)
+    assert torch.equal(first, part_of(1)[[1]])
+    assert torch.equal(second, part_of(0)[[0]])
 
 
 @each_row(

@@ -106,7 +106,7 @@ def _parameter_collectives(cost: BlockCost, microbatches: int) -> Iterator[Block
 
 
 def _guests(block: Block, meshes: Meshes) -> Iterator[BlockCollective]:
-    """What a rank sends of guests in a step, with as many as it has slots, and of their gradients."""
+    """What a rank sends of guests, with as many as it has slots, and of their gradients, once a step."""
     if number := guests_of(block):
         weights, gradients = guest_bytes(block)
         yield BlockCollective(

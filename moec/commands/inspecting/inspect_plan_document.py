@@ -19,7 +19,8 @@ class BlockCollective:
     """A collective of a block, or a message of a pipeline stage. Bytes are those that a rank sends in a step."""
 
     of: str
-    """The value that it makes, `%rows.1`; or weights, gradients; or guests, as many as there are slots."""
+    """The value that it makes, `%rows.1`; or weights, gradients; or guests, as many as there are slots,
+    once a step."""
     group: str
     ranks: int
     """How many ranks a communicator of the group has."""
