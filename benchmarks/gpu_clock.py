@@ -36,6 +36,18 @@ def call_ms(run: Callable[[], Any], device: str) -> float:
     return statistics.median(taken)
 
 
+def wall_ms(run: Callable[[], Any], device: str, rounds: int = 40) -> float:
+    """Median milliseconds of a call on the wall, until the device is done."""
+    taken = []
+    for _ in range(rounds if device == "cuda" else 3):
+        before = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(1e3 * (time.perf_counter() - before))
+    return statistics.median(taken)
+
+
 def passes_ms(contender: Contender, x: Tensor, grad: Tensor, rounds: int, *, held: bool) -> tuple[float, float]:
     """Median milliseconds of forward and of backward."""
     clock = Clock(x.device.type, 2)

@@ -1,4 +1,5 @@
-"""Part d of `gpu.py`: training steps of whole models on one device, beside the memory that moec predicts for them."""
+"""Part d of `gpu.py`: training steps of whole models on one device, beside the memory that moec predicts for them; and
+choices of slots."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import statistics
 import time
 from typing import Any
 
+import gpu_slots
 import torch
 from gpu_rows import Measurement
 
@@ -62,7 +64,7 @@ def measurements(device: str) -> list[Measurement]:
     return [
         Measurement(f"d step {name}", f"d {name}", "gpu_part_d:step", {"part": "d", "name": name}, 150)
         for name in MODELS[device]
-    ]
+    ] + gpu_slots.measurements(device)
 
 
 def step(device: str, part: str, name: str) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     yield from _of_correctness(parts["a"])
     yield from _of_kernels(parts["b"])
     yield from _of_layers(parts["c"])
-    yield from _of_steps(parts["d"])
+    yield from _of_steps([row for row in parts["d"] if "slots" not in row])
+    yield from _of_slots([row for row in parts["d"] if "slots" in row])
     failed = [row for row in rows if "failed" in row]
     if failed:
         yield from ("", f"Without a figure ({len(failed)}):", "")
@@ -130,6 +131,11 @@ def _of_steps(rows: Sequence[Row]) -> Iterator[str]:
     )
     head = ("model", "parameters", "built, s", "passes + update, ms", "tokens/s", "TFLOP/s", "peak / predicted, GB")
     yield from _table(head, lines)
+
+
+def _of_slots(rows: Sequence[Row]) -> Iterator[str]:
+    lines = ([row["slots"], f"{row['kernels_ms']:.2f}", f"{row['host_ms']:.2f}"] for row in rows if "failed" not in row)
+    yield from _table(("choices of slots", "kernels, ms", "on the host, ms"), lines)
 
 
 def _held(row: Row) -> float:

@@ -14,7 +14,7 @@ from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.kernel_shape import KernelShape, complaint, render
 from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
-from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
+from moec.codegen.kernels.row_shapes import MOST_RANKS, PlacesShape, QueuesShape, SlotsShape
 from moec.codegen.kernels.shapes import GatedShape, RouteShape, TilesShape
 from moec.codegen.kernels.stored_tiles import TileKey, key_of
 from moec.codegen.kernels.tile_rule import in_bulk
@@ -154,6 +154,14 @@ def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tu
             yield choice_queues, (*counting, "keep")
         case o.LargestLoad():
             yield joint_queues, counting
+        case o.AssignSlots():
+            yield joint_queues, counting
+            _, ranks, slots = block.scope[op.operands[1]].shape
+            assert isinstance(ranks, int)
+            assert isinstance(slots, int)
+            if ranks * slots > experts and ranks <= MOST_RANKS:
+                yield joint_queues, ("rank",)
+                yield SlotsShape(experts=experts, ranks=ranks, slots=slots), ()
 
 
 def _head_kernels(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
@@ -197,7 +205,7 @@ def _experts_of(op: Op, block: Block) -> int:
     """The number of experts of a gate's or a permutation's op; 1 for other ops."""
     operands = op.named(block.operands(op))
     match op:
-        case o.Permute() | o.PermuteDynamic() | o.CountQueues() | o.LargestLoad():
+        case o.Permute() | o.PermuteDynamic() | o.CountQueues() | o.LargestLoad() | o.AssignSlots():
             return op.num_experts
         case o.MixtureMlp():
             experts = operands["up"].shape[0]

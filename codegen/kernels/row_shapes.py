@@ -1,4 +1,4 @@
-"""Shapes of the kernels that count choices and move rows: queues of experts, and places of rows."""
+"""Shapes of the kernels that count choices and move rows: queues of experts, places of rows, and slots of copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moec.codegen.kernels.kernel_shape import KernelShape, accumulator, power_of_two
+
+MOST_RANKS = 1024
+"""One program has all ranks of an expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +66,32 @@ class PlacesShape(KernelShape):
             "parts_ptr": accumulator(self.dtype),
             **dict.fromkeys(("weights_ptr", "grad_weights_ptr"), self.weights),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsShape(KernelShape):
+    """Rows of experts among the ranks that have copies of them. All integers have 64 bits."""
+
+    template: ClassVar[str] = "slots"
+    experts: int
+    ranks: int
+    slots: int
+
+    def constants(self) -> dict[str, Any]:
+        """About 1,024 quotas summed at a time."""
+        ranks = power_of_two(self.ranks)
+        return {
+            "EP": power_of_two(self.experts),
+            "RP": ranks,
+            "SP": power_of_two(self.slots),
+            "STEP": max(1, 1024 // ranks),
+        }
+
+    def pointers(self) -> dict[str, str]:
+        names = ("counts", "table", "numbers", "totals", "keys", "quotas", "order", "sent", "ends", "slots", "received")
+        return {f"{name}_ptr": "i64" for name in names}
+
+    def options(self, kernel: str, family: str) -> dict[str, int]:
+        """Few warps: sums over ranks follow each other, and those of one warp need no barrier."""
+        width = max(power_of_two(self.experts), 2 * power_of_two(self.ranks))
+        return {"num_warps": max(1, min(8, width // 256))}

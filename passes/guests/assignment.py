@@ -72,10 +72,10 @@ def quotas_of(counts: Any, shares: Shares, numbers: Any) -> Any:
 
 
 class Segments(NamedTuple):
-    """The rows of each expert of one rank's tokens in turn: the slot of each segment, and its last row's number plus 1
-    [experts, ranks], counted from 0 in each expert."""
+    """The rows of each expert of one rank's tokens in turn: how many are in each segment, and its slot
+    [experts, ranks]."""
 
-    ends: Any
+    lengths: Any
     slots: Any
 
 
@@ -83,4 +83,4 @@ def segments(sent: Any, numbers: Any, rank: int) -> Segments:
     """The segments of each expert's rows: first those that stay on `rank`, then those of other ranks in order."""
     ranks = sent.shape[1]
     order = np.r_[rank, 0:rank, rank + 1 : ranks]
-    return Segments(sent[:, order].cumsum(1), numbers[:, order])
+    return Segments(sent[:, order], numbers[:, order])

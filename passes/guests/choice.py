@@ -115,10 +115,10 @@ class _Layer:
         self.guests[expert] += len(ranks)
         self._send(expert, 1)
 
-        at = np.flatnonzero(self.copies[expert])
+        (at,) = self.copies[expert].nonzero()
         own, before = self.counts[at, expert], self.quotas[expert, at]
         others = self.rows[at] - before
-        after = spread(int(self.of_experts[expert]), others)
+        after = np.array(spread(int(self.of_experts[expert]), others.tolist()))
         self.quotas[expert, at], self.rows[at] = after, others + after
         self.local[at] += np.minimum(own, after) - np.minimum(own, before)
 
@@ -171,7 +171,7 @@ def _relief(layer: _Layer, of_rank: int) -> tuple[int, list[int]] | None:
     """The expert and the rank of the next guest."""
     hot = int(layer.rows.argmax())
     quotas = layer.quotas[:, hot]
-    for expert in np.argsort(-quotas, kind="stable")[:TRIED].tolist():
+    for expert in (-quotas).argsort(kind="stable")[:TRIED].tolist():
         free = ~layer.copies[expert] & (layer.got < of_rank)
         rows = np.where(free, layer.rows, layer.rows[hot])
         rank = int(rows.argmin())

@@ -5,6 +5,7 @@ Arrays: `copies` [experts, ranks] says which rank has weights of which expert; r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,20 +26,24 @@ on each of 16 ranks, the busiest rank has 1.085, 1.046, 1.029 and 1.021 of the m
 
 def split(counts: Counts, copies: Copies, passes: int = PASSES) -> Quotas:
     """Quotas with which the busiest rank has few rows. Experts with one copy stay there; then, those with few copies
-    first, each is spread so that its ranks have equally many rows, as far as that is possible."""
-    quotas = np.zeros(copies.shape, np.int64)
+    first, each is spread so that its ranks have equally many rows, as far as that is possible.
+
+    Lists of integers: most experts have few copies, for which operations of arrays take several times as long."""
     number = copies.sum(1)
-    alone = np.flatnonzero(number == 1)
-    quotas[alone, copies[alone].argmax(1)] = counts[alone]
-    rows = quotas.sum(0)
+    quotas = np.where(copies & (number == 1)[:, None], counts[:, None], 0)
     several = np.flatnonzero(number > 1)
     order = several[np.lexsort((several, -counts[several], number[several]))]
-    ranks = {int(expert): np.flatnonzero(copies[expert]) for expert in order}
+    at = [np.flatnonzero(copies[expert]).tolist() for expert in order]
+    parts = [[0] * len(ranks) for ranks in at]
+    totals, rows = counts[order].tolist(), quotas.sum(0).tolist()
     for _ in range(passes):
-        for expert, at in ranks.items():
-            others = rows[at] - quotas[expert, at]
-            quotas[expert, at] = spread(int(counts[expert]), others)
-            rows[at] = others + quotas[expert, at]
+        for number_of, (total, ranks) in enumerate(zip(totals, at, strict=True)):
+            others = [rows[rank] - part for rank, part in zip(ranks, parts[number_of], strict=True)]
+            parts[number_of] = spread(total, others)
+            for rank, other, part in zip(ranks, others, parts[number_of], strict=True):
+                rows[rank] = other + part
+    for expert, ranks, of_ranks in zip(order, at, parts, strict=True):
+        quotas[expert, ranks] = of_ranks
     return quotas
 
 
@@ -53,17 +58,20 @@ def in_shares(counts: Counts, shares: Any) -> Quotas:
     return quotas + (places < left[:, None])
 
 
-def spread(rows: int, others: Any) -> Any:
+def spread(rows: int, others: Sequence[int]) -> list[int]:
     """So many rows over ranks with `others` already: the least ones are filled to one level. What is left over of whole
     numbers goes to the least."""
-    order = np.argsort(others, kind="stable")
-    ordered = others[order]
-    levels = (np.cumsum(ordered) + rows) // np.arange(1, len(ordered) + 1)
-    filled = int((levels >= ordered).sum())
-    found = np.zeros_like(others)
-    given = levels[filled - 1] - ordered[:filled]
-    given[0] += rows - given.sum()
-    found[order[:filled]] = given
+    order = sorted(range(len(others)), key=others.__getitem__)
+    total, filled = rows, 0
+    for place in order:
+        if others[place] * filled > total:
+            break
+        total, filled = total + others[place], filled + 1
+    level, left = divmod(total, filled)
+    found = [0] * len(others)
+    for place in order[:filled]:
+        found[place] = level - others[place]
+    found[order[0]] += left
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
-from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
+from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape, SlotsShape
 from moec.codegen.kernels.shapes import GatedShape, RouteShape, TilesShape
 from moec.codegen.kernels.stored_tiles import TileKey, choose
 from moec.codegen.kernels.tile_candidates import around
@@ -109,6 +109,7 @@ def test_every_template_but_those_of_products_compiles() -> None:
         GatedShape(hidden=256, activation="geglu", dtype="bf16"),
         QueuesShape(experts=8, k=2),
         PlacesShape(k=2, dim=256, dtype="bf16", weights="fp32"),
+        SlotsShape(experts=256, ranks=64, slots=5),
         TilesShape(experts=8, rows=64),
         AroundShape.of(down),
     ):
@@ -248,6 +249,8 @@ def test_every_activation_and_dtype_compiles(dtype: str, target: str) -> None:
 def test_places_of_every_dtype_and_number_of_experts_compile(target: str) -> None:
     for experts in (1, 3, 1000, 2048):
         require_fits(QueuesShape(experts=experts, k=1), target)
+    for experts, ranks, slots in ((2, 2, 2), (2048, 1024, 3), (2048, 2, 1030)):
+        require_fits(SlotsShape(experts=experts, ranks=ranks, slots=slots), target)
     for dtype in ("fp16", "fp32", "fp64"):
         for layer in (LAYERS["olmoe"], LAYERS["odd"]):
             for shape in rows(layer, dtype):

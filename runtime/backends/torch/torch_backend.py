@@ -46,3 +46,4 @@ from moec.runtime.backends.torch.torch_rows import (
     sum_rows,
     sum_rows_backward,
 )
+from moec.runtime.backends.torch.torch_slots import assign_slots

@@ -40,3 +40,4 @@ from moec.runtime.backends.triton.triton_rows import (
     sum_rows,
     sum_rows_backward,
 )
+from moec.runtime.backends.triton.triton_slots import assign_slots

@@ -105,7 +105,7 @@ def test_what_ranks_send_is_what_others_expect(seed: int, ranks: int, own: int, 
             sent = [0 if expert < 0 else other.sent[expert, rank] for other in found]
             assert each.received[:, place].tolist() == sent
         of_rank = segments(each.sent, numbers, rank)
-        assert (of_rank.ends[:, -1] == counts[rank]).all()
+        assert (of_rank.lengths.sum(1) == counts[rank]).all()
         assert (of_rank.slots[:, 0] == numbers[:, rank]).all()
     assert (sum(each.sent for each in found) == quotas).all()
 
