@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -20,7 +21,8 @@ from moec.runtime.placement.place import Place
 from moec.runtime.ranks.checks import Checks, Complaint
 from moec.runtime.ranks.groups import is_open
 from moec.runtime.weights.backward_pass import in_backward
-from moec.runtime.weights.homes import ExpertHomes, unmovable
+from moec.runtime.weights.homes import ExpertHomes
+from moec.runtime.weights.movable import unmovable
 from moec.runtime.weights.slots import slots_in_order
 
 STATE_DICT = "state_dict or load_state_dict"
@@ -132,9 +134,12 @@ class ModelHomes:
         return self._complaint
 
     def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-        """All that optimizers keep of a parameter."""
+        """All that optimizers keep of a parameter. In the order of names: one may have added them in another order on
+        each rank."""
         for optimizer in self._known():
-            yield from optimizer.state.get(parameter, {}).items()
+            yield from sorted(
+                ((str(name), value) for name, value in optimizer.state.get(parameter, {}).items()), key=itemgetter(0)
+            )
 
     def _look_around(self) -> None:
         """Finds optimizers that have states and have not stepped yet, and what keeps experts from moving."""

@@ -7,8 +7,8 @@ copies: each tensor's dim 0 are the experts of a rank.
 from __future__ import annotations
 
 import gc
-import zlib
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from moec.runtime.errors import JobError
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.watch import collective
-from moec.runtime.weights.masters import local_part
+from moec.runtime.weights.movable import Movable, Unmovable, unmovable
 
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
@@ -67,9 +66,9 @@ class ExpertHomes:
         self._indices, self._rank, self._group, self.model = indices, rank, group, model
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
-        self._moved_last = WeakKeyDictionary[Any, Sequence[Tensor | None]]()
-        """The parameters that the last move has moved, while experts are away. Not by weak references: torch swaps no
-        tensor that has one."""
+        self._moved = WeakKeyDictionary[Any, list[tuple[int, Tensor | None]]]()
+        """The parameters whose experts are where `slots` says, while these are away, with their places in `indices`.
+        Not by weak references: torch swaps no tensor that has one."""
         self._device = self._current_device(torch.device("cpu"))
 
     @property
@@ -83,9 +82,13 @@ class ExpertHomes:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertHomes:
         return self
 
-    def share(self, weights: Weights) -> None:
-        """Moves the experts of a copied layer too, from now on."""
+    def share(self, weights: Weights, original: Weights, memo: dict[int, Any]) -> None:
+        """Moves the experts of a copied layer too, from now on. `memo`: that of the copy."""
         self._users = [*map(ref, self._alive()), ref(weights)]
+        if self._moved:
+            registered = enumerate(parameter for _, parameter in self._registered(original))
+            moved = [(place, parameter) for place, parameter in registered if self._has_moved(place, parameter)]
+            self._moved[weights] = [(place, deepcopy(parameter, memo)) for place, parameter in moved]
 
     @property
     def have_moved(self) -> bool:
@@ -110,32 +113,42 @@ class ExpertHomes:
         self._slots = None  # until all have moved
         for part in parts:  # one at a time: their copies are small
             self._move(part, routes)
-        self._moved_last.clear()
+        self._moved.clear()
         self._slots = self.first if torch.equal(slots, self.first) else slots
         for weights in self._alive():
             increment_version(self._of(weights))
             if self.have_moved:
-                self._moved_last[weights] = self._of(weights)
+                self._moved[weights] = list(enumerate(self._of(weights)))
 
     def require_kept(self) -> None:
         """Raises `JobError` if a parameter has been replaced by one that has not moved, while experts are in other
         homes: MOE0754."""
-        users = [(weights, self._registered(weights)) for weights in self._alive()] if self.have_moved else []
-        for weights, registered in users:  # a copy that was made since: its experts are where the model's are
-            self._moved_last.setdefault(weights, [parameter for _, parameter in registered])
+        if not self.have_moved:
+            return
+        users = [(weights, list(enumerate(self._registered(weights)))) for weights in self._alive()]
         for _, registered in users:
-            for place, (name, parameter) in enumerate(registered):
-                if all(parameter is not moved[place] for moved in self._moved_last.values()):
+            for place, (name, parameter) in registered:
+                if not self._has_moved(place, parameter):
                     words = f"{name} of {self._site} has been replaced while experts were in other homes"
                     raise unmovable(f"{words}, and nothing says in which order the new ones are")
+        for weights, registered in users:  # the copy that one was of may be gone at the next step
+            own = self._moved.setdefault(weights, [])
+            own += [
+                (place, parameter)
+                for place, (_, parameter) in registered
+                if all(parameter is not moved for _, moved in own)
+            ]
+
+    def _has_moved(self, place: int, parameter: Tensor | None) -> bool:
+        return any(place == at and parameter is moved for of in self._moved.values() for at, moved in of)
 
     def require_movable(self) -> list[Tensor]:
         """This rank's part of all that moves. A collective; raises MOE0754 on every rank if experts cannot move."""
         for is_last in (False, True):
-            complaint, found = self.model.complaint(), _Movable([], [])
+            complaint, found = self.model.complaint(), Movable(self._site, self.slots.shape[1])
             try:
-                found = self._movable()
-            except _Unmovable as error:
+                self._add_to(found)
+            except Unmovable as error:
                 complaint = complaint or str(error)
             if self._are_alike(complaint, found, must_be=is_last):
                 break
@@ -170,93 +183,66 @@ class ExpertHomes:
         found = []
         for name, parameter in self._registered(weights):
             if not isinstance(parameter, nn.Parameter):
-                raise _Unmovable(f"{name} of {self._site} is computed from others (a parametrization)")
+                raise Unmovable(f"{name} of {self._site} is computed from others (a parametrization)")
             found.append(parameter)
         return found
 
-    def _movable(self) -> _Movable:
-        """What this rank has of experts."""
-        parts, single = list[Tensor](), list[str]()
+    def _add_to(self, found: Movable) -> None:
+        """Adds what this rank has of experts. Raises `Unmovable`."""
         for weights in self._alive():
             if weights.has_collected:
-                raise _Unmovable(f"a step of {self._site} has begun, and not ended")
+                raise Unmovable(f"a step of {self._site} has begun, and not ended")
             for parameter in self._of(weights):
-                parts.append(local_part(parameter))
+                found.add("the parameter", parameter)
                 # One that `clip_grad_norm_` gave to the optimizer is inside of a placeholder (`HandedOver`).
                 gradient = getattr(parameter.grad, "gradient", parameter.grad)
-                parts += [] if gradient is None else [local_part(gradient)]
+                if gradient is not None:
+                    found.add("its gradient", gradient)
                 for name, value in self.model.states(parameter):
-                    part = self._part_of_state(name, value, parameter)
-                    if isinstance(part, Tensor):
-                        parts.append(part)
-                    else:
-                        single.append(f"{name} {part}")
-        if len(devices := {str(part.device) for part in parts}) > 1:
-            raise _Unmovable(
-                f"copies or optimizers of {self._site} are on several devices: {', '.join(sorted(devices))}"
-            )
-        # An optimizer may share its states with another one, and a copy its parameters with the model.
-        return _Movable(list({(part.data_ptr(), part.shape): part for part in parts}.values()), sorted(single))
+                    found.add_state(name, value, parameter)
+        found.require_apart()
 
-    def _part_of_state(self, name: str, value: Any, parameter: nn.Parameter) -> Tensor | str:
-        """This rank's part of an optimizer's value, if it has one for each expert; else that of all experts, in
-        words."""
-        if value is None or isinstance(value, bool | int | float | str):
-            return repr(value)
-        if isinstance(value, Tensor):
-            is_cut = not isinstance(value, DTensor) or any(
-                isinstance(p, Shard) and p.dim == 0 for p in value.placements
-            )
-            part, own = local_part(value), self.slots.shape[1]
-            if is_cut and part.dim() == parameter.dim() and part.shape[0] == own:
-                return part
-            if value.numel() == 1:
-                return repr(part.item())
-        what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise _Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self._site}")
-
-    def _are_alike(self, complaint: str, found: _Movable, *, must_be: bool) -> bool:
-        """Whether all ranks have equally much to move, and the same single values. Raises `JobError` on every rank if
-        one cannot move it, and if they `must_be` alike and are not."""
-        parts, size = found.parts, sum(part[0].nbytes for part in found.parts)
-        single = zlib.crc32("\n".join(found.single).encode())
-        claims = torch.tensor([int(bool(complaint)), len(parts), -len(parts), size, -size, single, -single])
+    def _are_alike(self, complaint: str, found: Movable, *, must_be: bool) -> bool:
+        """Whether all ranks have the same to move, and the same single values. Raises `JobError` on every rank if one
+        cannot move it, and if they `must_be` alike and are not."""
+        parts, size, (names, single) = len(found.parts), 0 if complaint else found.expert_bytes, found.sums()
+        claims = torch.tensor([value for number in (parts, size, names, single) for value in (number, -number)])
+        claims = torch.cat([claims, torch.tensor([int(bool(complaint))])])
         self._device = self._current_device(self._device)
         claims = claims.to(self._device)
         with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
             dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
-        failed, most, least, largest, smallest, *singles = claims.tolist()
+        *highest, failed = claims.tolist()
         if failed:
             raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
-        same = bool(most == -least and largest == -smallest)
-        if must_be and same and sum(singles):
-            raise unmovable(
+        lowest, highest = [-value for value in highest[1::2]], highest[::2]
+        differ = [low < high for low, high in zip(lowest, highest, strict=True)]
+        if not must_be or not any(differ):
+            return not any(differ)
+        if differ[0] or differ[1]:
+            words = (
+                f"ranks have other copies, gradients or optimizers of {self._site}: {lowest[0]} to {highest[0]} "
+                f"tensors, of {lowest[1]:,} to {highest[1]:,} bytes an expert"
+            )
+        elif differ[2]:
+            words = f"ranks have other tensors of experts of {self._site} ({', '.join(found.names)} on this one)"
+        else:
+            words = (
                 f"an optimizer keeps one value of all experts of {self._site} on a rank, which differs between ranks "
-                f"({', '.join(found.single)} on this one)"
+                f"({', '.join(sorted(found.single))} on this one)"
             )
-        if must_be and not same:
-            raise unmovable(
-                f"ranks have other copies, gradients or optimizers of {self._site}: {-least} to {most} tensors, of "
-                f"{-smallest:,} to {largest:,} bytes an expert"
-            )
-        return same and not sum(singles)
+        raise unmovable(words)
 
 
 def exchange_rows(part: Tensor, sends: Rows, receives: Rows, group: str, site: str) -> Tensor:
     """The rows of a part that this rank gets from all ranks, in their order. A collective of the group."""
-    # Contiguous, as `got` is: a part may be transposed, or in another memory format.
+    # Contiguous, as `got` is: a part may be transposed, or in another memory format. Every backend sends bytes.
     sent = part[[row for rows in sends for row in rows]].contiguous()
     got = part.new_empty((sum(map(len, receives)), *part.shape[1:]))
+    to, of = ([len(rows) * part[0].nbytes for rows in by_rank] for by_rank in (sends, receives))
     with collective("all_to_all of experts that move", group, site) as peers:
-        dist.all_to_all_single(got, sent, [len(r) for r in receives], [len(r) for r in sends], group=peers)
+        dist.all_to_all_single(got.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), of, to, group=peers)
     return got
-
-
-class _Movable(NamedTuple):
-    """This rank's parts of what moves, and what optimizers keep of all experts together, in words."""
-
-    parts: list[Tensor]
-    single: list[str]
 
 
 class _Routes(NamedTuple):
@@ -277,17 +263,3 @@ def _routes(before: Any, after: Any, here: int) -> _Routes:
     receives = [np.flatnonzero(source[here] == r).tolist() if r != here else [] for r in range(ranks)]
     stays = [(new, int(old[here][new]) % own) for new in np.flatnonzero(source[here] == here).tolist()]
     return _Routes(sends, receives, [(new, slot) for new, slot in stays if new != slot])
-
-
-class _Unmovable(Exception):
-    """Why this rank cannot move its experts."""
-
-
-def unmovable(words: str) -> JobError:
-    """The error for experts that cannot change ranks, for the reason `words`."""
-    help = (
-        "copy models and make optimizers on every rank alike, with states of as many dims as the parameter and one row "
-        "for each expert; load or copy an optimizer's state and replace parameters after `job.restore_homes`; or leave "
-        "`greedy` out of `placement`"
-    )
-    return JobError("MOE0754", words, help)

@@ -78,7 +78,7 @@ class Weights:
         copied._owner = ref(deepcopy(self._module(), memo))
         copied._open_step = deepcopy(self._open_step, memo)
         if self.homes is not None:
-            self.homes.share(copied)
+            self.homes.share(copied, self, memo)
         return copied
 
     def _module(self) -> nn.Module:

@@ -142,6 +142,18 @@ def test_moves_after_which_steps_take_longer_are_undone(gloo: GlooPool) -> None:
     assert [(has_moved, loss) for has_moved, _, loss in first] == [(m, loss) for m, _, loss in second]
 
 
+def test_after_moves_that_are_repeated_others_are_watched(gloo: GlooPool, tmp_path: Path) -> None:
+    plan, path = (
+        moe_plan(**MODEL, ranks=2, ep=2, adapt="greedy(every = 11, threshold = 1.0)"),
+        str(tmp_path / "c.jsonl"),
+    )
+    moved = []
+    for steps in (23, 46):  # the first run undoes its moves at the end; loads are gathered one step before
+        (found, _), _ = gloo.run(2, train_with_slow_moves, plan, steps, path)
+        moved.append([step for step, (has_moved, *_) in enumerate(found, 1) if has_moved])
+    assert moved == [[*range(13, 23)], [*range(13, 23), *range(35, 45)]]
+
+
 @each_row(
     ("content", "words"),
     [

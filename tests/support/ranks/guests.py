@@ -95,14 +95,16 @@ class SlowMoves(MoveGuard):
         super().stop()
 
 
-def train_with_slow_moves(plan: Plan, steps: int) -> tuple[list[tuple[bool, int, float]], list[str]]:
+def train_with_slow_moves(
+    plan: Plan, steps: int, choices: str | None = None
+) -> tuple[list[tuple[bool, int, float]], list[str]]:
     """For each step, whether experts have moved, the steps within which a move of layer 1 has to pay, and the loss;
     and all warnings."""
     found = []
     with (
         warnings.catch_warnings(record=True, action="always") as warned,
         mock.patch("moec.runtime.placement.policy.MoveGuard", SlowMoves),
-        moec.launch(plan, device="cpu") as job,
+        moec.launch(plan, device="cpu", choices=choices) as job,
     ):
         model = job.build(seed=1)
         optimizer = job.optimizer(model)

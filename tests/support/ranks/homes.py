@@ -175,3 +175,9 @@ def train_with_unmovable(plan: Plan, kind: str) -> None:
                 optimizer.state[up.weight]["norm"] = float(job.rank)
             if kind == "another parameter" and step == 1:
                 up.weight = nn.Parameter(up.weight.detach().clone())
+            if kind == "another parameter of a copy" and step == 1:
+                late = copy.deepcopy(model)
+                late.layers[1].moe.experts.up.weight = nn.Parameter(up.weight.detach().clone())
+                job.restore_homes(late)
+            if kind == "states of other names":
+                optimizer.state[up.weight][f"of {job.rank}"] = torch.zeros_like(up.weight)

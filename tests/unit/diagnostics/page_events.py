@@ -493,7 +493,7 @@ def choices_of_another_plan() -> Sequence[Diagnostic]:
 
 
 def experts_of_an_unknown_state() -> Sequence[Diagnostic]:
-    from moec.runtime.weights.homes import unmovable
+    from moec.runtime.weights.movable import unmovable
 
     words = "an optimizer keeps `blocks`, a Tensor [64], of experts of layer 1 (model.moe:7)"
     return unmovable(words).diagnostics
