@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+from bisect import bisect_right, insort
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ class PlacementChoices:
         self._plan = digest(print_program(plan.program, spans=False).encode())
         self._head = json.dumps({"choices_of": self._plan})
         self._writes, self._has_head, self._text = True, False, ""
-        self.steps: Steps = {}
+        self._steps: Steps = {}
+        self._order = list[int]()
+        """The steps in order."""
 
     def read(self) -> Complaint | None:
         """Reads the file, on the first rank, and cuts off a line that its writer did not finish. The complaint about a
@@ -88,8 +91,13 @@ class PlacementChoices:
                 return f"layer {layer} has no slots"
             if problem := slots_complaint(table, *self._shapes[layer], moves=self._moves):
                 return f"the slots of layer {layer} {problem}"
-        self.steps.setdefault(step, {}).update(tables)
+        self._keep(step, tables)
         return ""
+
+    def _keep(self, step: int, tables: Mapping[int, Tensor]) -> None:
+        if step not in self._steps:
+            insort(self._order, step)
+        self._steps.setdefault(step, {}).update(tables)
 
     def _refused(self, words: str) -> Complaint:
         help = "give the file of a run of this plan, or a path without a file: then choices are written there"
@@ -105,18 +113,18 @@ class PlacementChoices:
     def between(self, after: int, to: int) -> dict[int, Tensor]:
         """The tables recorded for steps behind `after`, up to `to`: of each layer the last one."""
         found = dict[int, Tensor]()
-        for step in sorted(step for step in self.steps if after < step <= to):
-            found |= self.steps[step]
+        for step in self._order[bisect_right(self._order, after) : bisect_right(self._order, to)]:
+            found |= self._steps[step]
         return found
 
     @property
     def last(self) -> int:
         """The last step with a record; 0 without any."""
-        return max(self.steps, default=0)
+        return self._order[-1] if self._order else 0
 
     def add(self, step: int, tables: Mapping[int, Tensor], *, writes: bool) -> None:
         """Adds the tables of a step, which the first rank `writes`. A file that fails is named once, and left out."""
-        self.steps.setdefault(step, {}).update(tables)
+        self._keep(step, tables)
         if not writes or not self._writes:
             return
         record = {"step": step, "slots": {str(layer): table.tolist() for layer, table in tables.items()}}

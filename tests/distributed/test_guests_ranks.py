@@ -173,3 +173,9 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: s
     assert complaint is not None
     assert words in complaint.message
     assert path.read_text() == given
+
+
+def test_choices_in_a_folder_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    complaint = PlacementChoices(tmp_path / "absent" / "choices.jsonl", moe_plan(ep=2, adapt="replicate(4)")).read()
+    assert complaint is not None
+    assert f"there is no folder {tmp_path}/absent" in complaint.message
