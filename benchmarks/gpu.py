@@ -1,5 +1,5 @@
 """One command for a GPU that is lent for half an hour: ceilings and correctness, tiles, whole layers beside others',
-steps of whole models.
+steps of whole models and choices of slots.
 
     python benchmarks/gpu.py --part a --out rows.jsonl      # and b, c, d: at most nine minutes each
     python benchmarks/gpu.py --report rows.jsonl

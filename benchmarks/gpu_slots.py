@@ -1,4 +1,4 @@
-"""A part of `gpu.py`'s part d: choices of slots, where experts have guests, on the host and by kernels."""
+"""Choices of slots, where experts have guests, on the host and by kernels; they belong to part d of `gpu.py`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOKENS, K = 8192, 8
 
 def measurements(device: str) -> list[Measurement]:
     return [
-        Measurement(f"d slots {name}", "d slots", "gpu_slots:slots", {"part": "d", "slots": name}, 60)
+        Measurement(f"d slots {name}", "d slots", "gpu_slots:choose", {"part": "d", "slots": name}, 60)
         for name in CASES[device]
     ]
 
 
-def slots(device: str, part: str, slots: str) -> dict[str, Any]:
+def choose(device: str, part: str, slots: str) -> dict[str, Any]:
     """Milliseconds until the splits are on the host. Raises `AssertionError` if kernels differ from the host."""
     given = arguments(device, **CASES[device][slots])
     for ours, theirs in zip(*(each.assign_slots(*given) for each in (triton_backend, torch_backend)), strict=True):
@@ -43,7 +43,8 @@ def slots(device: str, part: str, slots: str) -> dict[str, Any]:
 
 
 def arguments(device: str, experts: int, ranks: int, guests: int, others: int) -> tuple[Any, ...]:
-    """Of the first rank: loads that fall as 1 / n, and guests of the busiest `others` experts in turn."""
+    """Those of `assign_slots` on the first rank: loads that fall as 1 / n, and guests of the `others` busiest
+    experts in turn."""
     draw = np.random.default_rng(0)
     order = draw.permutation(experts)
     load = np.empty(experts)

@@ -21,6 +21,9 @@ SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 2048
 """One program loads a whole row of logits, or of a histogram."""
 
+MAX_RANKS = 1024
+"""Ranks of a group whose copies of experts kernels split rows among: one program has those of all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelShape:
@@ -84,6 +87,8 @@ def complaint(shape: KernelShape) -> str | None:
     activation = getattr(shape, "activation", None)
     if experts > MAX_EXPERTS:
         return f"kernels are for at most {MAX_EXPERTS} experts, not {experts}"
+    if (ranks := getattr(shape, "ranks", 1)) > MAX_RANKS:
+        return f"kernels are for at most {MAX_RANKS} ranks of a group, not {ranks}"
     if score not in SCORES or activation not in (None, *ACTIVATIONS):
         return f"there are no kernels for {score} scores and {activation}"
     if any(isinstance(size, int) and size < 0 for size in astuple(shape)):

@@ -14,7 +14,7 @@ from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.kernel_shape import KernelShape, complaint, render
 from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
 from moec.codegen.kernels.product_shapes import DownShape, UpShape
-from moec.codegen.kernels.row_shapes import MOST_RANKS, PlacesShape, QueuesShape, SlotsShape
+from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape, SlotsShape
 from moec.codegen.kernels.shapes import GatedShape, RouteShape, TilesShape
 from moec.codegen.kernels.stored_tiles import TileKey, key_of
 from moec.codegen.kernels.tile_rule import in_bulk
@@ -159,7 +159,7 @@ def _row_kernels(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tu
             _, ranks, slots = block.scope[op.operands[1]].shape
             assert isinstance(ranks, int)
             assert isinstance(slots, int)
-            if ranks * slots > experts and ranks <= MOST_RANKS:
+            if ranks * slots > experts:  # with guests
                 yield joint_queues, ("rank",)
                 yield SlotsShape(experts=experts, ranks=ranks, slots=slots), ()
 

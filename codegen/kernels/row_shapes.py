@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moec.codegen.kernels.kernel_shape import KernelShape, accumulator, power_of_two
-
-MOST_RANKS = 1024
-"""One program has all ranks of an expert."""
+from moec.codegen.kernels.kernel_shape import MAX_EXPERTS, KernelShape, accumulator, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +82,7 @@ class SlotsShape(KernelShape):
             "RP": ranks,
             "SP": power_of_two(self.slots),
             "STEP": max(1, 1024 // ranks),
+            "MOST": MAX_EXPERTS,
         }
 
     def pointers(self) -> dict[str, str]:
@@ -92,6 +90,7 @@ class SlotsShape(KernelShape):
         return {f"{name}_ptr": "i64" for name in names}
 
     def options(self, kernel: str, family: str) -> dict[str, int]:
-        """Few warps: sums over ranks follow each other, and those of one warp need no barrier."""
+        """Few warps: `split` adds up over ranks hundreds of times, one after the other, which warps do through shared
+        memory."""
         width = max(power_of_two(self.experts), 2 * power_of_two(self.ranks))
         return {"num_warps": max(1, min(8, width // 256))}

@@ -37,10 +37,10 @@ def split(counts: Counts, copies: Copies, passes: int = PASSES) -> Quotas:
     parts = [[0] * len(ranks) for ranks in at]
     totals, rows = counts[order].tolist(), quotas.sum(0).tolist()
     for _ in range(passes):
-        for number_of, (total, ranks) in enumerate(zip(totals, at, strict=True)):
-            others = [rows[rank] - part for rank, part in zip(ranks, parts[number_of], strict=True)]
-            parts[number_of] = spread(total, others)
-            for rank, other, part in zip(ranks, others, parts[number_of], strict=True):
+        for total, ranks, of_ranks in zip(totals, at, parts, strict=True):
+            others = [rows[rank] - part for rank, part in zip(ranks, of_ranks, strict=True)]
+            of_ranks[:] = spread(total, others)
+            for rank, other, part in zip(ranks, others, of_ranks, strict=True):
                 rows[rank] = other + part
     for expert, ranks, of_ranks in zip(order, at, parts, strict=True):
         quotas[expert, ranks] = of_ranks

@@ -35,7 +35,8 @@ class BackendError(JobError):
 
 
 Backend = ModuleType
-"""One function per operator, of the operator's name and arguments: `tests/unit/runtime/test_backends.py` compares."""
+"""One function per operator, of the operator's name and arguments: `tests/unit/runtime/test_backends.py` compares.
+Where an operator decides or gathers something first, the function gets what that gave."""
 
 
 def select(device: str) -> Backend:

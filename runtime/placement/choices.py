@@ -44,7 +44,7 @@ class PlacementChoices:
         self._writes, self._has_head, self._text = True, False, ""
         self._steps: Steps = {}
         self._order = list[int]()
-        """The steps in order."""
+        """The keys of `_steps`, sorted."""
 
     def read(self) -> Complaint | None:
         """Reads the file, on the first rank, and cuts off a line that its writer did not finish. The complaint about a

@@ -153,14 +153,14 @@ class PlacementPolicy:
     def _loads_of_moves(self, step: int, loads: Loads) -> Loads | None:
         """The loads by which a choice after this step moves experts, those since the last such choice; None if they
         stay. They may move where `every` divides a step since the last loads, if the guard can watch them: enough steps
-        are timed, and none that the file repeats moves experts before."""
+        are timed by then, which no choice of the file makes it forget."""
         if self._greedy is None:
             return None
         self._since_moves = loads if self._since_moves is None else self._since_moves.plus(loads)
         every = max(self._greedy.every, AHEAD)
         repeats = self._choices is not None and bool(self._choices.between(step, step + AHEAD))
-        is_timed = self._guard.timed + AHEAD >= STEPS and not repeats
-        can_watch = not self._clock or (is_timed and not self._guard.homes_before)
+        are_timed = self._guard.timed + AHEAD >= STEPS
+        can_watch = not self._clock or (are_timed and not repeats and not self._guard.homes_before)
         before = step - loads.steps if self._gathered_at is None else self._gathered_at
         self._gathered_at = step
         if step // every == before // every or not can_watch:

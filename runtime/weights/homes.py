@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from moec.runtime.errors import JobError
 from moec.runtime.ranks.checks import Complaint
 from moec.runtime.ranks.watch import collective
-from moec.runtime.weights.movable import Movable, Unmovable, unmovable
+from moec.runtime.weights.movable import CannotMove, Movable, unmovable
 
 if TYPE_CHECKING:
     from moec.runtime.weights.weights import Weights
@@ -49,7 +49,7 @@ class MovedHomes(Protocol):
         """Why nothing can move now; empty if experts can."""
 
     def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-        """All that optimizers keep of a parameter, by names for messages."""
+        """All that optimizers keep of a parameter, by names, in an order that all ranks share."""
 
 
 class ExpertHomes:
@@ -67,8 +67,8 @@ class ExpertHomes:
         self._site = weights.specs[0].site
         self._users = [ref(weights)]
         self._moved = WeakKeyDictionary[Any, list[tuple[int, Tensor | None]]]()
-        """The parameters whose experts are where `slots` says, while these are away, with their places in `indices`.
-        Not by weak references: torch swaps no tensor that has one."""
+        """While experts are away: the parameters whose rows are in the order of `slots`, with their places in
+        `indices`. Not by weak references: torch swaps no tensor that has one."""
         self._device = self._current_device(torch.device("cpu"))
 
     @property
@@ -83,7 +83,8 @@ class ExpertHomes:
         return self
 
     def share(self, weights: Weights, original: Weights, memo: dict[int, Any]) -> None:
-        """Moves the experts of a copied layer too, from now on. `memo`: that of the copy."""
+        """Moves the experts of a copied layer too, from now on. `memo`: that of the copy of `original`, by which the
+        copies of its parameters are those that the copied layer gets."""
         self._users = [*map(ref, self._alive()), ref(weights)]
         if self._moved:
             registered = enumerate(parameter for _, parameter in self._registered(original))
@@ -116,13 +117,14 @@ class ExpertHomes:
         self._moved.clear()
         self._slots = self.first if torch.equal(slots, self.first) else slots
         for weights in self._alive():
-            increment_version(self._of(weights))
+            parameters = [parameter for _, parameter in self._of(weights)]
+            increment_version(parameters)
             if self.have_moved:
-                self._moved[weights] = list(enumerate(self._of(weights)))
+                self._moved[weights] = list(enumerate(parameters))
 
     def require_kept(self) -> None:
         """Raises `JobError` if a parameter has been replaced by one that has not moved, while experts are in other
-        homes: MOE0754."""
+        homes: MOE0754. One of a copy has; it is known from then on, also when the copy is gone."""
         if not self.have_moved:
             return
         users = [(weights, list(enumerate(self._registered(weights)))) for weights in self._alive()]
@@ -131,16 +133,12 @@ class ExpertHomes:
                 if not self._has_moved(place, parameter):
                     words = f"{name} of {self._site} has been replaced while experts were in other homes"
                     raise unmovable(f"{words}, and nothing says in which order the new ones are")
-        for weights, registered in users:  # the copy that one was of may be gone at the next step
+        for weights, registered in users:
             own = self._moved.setdefault(weights, [])
-            own += [
-                (place, parameter)
-                for place, (_, parameter) in registered
-                if all(parameter is not moved for _, moved in own)
-            ]
+            own += [(place, of) for place, (_, of) in registered if not _is_among(place, of, own)]
 
     def _has_moved(self, place: int, parameter: Tensor | None) -> bool:
-        return any(place == at and parameter is moved for of in self._moved.values() for at, moved in of)
+        return any(_is_among(place, parameter, moved) for moved in self._moved.values())
 
     def require_movable(self) -> list[Tensor]:
         """This rank's part of all that moves. A collective; raises MOE0754 on every rank if experts cannot move."""
@@ -148,7 +146,7 @@ class ExpertHomes:
             complaint, found = self.model.complaint(), Movable(self._site, self.slots.shape[1])
             try:
                 self._add_to(found)
-            except Unmovable as error:
+            except CannotMove as error:
                 complaint = complaint or str(error)
             if self._are_alike(complaint, found, must_be=is_last):
                 break
@@ -179,59 +177,62 @@ class ExpertHomes:
         registered = list(weights.registered().items())
         return [registered[index] for index in self._indices]
 
-    def _of(self, weights: Weights) -> list[nn.Parameter]:
+    def _of(self, weights: Weights) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of experts by their names. Raises `CannotMove`."""
         found = []
         for name, parameter in self._registered(weights):
             if not isinstance(parameter, nn.Parameter):
-                raise Unmovable(f"{name} of {self._site} is computed from others (a parametrization)")
-            found.append(parameter)
+                raise CannotMove(f"{name} of {self._site} is computed from others (a parametrization)")
+            found.append((name, parameter))
         return found
 
     def _add_to(self, found: Movable) -> None:
-        """Adds what this rank has of experts. Raises `Unmovable`."""
+        """Adds what this rank has of experts. Raises `CannotMove`."""
         for weights in self._alive():
             if weights.has_collected:
-                raise Unmovable(f"a step of {self._site} has begun, and not ended")
-            for parameter in self._of(weights):
-                found.add("the parameter", parameter)
+                raise CannotMove(f"a step of {self._site} has begun, and not ended")
+            for name, parameter in self._of(weights):
+                found.add(name, parameter)
                 # One that `clip_grad_norm_` gave to the optimizer is inside of a placeholder (`HandedOver`).
                 gradient = getattr(parameter.grad, "gradient", parameter.grad)
                 if gradient is not None:
-                    found.add("its gradient", gradient)
-                for name, value in self.model.states(parameter):
-                    found.add_state(name, value, parameter)
+                    found.add(f"{name}.grad", gradient)
+                for state, value in self.model.states(parameter):
+                    found.add_state(state, value, parameter)
         found.require_apart()
 
     def _are_alike(self, complaint: str, found: Movable, *, must_be: bool) -> bool:
         """Whether all ranks have the same to move, and the same single values. Raises `JobError` on every rank if one
         cannot move it, and if they `must_be` alike and are not."""
-        parts, size, (names, single) = len(found.parts), 0 if complaint else found.expert_bytes, found.sums()
-        claims = torch.tensor([value for number in (parts, size, names, single) for value in (number, -number)])
-        claims = torch.cat([claims, torch.tensor([int(bool(complaint))])])
+        numbers = [len(found.parts), found.expert_bytes, *found.sums()]
+        claims = torch.tensor([*numbers, *(-number for number in numbers), int(bool(complaint))])
         self._device = self._current_device(self._device)
         claims = claims.to(self._device)
         with collective("all_reduce", self._group, f"{self._site}: experts that move") as peers:
             dist.all_reduce(claims, dist.ReduceOp.MAX, group=peers)
-        *highest, failed = claims.tolist()
+        *both, failed = claims.tolist()
         if failed:
             raise unmovable(complaint or f"another rank cannot move its experts of {self._site}")
-        lowest, highest = [-value for value in highest[1::2]], highest[::2]
-        differ = [low < high for low, high in zip(lowest, highest, strict=True)]
-        if not must_be or not any(differ):
-            return not any(differ)
-        if differ[0] or differ[1]:
+        most, least = both[:4], [-number for number in both[4:]]
+        if most == least or not must_be:
+            return bool(most == least)
+        if most[:2] != least[:2]:
             words = (
-                f"ranks have other copies, gradients or optimizers of {self._site}: {lowest[0]} to {highest[0]} "
-                f"tensors, of {lowest[1]:,} to {highest[1]:,} bytes an expert"
+                f"ranks have other copies, gradients or optimizers of {self._site}: {least[0]} to {most[0]} tensors, "
+                f"of {least[1]:,} to {most[1]:,} bytes an expert"
             )
-        elif differ[2]:
+        elif most[2] != least[2]:
             words = f"ranks have other tensors of experts of {self._site} ({', '.join(found.names)} on this one)"
         else:
             words = (
                 f"an optimizer keeps one value of all experts of {self._site} on a rank, which differs between ranks "
-                f"({', '.join(sorted(found.single))} on this one)"
+                f"({', '.join(found.single)} on this one)"
             )
         raise unmovable(words)
+
+
+def _is_among(place: int, parameter: Tensor | None, moved: list[tuple[int, Tensor | None]]) -> bool:
+    return any(place == at and parameter is other for at, other in moved)
 
 
 def exchange_rows(part: Tensor, sends: Rows, receives: Rows, group: str, site: str) -> Tensor:

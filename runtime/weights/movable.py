@@ -16,7 +16,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.weights.masters import local_part
 
 
-class Unmovable(Exception):  # noqa: N818 - a reason, not an error
+class CannotMove(Exception):  # noqa: N818 - a reason, not an error
     """Why this rank cannot move its experts."""
 
 
@@ -38,18 +38,18 @@ class Movable:
     experts: int
     parts: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """Of the parts, with what ranks have alike of each."""
+    """Name, dtype and shape of each part, which all ranks of the group have alike."""
     single: list[str] = field(default_factory=list)
     """What optimizers keep of all experts together, in words."""
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor that moves. One that is there moves once: an optimizer may share its states with another one, and a
-        copy its parameters with the model. Raises `Unmovable`."""
+        """A tensor that moves. One that has been added is left out: an optimizer may share its states with another one,
+        and a copy its parameters with the model. Raises `CannotMove`."""
         part = local_part(tensor)
-        if type(part) not in (Tensor, nn.Parameter) or part.is_inference():
+        if type(part) is not Tensor or part.is_inference():
             kind = "was made in inference mode" if part.is_inference() else f"is a tensor of type {type(part).__name__}"
-            raise Unmovable(f"`{name}` of experts of {self.site} {kind}")
+            raise CannotMove(f"`{name}` of experts of {self.site} {kind}")
         key = part.data_ptr(), part.dtype, part.shape, part.stride()
         if key not in self._seen:
             self._seen.add(key)
@@ -57,7 +57,7 @@ class Movable:
             self.names.append(f"{name} {part.dtype} {[*part.shape]}")
 
     def add_state(self, name: str, value: Any, parameter: nn.Parameter) -> None:
-        """What an optimizer keeps of a parameter: it moves if it has a row for each expert. Raises `Unmovable`."""
+        """What an optimizer keeps of a parameter: it moves if it has a row for each expert. Raises `CannotMove`."""
         if value is None or isinstance(value, bool | int | float | str):
             self.single.append(f"{name} {value!r}")
             return
@@ -73,26 +73,28 @@ class Movable:
                 self.single.append(f"{name} {part.item()!r}")
                 return
         what = f"{type(value).__name__} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise Unmovable(f"an optimizer keeps `{name}`, a {what}, of experts of {self.site}")
+        raise CannotMove(f"an optimizer keeps `{name}`, a {what}, of experts of {self.site}")
 
     def require_apart(self) -> None:
-        """Raises `Unmovable` for parts on several devices, and for parts that share memory."""
+        """Raises `CannotMove` for parts on several devices, and for parts that share memory."""
         if len(devices := {str(part.device) for part in self.parts}) > 1:
-            raise Unmovable(f"copies or optimizers of {self.site} are on several devices: {', '.join(sorted(devices))}")
+            raise CannotMove(
+                f"copies or optimizers of {self.site} are on several devices: {', '.join(sorted(devices))}"
+            )
         by_storage: dict[int, list[Tensor]] = {}
         for part in self.parts:
             by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
         if any(map(_overlap, by_storage.values())):
-            raise Unmovable(f"two tensors of experts of {self.site}, or two parts of one, share memory")
+            raise CannotMove(f"two tensors of experts of {self.site}, or two parts of one, share memory")
 
     @property
     def expert_bytes(self) -> int:
-        """Those of one expert."""
+        """The bytes of one expert in all parts."""
         return sum(part[0].nbytes for part in self.parts)
 
     def sums(self) -> tuple[int, int]:
         """Checksums of names and of what is of all experts together: alike on ranks that have the same."""
-        return _crc(self.names), _crc(sorted(self.single))
+        return _crc(self.names), _crc(self.single)
 
 
 def _crc(lines: Iterable[str]) -> int:
@@ -100,27 +102,19 @@ def _crc(lines: Iterable[str]) -> int:
 
 
 def _overlap(parts: list[Tensor]) -> bool:
-    """Whether two elements of parts of one storage are the same."""
-    spans = sorted((part.data_ptr(), part.data_ptr() + _span(part) * part.element_size()) for part in parts)
-    are_dense = all(_span(part) == part.numel() and _moves_in_every_dim(part) for part in parts)
-    if are_dense and all(end <= start for (_, end), (start, _) in pairwise(spans)):
+    """Whether a byte of the storage of these parts belongs to two elements."""
+    spans = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+    if all(map(_is_dense, parts)) and all(end <= start for (_, end), (start, _) in pairwise(spans)):
         return False
-    if len({part.dtype for part in parts}) > 1 or not all(map(_moves_in_every_dim, parts)):
-        return True
-    first = parts[0]
-    size = first.untyped_storage().nbytes() // first.element_size()
-    taken = torch.zeros(size, dtype=torch.bool, device=first.device)
+    storage = parts[0].untyped_storage()
+    taken = torch.zeros(storage.nbytes(), dtype=torch.bool, device=parts[0].device)
     for part in parts:
-        taken.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
-    return int(taken.sum()) < sum(part.numel() for part in parts)
+        size = part.element_size()
+        strides = [stride * size for stride in part.stride()]
+        taken.as_strided((*part.shape, size), (*strides, 1), part.storage_offset() * size).fill_(True)
+    return int(taken.sum()) < sum(part.nbytes for part in parts)
 
 
-def _span(part: Tensor) -> int:
-    """Elements of memory from the first one to the last."""
-    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    return last + 1 if part.numel() else 0
-
-
-def _moves_in_every_dim(part: Tensor) -> bool:
-    """Whether no dim is expanded."""
-    return all(stride or size < 2 for size, stride in zip(part.shape, part.stride(), strict=True))
+def _is_dense(part: Tensor) -> bool:
+    """Whether its elements lie behind each other, in some order of its dims."""
+    return part.permute(sorted(range(part.dim()), key=part.stride, reverse=True)).is_contiguous()

@@ -30,6 +30,7 @@ from moec.runtime.backends.triton import (
     triton_queues,
     triton_routing,
     triton_rows,
+    triton_slots,
     triton_table,
 )
 from moec.runtime.backends.triton.triton_launch import Kernels
@@ -146,7 +147,15 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
         run.add(shape)
         return kernels_of_shape(shape, x)
 
-    for module in (triton_routing, triton_queues, triton_rows, triton_padded, triton_experts, triton_table):
+    for module in (
+        triton_routing,
+        triton_queues,
+        triton_rows,
+        triton_padded,
+        triton_experts,
+        triton_slots,
+        triton_table,
+    ):
         monkeypatch.setattr(module, "kernels_of", noted)
     return run
 

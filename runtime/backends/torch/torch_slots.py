@@ -1,4 +1,5 @@
-"""Choices of slots, and the rows that ranks send each other for them, on the host (`passes/guests/assignment.py`)."""
+"""Choices of slots, and the rows that ranks send each other for them, which the host computes
+(`passes/guests/assignment.py`)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from moec.passes.guests.assignment import Assigned, assigned, segments, slot_numbers
 from moec.runtime.backends.torch.torch_rows import stable_order
 
-InSlots = tuple[Tensor, Tensor, Tensor]
+Assignment = tuple[Tensor, Tensor, Tensor]
 """Choices of slots [B, S, k], the rows that each source sends to each slot [ranks, slots of a rank], and the splits
 [2, ranks] on CPU."""
 
 
-def assign_slots(experts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> InSlots:
+def assign_slots(experts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> Assignment:
     """The slots of the choices of `rank`. `gathered` [ranks, E]: rows of each rank's choices; the host waits for it."""
     all_counts, (of_slots, shares) = gathered.cpu().numpy(), slots.numpy()
     numbers = slot_numbers(of_slots, all_counts.shape[1])
@@ -28,7 +29,7 @@ def assign_slots(experts: Tensor, gathered: Tensor, slots: Tensor, rank: int) ->
     return _placed(experts, found, numbers, rank), received, torch.stack(splits)
 
 
-def _without_guests(experts: Tensor, all_counts: Any, slots: Any, numbers: Any, rank: int) -> InSlots:
+def _without_guests(experts: Tensor, all_counts: Any, slots: Any, numbers: Any, rank: int) -> Assignment:
     """The results where each expert has one slot."""
     slot_of = torch.from_numpy(numbers.max(1)).to(experts.device, non_blocking=True)
     placed = torch.where(experts >= 0, slot_of[experts.clamp(min=0)], -1)

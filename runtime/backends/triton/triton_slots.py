@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels.row_shapes import MOST_RANKS, SlotsShape
+from moec.codegen.kernels.kernel_shape import complaint
+from moec.codegen.kernels.row_shapes import SlotsShape
 from moec.passes.guests.split import PASSES
 from moec.runtime.backends.torch import torch_slots
-from moec.runtime.backends.torch.torch_slots import InSlots
-from moec.runtime.backends.triton.triton_launch import kernels_of, too_many
+from moec.runtime.backends.torch.torch_slots import Assignment
+from moec.runtime.backends.triton.triton_launch import kernels_of
 from moec.runtime.backends.triton.triton_queues import Queues
 
 
-def assign_slots(experts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> InSlots:
-    """As on the host, which computes it for slots without guests, or with shares."""
+def assign_slots(experts: Tensor, gathered: Tensor, slots: Tensor, rank: int) -> Assignment:
+    """As on the host, which computes it where there are no guests, where slots have shares, and where kernels do not
+    exist for so many experts or ranks."""
     ranks, num_experts = gathered.shape
     of_slots, shares = slots
-    if too_many(num_experts) or ranks > MOST_RANKS or of_slots.numel() == num_experts or shares.numpy().any():
-        return torch_slots.assign_slots(experts, gathered, slots, rank)
     shape = SlotsShape(experts=num_experts, ranks=ranks, slots=of_slots.shape[1])
+    if of_slots.numel() == num_experts or shares.numpy().any() or complaint(shape) is not None:
+        return torch_slots.assign_slots(experts, gathered, slots, rank)
     kernels, counts = kernels_of(shape, gathered), gathered.contiguous()
     table = of_slots.to(gathered.device, non_blocking=True).contiguous()
     numbers, quotas, sent, ends, of_segments = (counts.new_empty((num_experts, ranks)) for _ in range(5))

@@ -159,7 +159,7 @@ def test_without_triton_plain_torch_serves_all_with_one_warning(monkeypatch: pyt
 def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: ModuleType):
     # These get the capacity in force.
     decide_capacity = {"permute_padded", "keep_choices", "keep_first", "keep_best", "reroute"}
-    of_all_ranks = {"assign_slots"}  # gets what these have gathered
+    of_all_ranks = {"assign_slots"}  # the operator gathers the counts of all ranks, which the backend gets
     functions = {name for name, value in vars(backend).items() if inspect.isfunction(value)}
     split = {
         f"{name}_backward_split" for name in ("expert_linear", "expert_mlp", "mixture_mlp")
