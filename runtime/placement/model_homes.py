@@ -22,15 +22,13 @@ from moec.runtime.ranks.checks import Checks, Complaint
 from moec.runtime.ranks.groups import is_open
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.homes import ExpertHomes
-from moec.runtime.weights.movable import unmovable
+from moec.runtime.weights.movable import CannotMove, unmovable
 from moec.runtime.weights.slots import slots_in_order
 
 STATE_DICT = "state_dict or load_state_dict"
 
 LATE = "an optimizer has states of experts that have moved before it was seen, and nothing says in which order they are"
-ALIKE = (
-    "several optimizers have states of the same experts and have not stepped, and nothing says which is which on ranks"
-)
+ALIKE = "several equal optimizers have states of the same experts, and nothing says which is which on ranks"
 
 
 class ModelHomes:
@@ -134,12 +132,13 @@ class ModelHomes:
         return self._complaint
 
     def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-        """All that optimizers keep of a parameter. In the order of names: one may have added them in another order on
-        each rank."""
-        for optimizer in self._known():
-            yield from sorted(
-                ((str(name), value) for name, value in optimizer.state.get(parameter, {}).items()), key=itemgetter(0)
-            )
+        """All that optimizers keep of a parameter, by the names of their classes and states. Alike on all ranks,
+        whatever the order in which optimizers stepped, or added states. Raises `CannotMove` for equal optimizers."""
+        states = {id(state): (kind_of(of), state) for of in self._known() if (state := of.state.get(parameter))}
+        if len({kind for kind, _ in states.values()}) < len(states):
+            raise CannotMove(ALIKE)
+        for (name, _), state in sorted(states.values(), key=itemgetter(0)):
+            yield from sorted(((f"{name}.{key}", value) for key, value in state.items()), key=itemgetter(0))
 
     def _look_around(self) -> None:
         """Finds optimizers that have states and have not stepped yet, and what keeps experts from moving."""
@@ -232,6 +231,13 @@ def _before(homes: ModelHomes, layer: ExpertHomes | None, experts: tuple[str, ..
         words = "this module is a copy of a part of a layer, and its experts do not move with the model's"
         raise JobError("MOE0754", words, "copy the whole layer or model, or leave `greedy` out of `placement`")
     homes.restore()
+
+
+def kind_of(optimizer: Optimizer) -> tuple[str, str]:
+    """The name of its class, and what else tells it from others, alike on all ranks: its numbers and words."""
+    given = getattr(optimizer, "defaults", {}).items()
+    plain = {key: value for key, value in given if isinstance(value, bool | int | float | str | tuple)}
+    return type(optimizer).__qualname__, repr(sorted(plain.items()))
 
 
 class _Watch:

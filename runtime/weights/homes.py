@@ -124,7 +124,7 @@ class ExpertHomes:
 
     def require_kept(self) -> None:
         """Raises `JobError` if a parameter has been replaced by one that has not moved, while experts are in other
-        homes: MOE0754. One of a copy has; it is known from then on, also when the copy is gone."""
+        homes: MOE0754. One that was a copy's has; it is known from then on, also when the copy is gone."""
         if not self.have_moved:
             return
         users = [(weights, list(enumerate(self._registered(weights)))) for weights in self._alive()]
@@ -134,11 +134,10 @@ class ExpertHomes:
                     words = f"{name} of {self._site} has been replaced while experts were in other homes"
                     raise unmovable(f"{words}, and nothing says in which order the new ones are")
         for weights, registered in users:
-            own = self._moved.setdefault(weights, [])
-            own += [(place, of) for place, (_, of) in registered if not _is_among(place, of, own)]
+            self._moved[weights] = [(place, parameter) for place, (_, parameter) in registered]
 
     def _has_moved(self, place: int, parameter: Tensor | None) -> bool:
-        return any(_is_among(place, parameter, moved) for moved in self._moved.values())
+        return any(place == at and parameter is moved for of in self._moved.values() for at, moved in of)
 
     def require_movable(self) -> list[Tensor]:
         """This rank's part of all that moves. A collective; raises MOE0754 on every rank if experts cannot move."""
@@ -229,10 +228,6 @@ class ExpertHomes:
                 f"({', '.join(found.single)} on this one)"
             )
         raise unmovable(words)
-
-
-def _is_among(place: int, parameter: Tensor | None, moved: list[tuple[int, Tensor | None]]) -> bool:
-    return any(place == at and parameter is other for at, other in moved)
 
 
 def exchange_rows(part: Tensor, sends: Rows, receives: Rows, group: str, site: str) -> Tensor:
