@@ -50,7 +50,8 @@ class Movable:
         if type(part) is not Tensor or part.is_inference():
             kind = "was made in inference mode" if part.is_inference() else f"is a tensor of type {type(part).__name__}"
             raise CannotMove(f"`{name}` of experts of {self.site} {kind}")
-        key = part.data_ptr(), part.dtype, part.shape, part.stride()
+        strides = tuple(stride for size, stride in zip(part.shape, part.stride(), strict=True) if size > 1)
+        key = part.data_ptr(), part.dtype, part.shape, strides
         if key not in self._seen:
             self._seen.add(key)
             self.parts.append(part)

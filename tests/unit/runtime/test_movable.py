@@ -28,6 +28,7 @@ def movable(*states: Tensor) -> Movable:
         ((ROWS, ROWS.clone(), ROWS.mT.contiguous().mT), 3),
         ((ROWS[..., :2], ROWS[..., 2:], ROWS.clone()[..., ::2]), 3),  # between each other
         ((ROWS[:, :1], ROWS[:, 1:2], torch.tensor(3.0)), 2),
+        ((ROWS[:, :1], ROWS.as_strided((4, 1, 4), (12, 1, 1))), 1),
         ((ROWS[..., :2], ROWS[..., 2:].view(torch.int32)), 2),
     ],
 )
