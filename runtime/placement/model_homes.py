@@ -22,13 +22,15 @@ from moec.runtime.ranks.checks import Checks, Complaint
 from moec.runtime.ranks.groups import is_open
 from moec.runtime.weights.backward_pass import in_backward
 from moec.runtime.weights.homes import ExpertHomes
-from moec.runtime.weights.movable import CannotMove, unmovable
+from moec.runtime.weights.movable import unmovable
 from moec.runtime.weights.slots import slots_in_order
 
 STATE_DICT = "state_dict or load_state_dict"
 
 LATE = "an optimizer has states of experts that have moved before it was seen, and nothing says in which order they are"
-ALIKE = "several equal optimizers have states of the same experts, and nothing says which is which on ranks"
+ALIKE = (
+    "several optimizers have states of the same experts and have not stepped, and nothing says which is which on ranks"
+)
 
 
 class ModelHomes:
@@ -132,13 +134,15 @@ class ModelHomes:
         return self._complaint
 
     def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-        """All that optimizers keep of a parameter, by the names of their classes and states. Alike on all ranks,
-        whatever the order in which optimizers stepped, or added states. Raises `CannotMove` for equal optimizers."""
-        states = {id(state): (kind_of(of), state) for of in self._known() if (state := of.state.get(parameter))}
-        if len({kind for kind, _ in states.values()}) < len(states):
-            raise CannotMove(ALIKE)
-        for (name, _), state in sorted(states.values(), key=itemgetter(0)):
-            yield from sorted(((f"{name}.{key}", value) for key, value in state.items()), key=itemgetter(0))
+        """All that optimizers keep of a parameter, in the order in which these were seen and of names: one may have
+        added states in another order on each rank. What tells an optimizer from others comes first."""
+        seen = set[int]()
+        for optimizer in self._known():
+            state = optimizer.state.get(parameter)
+            if state and id(state) not in seen:  # a wrapper may have those of the one inside it
+                seen.add(id(state))
+                yield "of the optimizer", repr(_settings(getattr(optimizer, "defaults", {})))
+                yield from sorted(((_name(key), value) for key, value in state.items()), key=itemgetter(0))
 
     def _look_around(self) -> None:
         """Finds optimizers that have states and have not stepped yet, and what keeps experts from moving."""
@@ -233,11 +237,18 @@ def _before(homes: ModelHomes, layer: ExpertHomes | None, experts: tuple[str, ..
     homes.restore()
 
 
-def kind_of(optimizer: Optimizer) -> tuple[str, str]:
-    """The name of its class, and what else tells it from others, alike on all ranks: its numbers and words."""
-    given = getattr(optimizer, "defaults", {}).items()
-    plain = {key: value for key, value in given if isinstance(value, bool | int | float | str | tuple)}
-    return type(optimizer).__qualname__, repr(sorted(plain.items()))
+def _name(key: object) -> str:
+    return key if isinstance(key, str) else f"{type(key).__name__} {key!r}"
+
+
+def _settings(values: object) -> list[Any]:
+    """The fractions, flags and words among what an optimizer was made with. They are alike on all ranks, as whole
+    numbers (seeds) and what is printed with its address need not be."""
+    if isinstance(values, Mapping):
+        return [(_name(key), found) for key, value in values.items() if (found := _settings(value))]
+    if isinstance(values, tuple | list):
+        return [found for value in values if (found := _settings(value))]
+    return [values] if isinstance(values, bool | float | str) else []
 
 
 class _Watch:
