@@ -179,5 +179,9 @@ def train_with_unmovable(plan: Plan, kind: str) -> None:
                 late = copy.deepcopy(model)
                 late.layers[1].moe.experts.up.weight = nn.Parameter(up.weight.detach().clone())
                 job.restore_homes(late)
+            if kind == "optimizers in another order" and step == 0:
+                others = [SGD([up.weight], lr=lr, momentum=0.9) for lr in (0.1, 0.2)]
+                for other in others if job.rank == 0 else others[::-1]:
+                    other.step()
             if kind == "states of other names":
                 optimizer.state[up.weight][f"of {job.rank}"] = torch.zeros_like(up.weight)
