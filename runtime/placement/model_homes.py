@@ -135,13 +135,14 @@ class ModelHomes:
 
     def states(self, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
         """All that optimizers keep of a parameter, in the order in which these were seen and of names: one may have
-        added states in another order on each rank. What tells an optimizer from others comes first."""
+        added states in another order on each rank. An optimizer's settings come first: where ranks have seen optimizers
+        in different orders these differ, and stop the job."""
         seen = set[int]()
         for optimizer in self._known():
             state = optimizer.state.get(parameter)
             if state and id(state) not in seen:  # a wrapper may have those of the one inside it
                 seen.add(id(state))
-                yield "of the optimizer", repr(_settings(getattr(optimizer, "defaults", {})))
+                yield "the optimizer's settings", repr(_settings(getattr(optimizer, "defaults", {})))
                 yield from sorted(((_name(key), value) for key, value in state.items()), key=itemgetter(0))
 
     def _look_around(self) -> None:
